@@ -1,9 +1,9 @@
 """kvpool: a paged KV-cache manager for transformer inference. The public names; start with `KVCacheManager`."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, StatePart, StateSpec, Tier
-from kvpool.config.model_config import config_from_hf, layers_from_hf
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
@@ -11,9 +11,9 @@ from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
-from kvpool.manager.pins import Pin
 from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
 from kvpool.prefix.orders import TenantQuota
+from kvpool.prefix.readers import Pin
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
@@ -26,6 +26,7 @@ from kvpool.version import __version__, compiled
 
 if TYPE_CHECKING:
     from kvpool.compat import create_kv_cache_manager
+    from kvpool.config.model_config import config_from_hf, layers_from_hf
 
 __all__ = [
     "__version__",
@@ -81,10 +82,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Names from earlier systems are imported when they are asked for, not with the package."""
-    if name == "create_kv_cache_manager":
-        from kvpool.compat import create_kv_cache_manager
+_LATER = {  # what not every program needs is imported when it is asked for
+    "config_from_hf": "kvpool.config.model_config",
+    "create_kv_cache_manager": "kvpool.compat",
+    "layers_from_hf": "kvpool.config.model_config",
+}
 
-        return create_kv_cache_manager
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -178,7 +178,7 @@ def test_a_quota_that_was_miscounted_is_found() -> None:
 def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
     manager = busy_manager()
     producer = manager.allocate("producer", list(range(900, 912)))
-    manager._in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
+    manager._state.in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
     with pytest.raises(InvariantError, match="in flight"):
         manager.check()
 

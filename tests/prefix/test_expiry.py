@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpool.prefix.expiry import Calendar
 from kvpool.prefix.node import NEVER
+from kvpool.prefix.orders import Calendar
 from managers import Clock, cached, make_manager
 
 

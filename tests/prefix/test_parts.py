@@ -15,9 +15,8 @@ from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.cache import PrefixCache, Removal
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.prefix.expiry import Expiry
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node
-from kvpool.prefix.orders import EvictionOrders, IdleLedger, Quota
+from kvpool.prefix.orders import EvictionOrders, Expiry, IdleLedger, Quota
 from kvpool.prefix.readers import PathReaders, WindowReaders
 from kvpool.prefix.tree import RunTree, StoredLogits
 from kvpool.scope import ReuseScope

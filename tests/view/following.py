@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import KVPoolError
-from kvpool.manager.pins import Pin
+from kvpool.prefix.readers import Pin
 from managers import FULL, make_manager
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=8)

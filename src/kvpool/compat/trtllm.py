@@ -30,8 +30,8 @@ from kvpool.config import DType, KVCacheConfig, Tier
 from kvpool.config.layers import MAX_TOKENS
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.manager import KVCacheManager
-from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import as_token_array
+from kvpool.prefix.readers import Pin
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.sequences.handle import KVCacheHandle
 

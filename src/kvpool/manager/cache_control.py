@@ -14,14 +14,15 @@ from kvpool.manager.arguments import check_scope
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.pins import Pin, Pins
+from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import ResizeResult
+from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.node import NEVER
-from kvpool.prefix.orders import TenantQuota
-from kvpool.prefix.tenants import TenantQuotas
+from kvpool.prefix.orders import Quota, TenantQuota
+from kvpool.prefix.readers import Pin
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner, InFlight
+from kvpool.sequences.admission import AdmissionPlanner
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
 from kvpool.sequences.state import CacheState
@@ -32,14 +33,14 @@ from kvpool.stats import EvictionReason
 class CacheControl:
     """Verbs of operators and background tasks. Like those of the manager, each happens completely or changes nothing."""
 
-    def __init__(self, state: CacheState, guard: Guard, admissions: AdmissionPlanner, in_flight: InFlight) -> None:
+    def __init__(self, state: CacheState, guard: Guard, admissions: AdmissionPlanner) -> None:
         self.pins = Pins(state)
         self._state = state
         self._guard = guard
         self._quotas = TenantQuotas(state.cache)
         self._moves = Onboarding(state, admissions)
         self._compaction = Compaction(state)
-        self._invalidation = Invalidation(state, in_flight, self.pins)
+        self._invalidation = Invalidation(state, self.pins)
 
     # --- what stays, what goes ---------------------------------------------------------------------------------------
 
@@ -232,6 +233,83 @@ class CacheControl:
         """The tokens of a prompt as the tree holds them; symbols that nobody knows yet are not kept."""
         assert prompt.tokens is not None
         return self._state.rows.symbols.encode(prompt.tokens, prompt.items)[0] if prompt.items else prompt.tokens
+
+
+class TenantQuotas:
+    """Sets the limits that `Quota` describes, on a prefix cache that is in use."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self.cache = cache
+        self.context = cache.context
+        self.tree = cache.tree
+        self.windows = cache.windows
+        self.orders = cache.orders
+
+    def set(self, tenant: str, guaranteed: float | int, maximum: float | int | None) -> None:
+        """Checks a quota against its pools and the other guarantees, then installs it; with neither it removes one."""
+        pools = [tiers[Tier.GPU] for tiers in self.context.pools]
+        low = [_share(guaranteed, pool.num_blocks, "guaranteed") for pool in pools]
+        high = [None if maximum is None else _share(maximum, pool.num_blocks, "maximum") for pool in pools]
+        for floor, limit in zip(low, high, strict=True):
+            if limit is not None and floor > limit:
+                raise InvalidArgumentError(f"guaranteed={guaranteed} is more than maximum={maximum} for {tenant!r}")
+        others = [quota for quota in self.orders.quotas.values() if quota.tenant != tenant]
+        for index, pool in enumerate(pools):
+            promised = low[index] + sum(quota.guaranteed[index] for quota in others)
+            if low[index] and promised > pool.num_blocks:  # a pool that shrank may be short of what was promised
+                raise InvalidArgumentError(
+                    f"guarantees of pool {index} would add up to {promised} blocks of {pool.num_blocks}; lower one"
+                )
+        self._install(tenant, low, high)
+
+    def _install(self, tenant: str, low: list[int], high: list[int | None]) -> None:
+        orders = self.orders
+        remove = not any(low) and all(limit is None for limit in high)
+        quota = None if remove else Quota(tenant, low, high, orders.new_policies())
+        orders.quotas.pop(tenant, None)
+        if quota is not None:
+            orders.quotas[tenant] = quota
+        roots = [root for root in self.tree.roots.values() if root.scope.tenant == tenant]
+        for root in roots:
+            candidates = [n for n in root.subtree() if n.is_candidate()]
+            for node in candidates:
+                root.policies[node.tier].remove(node)
+                node.entry = None
+            root.policies = orders.policies if quota is None else quota.policies
+            root.quota = quota
+            for node in candidates:
+                root.policies[node.tier].add(node)
+        if quota is not None:
+            quota.cached, quota.pinned = self._idle_blocks(tenant)
+            for root in roots:
+                self.cache.enforce_quota(root)
+
+    def _idle_blocks(self, tenant: str) -> tuple[list[int], list[int]]:
+        """Recounts the unread GPU blocks that a tenant's runs hold, and how many of them are pinned."""
+        counts, pinned = [0] * len(self.context.pools), [0] * len(self.context.pools)
+        for node in self.tree.nodes():
+            if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
+                self.context.sync(node)
+                for group in self.context.cached:
+                    pool, ids = group.gpu, node.ids[group.index]
+                    if group.slides:
+                        idle = ids[ids >= 0]
+                        idle = idle[pool.refs[idle] == 0]
+                        counts[pool.index] += len(idle)
+                        pinned[pool.index] += sum(block in self.windows.pinned[pool.index] for block in idle.tolist())
+                    elif not node.active:
+                        counts[pool.index] += len(ids)
+                        pinned[pool.index] += len(ids) if node.pins else 0
+        return counts, pinned
+
+
+def _share(value: float | int, num_blocks: int, name: str) -> int:
+    """Blocks out of an int (blocks) or a float (fraction of the pool)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer)):
+        raise InvalidArgumentError(f"{name} must be a number of blocks or a fraction, got {value!r}")
+    if not 0 <= value <= (1.0 if isinstance(value, float) else num_blocks):
+        raise InvalidArgumentError(f"{name}={value} is outside the pool of {num_blocks} blocks")
+    return round(value * num_blocks) if isinstance(value, float) else int(value)
 
 
 def _check_pin(pin: object) -> None:

@@ -12,14 +12,13 @@ from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.node import Node, path_ids
-from kvpool.sequences.admission import InFlight
 from kvpool.sequences.state import CacheState
 
 
 class Checker:
     """One pass over the whole state. Owners of every block are collected here and compared with the pools' books."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
+    def __init__(self, state: CacheState, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
         self.context = state.context
@@ -27,7 +26,7 @@ class Checker:
         self.readers = state.cache.readers
         self.windows = state.cache.windows
         self.rows = state.rows
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
         self.pins = pins
         self.nodes = list(self.tree.nodes())
         for node in self.nodes:
@@ -78,7 +77,8 @@ class Checker:
                 f"{name}: reserved {reserved}, written {written}, committed {committed}",
             )
             self.expect(
-                int(rows.num_blocks[row]) * self.state.block_size >= reserved, f"{name}: too few blocks for {reserved}"
+                int(rows.num_blocks[row]) * self.context.block_size >= reserved,
+                f"{name}: too few blocks for {reserved}",
             )
             if handle.swapped is not None:
                 self.check_swapped(row, name)
@@ -120,7 +120,7 @@ class Checker:
                 self.private[group.pool, Tier.GPU, block] += 1
                 if not group.single_owner:
                     self.uncounted.add((group.pool, block))
-        final = min(int(rows.committed[row]), tip.end * self.state.block_size, int(rows.known[row]))
+        final = min(int(rows.committed[row]), tip.end * self.context.block_size, int(rows.known[row]))
         if path:
             held = np.concatenate([node.tokens for node in path])[:final]
             self.expect(bool((held == rows.token_ids(row)[:final]).all()), f"{name}: its tokens differ from its path")
@@ -146,7 +146,7 @@ class Checker:
     # --- tree --------------------------------------------------------------------------------------------------------
 
     def check_nodes(self) -> None:
-        size = self.state.block_size
+        size = self.context.block_size
         for node in self.nodes:
             name = f"node at block {node.start}"
             self.expect(node.num_blocks > 0, f"{name}: is empty")
@@ -173,7 +173,7 @@ class Checker:
             self.collect_blocks(node, name)
 
     def check_remainder(self, node: Node, name: str) -> None:
-        size = self.state.block_size
+        size = self.context.block_size
         self.expect(node.num_blocks == 1, f"{name}: is a remainder of {node.num_blocks} blocks")
         self.expect(0 < len(node.tokens) < size, f"{name}: is a remainder of {len(node.tokens)} tokens")
         self.expect(

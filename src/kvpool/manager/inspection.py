@@ -24,7 +24,6 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import LOCAL_TIERS, CacheState
 from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, PoolStats
@@ -156,10 +155,9 @@ _OF_NODE = attrgetter(
 class Inspector:
     """Answers questions about the cache, most of them by looking at everything."""
 
-    def __init__(self, state: CacheState, guard: Guard, in_flight: InFlight, pins: Pins) -> None:
+    def __init__(self, state: CacheState, guard: Guard, pins: Pins) -> None:
         self.state = state
         self.guard = guard
-        self.in_flight = in_flight
         self.pins = pins
         self.context = state.context
         self.tree = state.cache.tree
@@ -257,7 +255,7 @@ class Inspector:
         from kvpool.manager.checks import Checker  # nobody else needs it
 
         with self.guard.query:
-            Checker(self.state, self.in_flight, self.pins).run()
+            Checker(self.state, self.pins).run()
 
     # --- everything at once ------------------------------------------------------------------------------------------
 
@@ -358,7 +356,7 @@ class Inspector:
                 block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0 and node.tier == pool.tier
             )
             state = BlockState.PINNED if pinned else BlockState.CACHED
-        position = None if column is None else column * self.state.block_size
+        position = None if column is None else column * self.context.block_size
         published = node is not None and not node.detached
         priority = None if node is None else node.priority
         return KVCacheBlock(

@@ -12,7 +12,6 @@ from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
@@ -21,14 +20,14 @@ from kvpool.stats import EvictionReason
 class Invalidation:
     """`invalidate` and `reset_prefix_cache`. Each method returns how many blocks (positions) left the index."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
+    def __init__(self, state: CacheState, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
         self.tree = state.cache.tree
         self.removal = state.cache.removal
         self.logits = state.cache.logits
         self.rows = state.rows
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
         self.pins = pins
 
     def everything(self) -> int:
@@ -71,7 +70,7 @@ class Invalidation:
 
     def below_prefix(self, prefix: Int32Array, scope: ReuseScope) -> int:
         """The last full block of a prefix and everything that follows it."""
-        size = self.state.block_size
+        size = self.state.context.block_size
         last = len(prefix) // size - 1
         if last < 0:
             return 0
@@ -92,7 +91,7 @@ class Invalidation:
 
     def _nodes_from(self, prefix: Int32Array, last: int, scope: ReuseScope) -> list[Node]:
         """The node that starts at block `last` of a prefix, cut free from what comes before it."""
-        match = self.tree.match(scope, prefix[: (last + 1) * self.state.block_size], partial=False)
+        match = self.tree.match(scope, prefix[: (last + 1) * self.state.context.block_size], partial=False)
         if match.num_blocks <= last:
             return []
         node = match.path[-1]

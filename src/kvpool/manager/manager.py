@@ -56,7 +56,7 @@ from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner, InFlight, PrefixMatch
+from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
 from kvpool.sequences.allocate import Lifecycle
 from kvpool.sequences.batch import SequenceBatch, as_handles
 from kvpool.sequences.handle import KVCacheHandle
@@ -108,16 +108,15 @@ class KVCacheManager:
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         self._state = CacheState(config, new_policy, clock, self.events)
         self._guard = Guard(self._state, config.pressure_levels)
-        self._in_flight = InFlight(self._state)
-        self._admissions = AdmissionPlanner(self._state, self._in_flight)
+        self._admissions = AdmissionPlanner(self._state)
         self._windows = RowWindows(self._state)
-        self._sequences = Lifecycle(self._state, self._admissions, self._in_flight, self._windows)
-        self._stepping = Stepping(self._state, self._in_flight, self._windows)
-        self._rewinding = Rewinding(self._state, self._in_flight, self._windows)
-        self._ending = Ending(self._state, self._in_flight, self._windows)
-        self._swapping = Swapping(self._state, self._sequences, self._ending, self._in_flight)
-        self.cache = CacheControl(self._state, self._guard, self._admissions, self._in_flight)
-        self.inspect = Inspector(self._state, self._guard, self._in_flight, self.cache.pins)
+        self._sequences = Lifecycle(self._state, self._admissions, self._windows)
+        self._stepping = Stepping(self._state, self._windows)
+        self._rewinding = Rewinding(self._state, self._windows)
+        self._ending = Ending(self._state, self._windows)
+        self._swapping = Swapping(self._state, self._sequences, self._ending)
+        self.cache = CacheControl(self._state, self._guard, self._admissions)
+        self.inspect = Inspector(self._state, self._guard, self.cache.pins)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,19 +11,9 @@ from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.prefix.node import NEVER, Node
+from kvpool.prefix.readers import Pin
 from kvpool.scope import ReuseScope
 from kvpool.sequences.state import CacheState
-
-
-@dataclass(slots=True, eq=False)
-class Pin:
-    """A pinned prefix; give it to `unpin`. It is void once its prefix was invalidated."""
-
-    pin_id: int
-    num_tokens: int
-    expires_at: float
-    node: Node
-    windowed: list[tuple[Group, int]]  # (group, depth) of blocks kept one by one; below the GPU their run is kept
 
 
 class Pins:
@@ -37,17 +26,16 @@ class Pins:
         self.tree = state.cache.tree
         self.readers = state.cache.readers
         self.windows = state.cache.windows
-        self.active: dict[int, Pin] = {}
+        self.active = state.cache.windows.pins
         self._ids = itertools.count(1)
-        state.cache.mover.on_pinned_promoted = self._keep_windows
 
     def pinned_tokens(self) -> int:
         """Tokens that pins keep, shared ones counted once."""
-        return self.readers.pinned_blocks * self.state.block_size
+        return self.readers.pinned_blocks * self.context.block_size
 
     def pin(self, tokens: Int32Array, scope: ReuseScope, ttl: float | None) -> Pin:
         """Pins the full cached blocks that `tokens` starts with."""
-        cache, size = self.cache, self.state.block_size
+        cache, size = self.cache, self.context.block_size
         match = self.tree.match(scope, tokens, partial=False)
         if not match.num_blocks:
             raise InvalidArgumentError(f"no full block of these {len(tokens)} tokens is cached; commit them first")
@@ -64,7 +52,7 @@ class Pins:
         elif node.open_row >= 0:
             self.state.publisher.close(node.open_row)
         self.readers.pin(node)
-        pin = Pin(next(self._ids), match.num_blocks * size, NEVER if ttl is None else self.context.now + ttl, node, [])
+        pin = Pin(next(self._ids), match.num_blocks * size, NEVER if ttl is None else self.context.now + ttl, node)
         for group in self.context.windowed:
             self._pin_window(pin, group, match.num_blocks)
         self.active[pin.pin_id] = pin
@@ -72,33 +60,15 @@ class Pins:
             cache.expiry.calendar.schedule(pin.pin_id, pin.expires_at, lambda: self._time_is_up(pin))
         return pin
 
-    def _block(self, node: Node, group: Group, depth: int) -> tuple[Node, int]:
-        while node.start > depth:
-            node = node.parent
-        self.context.sync(node)
-        return node, int(node.ids[group.index][depth - node.start])
-
     def _pin_window(self, pin: Pin, group: Group, num_blocks: int) -> None:
         """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
-        read = group.reads(np.arange(num_blocks), num_blocks * self.state.block_size)
+        read = group.reads(np.arange(num_blocks), num_blocks * self.context.block_size)
         for depth in np.flatnonzero(read).tolist():
-            node, block = self._block(pin.node, group, depth)
+            node, block = self.windows.block_of(pin.node, group, depth)
             if block >= 0:
                 pin.windowed.append((group, depth))
                 if node.tier == Tier.GPU:
                     self.windows.pin(node.root, group, block)
-
-    def _keep_windows(self, node: Node) -> None:
-        """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
-        for pin in self.active.values():
-            kept = []
-            for group, depth in pin.windowed:
-                at, block = self._block(pin.node, group, depth)
-                if at is not node or block >= 0:
-                    kept.append((group, depth))
-                if at is node and block >= 0:
-                    self.windows.pin(node.root, group, block)
-            pin.windowed = kept
 
     def unpin(self, pin: Pin) -> None:
         """Ends a pin; its blocks stay cached and may be evicted again."""
@@ -111,7 +81,7 @@ class Pins:
 
     def _let_go(self, pin: Pin) -> None:
         for group, depth in pin.windowed:
-            node, block = self._block(pin.node, group, depth)
+            node, block = self.windows.block_of(pin.node, group, depth)
             if node.tier == Tier.GPU:
                 self.windows.unpin(pin.node.root, group, block)
         self.readers.unpin(pin.node)

@@ -26,7 +26,6 @@ class Announcer:
 
     def __init__(self, context: CacheContext) -> None:
         self.context = context
-        self.block_size = context.block_size
         self.events = context.events
         self.groups = context.cached
 
@@ -35,7 +34,7 @@ class Announcer:
     def complete_digests(self, node: Node) -> None:
         """Computes the chained digests of a node's blocks that it has not yet: once, and only when somebody listens."""
         self.context.sync(node)
-        size = self.block_size
+        size = self.context.block_size
         missing: list[Node] = []
         at = node
         while at is not at.root and len(at.digests or ()) < at.num_blocks:
@@ -88,7 +87,7 @@ class Announcer:
                             parent,
                             tuple(digests),
                             tokens,
-                            self.block_size,
+                            self.context.block_size,
                             root.scope,
                             node.tier,
                             node.priority,
@@ -115,7 +114,7 @@ class Announcer:
                 yield self._stored_run(node, group, int(run[0]), int(run[-1]) + 1)
 
     def _stored_run(self, node: Node, group: int, begin: int, end: int) -> StoredRun:
-        size, digests = self.block_size, node.digests or []
+        size, digests = self.context.block_size, node.digests or []
         parent: bytes | None
         if begin:
             parent = digests[begin - 1]
@@ -130,7 +129,7 @@ class Announcer:
                 parent,
                 digests,
                 tokens,
-                block_size=self.block_size,
+                block_size=self.context.block_size,
                 scope=node.root.scope,
                 tier=node.tier,
                 priority=node.priority,

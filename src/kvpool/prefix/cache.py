@@ -19,9 +19,8 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.expiry import Expiry
 from kvpool.prefix.node import MAX_PRIORITY, Node, Root
-from kvpool.prefix.orders import EvictionOrders, IdleLedger, Quota
+from kvpool.prefix.orders import EvictionOrders, Expiry, IdleLedger, Quota
 from kvpool.prefix.readers import PathReaders, WindowReaders
 from kvpool.prefix.tier_mover import TierMover, importance
 from kvpool.prefix.tree import RunTree, StoredLogits, trim_logits
@@ -210,7 +209,6 @@ class Removal:
         expiry: Expiry,
     ) -> None:
         self.context = context
-        self.block_size = context.block_size
         self.tree = tree
         self.ledger = ledger
         self.windows = windows
@@ -245,12 +243,12 @@ class Removal:
             return
         rest = 2 * keep < keep + num_blocks  # a short rest must not keep the memory of a long run
         node.ids = [ids[:keep].copy() if rest else ids[:keep] for ids in node.ids]
-        tokens = node.tokens[: keep * self.block_size]
+        tokens = node.tokens[: keep * self.context.block_size]
         node.tokens = tokens.copy() if rest else tokens
         node.lose_end()
         if node.digests is not None:
             del node.digests[keep:]
-        trim_logits(node, self.block_size)
+        trim_logits(node, self.context.block_size)
         policy.trimmed(node)
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:

@@ -14,9 +14,8 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.expiry import Expiry
 from kvpool.prefix.node import Node, Root, path_ids
-from kvpool.prefix.orders import IdleLedger
+from kvpool.prefix.orders import Expiry, IdleLedger
 from kvpool.prefix.tree import RunTree
 from kvpool.stats import EvictionReason
 
@@ -134,6 +133,24 @@ class Leftover(NamedTuple):
     last: int
 
 
+class Pin:
+    """A pinned prefix; give it to `unpin`. It is void once its prefix was invalidated."""
+
+    __slots__ = ("expires_at", "node", "num_tokens", "pin_id", "windowed")
+
+    def __init__(self, pin_id: int, num_tokens: int, expires_at: float, node: Node) -> None:
+        self.pin_id = pin_id
+        self.num_tokens = num_tokens
+        self.expires_at = expires_at
+        self.node = node
+        self.windowed: list[
+            tuple[Group, int]
+        ] = []  # (group, depth) of blocks kept one by one; below the GPU their run is
+
+    def __repr__(self) -> str:
+        return f"Pin(pin_id={self.pin_id}, num_tokens={self.num_tokens})"
+
+
 class WindowReaders:
     """The readers of windowed blocks, and the blocks that lost their last one.
 
@@ -147,16 +164,35 @@ class WindowReaders:
 
     def __init__(self, context: CacheContext, ledger: IdleLedger, announcer: Announcer) -> None:
         self.context = context
-        self.block_size = context.block_size
         self.windowed = context.windowed
         self.ledger = ledger
         self.announcer = announcer
+        self.pins: dict[int, Pin] = {}  # by number, those that hold
         self.leftovers: list[deque[Leftover]] = [deque() for _ in context.groups]
         # Leftovers that held blocks which the end of a run needs, when they were looked at.
         self.lasting: list[deque[Leftover]] = [deque() for _ in context.groups]
         self.pinned: list[dict[int, int]] = [{} for _ in context.pools]  # per pool: how many pins keep a block
 
     # --- readers -----------------------------------------------------------------------------------------------------
+
+    def block_of(self, node: Node, group: Group, depth: int) -> tuple[Node, int]:
+        """The run above `node` that holds the block of a group at `depth`, and its id."""
+        while node.start > depth:
+            node = node.parent
+        self.context.sync(node)
+        return node, int(node.ids[group.index][depth - node.start])
+
+    def keep_pinned(self, node: Node) -> None:
+        """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
+        for pin in self.pins.values():
+            kept = []
+            for group, depth in pin.windowed:
+                at, block = self.block_of(pin.node, group, depth)
+                if at is not node or block >= 0:
+                    kept.append((group, depth))
+                if at is node and block >= 0:
+                    self.pin(node.root, group, block)
+            pin.windowed = kept
 
     def enter(self, root: Root, group: Group, ids: Int32Array) -> None:
         """A sequence starts reading published blocks of a windowed group."""
@@ -253,7 +289,7 @@ class WindowReaders:
 
         The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
         """
-        size = self.block_size
+        size = self.context.block_size
         last = node
         while last.children is not None and len(last.children) == 1 and not last.num_remainders:
             (last,) = last.children.values()
@@ -273,7 +309,7 @@ class WindowReaders:
         whole = end == node.num_blocks
         if whole and node.children is not None:
             return True
-        path, size = node.path(), self.block_size
+        path, size = node.path(), self.context.block_size
         length = node.start * size + (len(node.tokens) if whole else end * size)
         for group in self.windowed:
             present = path_ids(path, node.start + end, group.index) >= 0

@@ -50,7 +50,6 @@ class TierMover:
         self.announcer = announcer
         self.evictable = evictable
         self.make_room = make_room
-        self.on_pinned_promoted: Callable[[Node], None] = lambda node: None  # told of a pinned run that came to the GPU
         self.find_lower_tiers()
 
     def find_lower_tiers(self) -> None:
@@ -228,7 +227,7 @@ class TierMover:
         self._change_tier(node, target)
         self._count(node, 1)
         if node.pins and target == GPU:
-            self.on_pinned_promoted(node)
+            self.windows.keep_pinned(node)
         self.readers.offer(node)
         if node.parent.tier == source:
             self.readers.offer(node.parent)

@@ -59,7 +59,6 @@ class RunTree:
         on_split: Callable[[Node], None],
     ) -> None:
         self.context = context
-        self.block_size = context.block_size
         self.new_root = new_root
         self.on_split = on_split
         self.num_runs = 0  # nodes in the tree, roots and detached ones apart
@@ -109,10 +108,10 @@ class RunTree:
         if root is None or root.scope is not scope:
             root = self.roots.get(scope)
             if root is None:
-                first = tokens[: self.block_size].tobytes() if len(tokens) >= self.block_size else None
+                first = tokens[: self.context.block_size].tobytes() if len(tokens) >= self.context.block_size else None
                 return Match(None, path, 0, None, 0, first)
             self._last_found = root
-        size = self.block_size
+        size = self.context.block_size
         position, total = 0, len(tokens)
         node: Node = root
         key = tokens[:size].tobytes()
@@ -154,8 +153,8 @@ class RunTree:
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""
-        length = min(node.num_blocks * self.block_size, len(tokens))
-        if length <= self.block_size:
+        length = min(node.num_blocks * self.context.block_size, len(tokens))
+        if length <= self.context.block_size:
             return length
         mine = node.tokens if length == len(node.tokens) else node.tokens[:length]
         theirs = tokens if length == len(tokens) else tokens[:length]
@@ -211,7 +210,7 @@ class RunTree:
 
         The caller made sure that `0 < num_blocks < node.num_blocks` and that an open node is synced.
         """
-        size = self.block_size
+        size = self.context.block_size
         candidate = node.is_candidate()
         policy = node.root.policies[node.tier]
         if candidate:
@@ -241,7 +240,7 @@ class RunTree:
         """A node for the first blocks of a run, with what both parts have in common and its share of the rest."""
         upper = Node(node.parent, node.key, node.start, node.created, node.created_at)
         upper.num_blocks = num_blocks
-        upper.tokens = node.tokens[: num_blocks * self.block_size]
+        upper.tokens = node.tokens[: num_blocks * self.context.block_size]
         if node.open_row >= 0:
             upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
         else:
@@ -264,7 +263,7 @@ class RunTree:
             self.add_sessions(upper, node.sessions)
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
-        divide_logits(node, upper, node.start + num_blocks, self.block_size)
+        divide_logits(node, upper, node.start + num_blocks, self.context.block_size)
         return upper
 
     # --- sessions ----------------------------------------------------------------------------------------------------
@@ -298,12 +297,11 @@ class StoredLogits:
 
     def __init__(self, context: CacheContext) -> None:
         self.context = context
-        self.block_size = context.block_size
         self.are_stored = False  # whether any ever were: until then nobody looks for them
 
     def find(self, root: Root | None, path: list[Node], tokens: Int32Array) -> Any:
         """What was stored for exactly these tokens, all of which match along `path`; None if nothing was."""
-        size = self.block_size
+        size = self.context.block_size
         blocks = len(tokens) // size
         node: Node | None = next((n for n in reversed(path) if n.start < blocks <= n.end), root)
         if node is None or node.logits is None:
@@ -313,7 +311,7 @@ class StoredLogits:
 
     def store(self, tip: Node, tokens: Int32Array, logits: Any, sessions: tuple[str, ...]) -> bool:
         """Keeps the logits behind `tokens`, which lie on the path to `tip`; False if their last full block is not cached."""
-        blocks = len(tokens) // self.block_size
+        blocks = len(tokens) // self.context.block_size
         node = tip
         self.context.sync(node)
         while node is not node.root and node.start >= blocks:
@@ -325,7 +323,7 @@ class StoredLogits:
             node.logits = {}
         elif len(node.logits) >= MAX_LOGITS:
             del node.logits[next(iter(node.logits))]
-        node.logits[len(tokens), tokens[blocks * self.block_size :].tobytes()] = logits, sessions
+        node.logits[len(tokens), tokens[blocks * self.context.block_size :].tobytes()] = logits, sessions
         return True
 
     def forget_made_by(self, session: str, roots: Iterable[Root]) -> None:
@@ -338,7 +336,7 @@ class StoredLogits:
         """Forgets the logits of prompts that end inside the block `key` behind `node`, at `depth`."""
         if node.logits:
             for length, tail in list(node.logits):
-                if tail and length // self.block_size == depth and key.startswith(tail):
+                if tail and length // self.context.block_size == depth and key.startswith(tail):
                     del node.logits[length, tail]
 
 

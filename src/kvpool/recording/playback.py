@@ -12,7 +12,7 @@ from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
-from kvpool.manager.pins import Pin
+from kvpool.prefix.readers import Pin
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack

@@ -86,11 +86,10 @@ class Capacity:
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
         self.manager = manager
         self.supply = Supply(manager)
-        self.block_size = manager.config.block_size
         self.num_pools = len(manager.config.pools)
         self.guaranteed = config.capacity is CapacityMode.GUARANTEED
         self._growing = [group for group in manager.config.groups if kind_of(group).grows]
-        self._chunk_blocks = ceil_div(config.chunk_tokens, self.block_size) + SPARE_WINDOW_BLOCKS
+        self._chunk_blocks = ceil_div(config.chunk_tokens, self.manager.config.block_size) + SPARE_WINDOW_BLOCKS
 
     def horizon(self, sequence: ScheduledSequence) -> int:
         """Tokens that a sequence is promised places for when it is admitted."""
@@ -108,12 +107,15 @@ class Capacity:
             return 0
         if sequence.group.branched or not self.guaranteed:
             return 1
-        of_each = ceil_div(request.num_places, self.block_size) - len(request.prompt) // self.block_size
+        of_each = (
+            ceil_div(request.num_places, self.manager.config.block_size)
+            - len(request.prompt) // self.manager.config.block_size
+        )
         return (request.n - 1) * of_each + 1
 
     def outstanding(self, lanes: Lanes) -> list[int]:
         """Blocks per pool that all running sequences may still take by what they were promised."""
-        size = self.block_size
+        size = self.manager.config.block_size
         blocks = (lanes.promised + (size - 1)) // size - (lanes.places + (size - 1)) // size
         np.maximum(blocks, 0, out=blocks)
         blocks += lanes.spare_blocks
@@ -121,7 +123,7 @@ class Capacity:
 
     def future(self, sequence: ScheduledSequence, num_places: int) -> list[int]:
         """What `outstanding` will count for a sequence that is admitted with `num_places` places."""
-        size = self.block_size
+        size = self.manager.config.block_size
         blocks = max(0, ceil_div(self.horizon(sequence), size) - ceil_div(num_places, size))
         return self._per_pool(np.array([blocks + self.spare_blocks(sequence)]))
 
@@ -175,11 +177,15 @@ class Capacity:
         needs = list(self.manager.config.pool_blocks_for(request.num_places, cross_tokens=request.cross_tokens))
         for group in self._growing:
             if kind_of(group).slides:  # commits lag behind by a step
-                columns = ceil_div(request.num_places, self.block_size)
+                columns = ceil_div(request.num_places, self.manager.config.block_size)
                 needs[group.pool] += min(SPARE_WINDOW_BLOCKS, columns - group.max_live_blocks(request.num_places))
             if self._advance_together(request):
-                shared = len(request.prompt) // self.block_size if self.manager.config.enable_prefix_caching else 0
-                own = ceil_div(request.num_places, self.block_size) - shared
+                shared = (
+                    len(request.prompt) // self.manager.config.block_size
+                    if self.manager.config.enable_prefix_caching
+                    else 0
+                )
+                own = ceil_div(request.num_places, self.manager.config.block_size) - shared
                 needs[group.pool] += (request.n - 1) * own
         return needs
 

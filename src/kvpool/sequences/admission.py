@@ -12,10 +12,9 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.pools.symbols import Fresh
-from kvpool.prefix.node import Node, path_ids
+from kvpool.prefix.node import path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus, CacheState
 
@@ -103,14 +102,14 @@ class AdmissionPlan:
 class AdmissionPlanner:
     """Plans admissions against the current state."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
+    def __init__(self, state: CacheState) -> None:
         self.state = state
         self.context = state.context
         self.rows = state.rows
         self.tree = state.cache.tree
         self.windows = state.cache.windows
         self.logits = state.cache.logits
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
         self._last = NOTHING  # what was found last: the next question is often about the same prompt
 
     # --- reuse -------------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class AdmissionPlanner:
         match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
             return match, None
-        size = state.block_size
+        size = state.context.block_size
         length = match.num_tokens(size)
         logits = None
         if length == len(tokens):
@@ -198,7 +197,7 @@ class AdmissionPlanner:
 
     def _cut(self, match: Match, num_tokens: int) -> Match:
         """A match shortened to `num_tokens`; what is cut from the last full block is reused as a partial block."""
-        size = self.state.block_size
+        size = self.context.block_size
         blocks, extra = divmod(num_tokens, size)
         path = match.path
         source = match.partial
@@ -212,7 +211,7 @@ class AdmissionPlanner:
 
     def _without_partial(self, match: Match) -> Match:
         """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
-        size = self.state.block_size
+        size = self.context.block_size
         whole = self._cut(match, match.num_blocks * size)
         if not self.state.context.windowed:
             return whole
@@ -220,12 +219,12 @@ class AdmissionPlanner:
 
     def is_whole(self, tokens: Int32Array, scope: ReuseScope) -> bool:
         """Whether all of these tokens could be reused now, the last one included."""
-        return self.best_match(tokens, scope)[0].num_tokens(self.state.block_size) == len(tokens)
+        return self.best_match(tokens, scope)[0].num_tokens(self.context.block_size) == len(tokens)
 
     def query(self, prompt: Prompt) -> PrefixMatch:
         found = self.find(prompt)
         match, logits = found.match, found.logits
-        size = self.state.block_size
+        size = self.context.block_size
         by_tier: dict[Tier, int] = {}
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
@@ -249,7 +248,7 @@ class AdmissionPlanner:
         """Counts what a request takes for which this was found; `num_tokens` places are reserved, plus `lookahead`."""
         match, logits, cross_tokens, scope = found.match, found.logits, prompt.cross_tokens, prompt.scope
         if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
-            size = self.state.block_size
+            size = self.context.block_size
             hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
             num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
             pool = self.state.gpu_pools[0]
@@ -271,7 +270,7 @@ class AdmissionPlanner:
         self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope, logits: Any
     ) -> AdmissionPlan:
         state = self.state
-        size = state.block_size
+        size = state.context.block_size
         hit_tokens = match.num_tokens(size)
         num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
         cross_blocks = -(-cross_tokens // size)
@@ -310,7 +309,7 @@ class AdmissionPlanner:
 
     def _idle_in_window(self, match: Match, group: Group) -> int:
         """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
-        pool, num_tokens = group.gpu, match.num_tokens(self.state.block_size)
+        pool, num_tokens = group.gpu, match.num_tokens(self.context.block_size)
         idle = 0
         parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
         if match.partial is not None:
@@ -346,7 +345,7 @@ class AdmissionPlanner:
             total = self._blocks_at_once(plan, index)
             mark = state.watermark(index)
             if total > pool.num_blocks - mark:
-                most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
+                most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.context.block_size
                 reason = (
                     f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
                     f"at most {most} tokens fit"
@@ -383,67 +382,3 @@ class AdmissionPlanner:
             if need and need > have - self.state.watermark(index):
                 return index
         return None
-
-
-class InFlight:
-    """Which request computes which block next: another one with the same prompt can wait instead of computing it too."""
-
-    def __init__(self, state: CacheState) -> None:
-        self.state = state
-        self.cache = state.cache
-        self.context = state.context
-        self.rows = state.rows
-        self.block_size = state.block_size
-        self.rows_by_block: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
-        state.publisher.on_follow = self.track
-
-    def row_computing(self, match: Match, tokens: Int32Array | None) -> int | None:
-        """The row that is computing the first block of `tokens` that is not cached yet, if any."""
-        if match.root is None or tokens is None or not self.rows_by_block:
-            return None
-        size = self.block_size
-        start = match.num_blocks * size
-        if len(tokens) - start < size:
-            return None
-        tip: Node = match.path[-1] if match.path else match.root
-        if tip.end != match.num_blocks:
-            return None
-        return self.rows_by_block.get((tip, tokens[start : start + size].tobytes()))
-
-    def track(self, row: int) -> None:
-        """Remembers which block a row with a known prompt computes next."""
-        rows, size = self.rows, self.block_size
-        handle = rows.handles[row]
-        assert handle is not None
-        self.untrack(handle)
-        start = rows.committed.item(row) // size * size
-        if rows.known.item(row) - start < size:
-            return
-        tip = rows.tips[row]
-        assert tip is not None
-        if tip.open_row != row:  # otherwise it ends with what is committed
-            self.context.sync(tip)
-            start = tip.end * size
-        if handle.publishes and rows.known.item(row) - start >= size:
-            self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
-
-    def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
-        """Remembers that a request computes the block `key` behind `tip`."""
-        place = (tip, key)
-        if self.rows_by_block.setdefault(place, handle.row) == handle.row:
-            handle.inflight = place
-
-    def untrack(self, handle: KVCacheHandle) -> None:
-        """Forgets what a request computes next."""
-        if handle.inflight is not None:
-            self.rows_by_block.pop(handle.inflight, None)
-            handle.inflight = None
-
-    def hand_over(self, handle: KVCacheHandle) -> None:
-        """A request ends before its next block was computed. If another one computes the same block, that one is tracked."""
-        place = handle.inflight
-        self.untrack(handle)
-        tips = self.rows.tips
-        for other in self.state.requests.values():
-            if other.inflight is None and other.swapped is None and tips[other.row] is place[0]:
-                self.track(other.row)

@@ -9,7 +9,7 @@ from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner, InFlight
+from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import CacheState
@@ -31,9 +31,7 @@ INHERITED = (  # what a fork has in common with its parent
 class Lifecycle:
     """Operations that make sequences. Each checks everything first and then cannot fail."""
 
-    def __init__(
-        self, state: CacheState, admissions: AdmissionPlanner, in_flight: InFlight, windows: RowWindows
-    ) -> None:
+    def __init__(self, state: CacheState, admissions: AdmissionPlanner, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
@@ -43,7 +41,7 @@ class Lifecycle:
         self.windows = windows
         self.removal = state.cache.removal
         self.admissions = admissions
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -91,7 +89,7 @@ class Lifecycle:
         if tokens is None:
             rows.known[row] = rows.num_history[row] = 0
         else:
-            rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
+            rows.set_token_ids(row, tokens, match.num_blocks * state.context.block_size)
             if handle.is_lease:
                 handle.num_prompt_tokens = len(tokens)
                 handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
@@ -100,7 +98,7 @@ class Lifecycle:
             if handle.publishes:
                 if match.next_key is not None:
                     self.in_flight.track_block(handle, tip, match.next_key)
-                elif len(tokens) >= (match.num_blocks + 1) * state.block_size:
+                elif len(tokens) >= (match.num_blocks + 1) * state.context.block_size:
                     self.in_flight.track(row)
             if found.fresh:
                 state.keep_symbols(found.fresh)
@@ -181,7 +179,7 @@ class Lifecycle:
     def _count_request(
         self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: AdmissionPlan
     ) -> None:
-        counters, size, match = self.state.counters, self.state.block_size, plan.match
+        counters, size, match = self.state.counters, self.context.block_size, plan.match
         counters.prompt_tokens += num_tokens
         counters.prompt_blocks += num_tokens // size
         handle.num_prompt_tokens = num_tokens
@@ -205,7 +203,7 @@ class Lifecycle:
 
     def _count_promoted(self, handle: KVCacheHandle, promoted: dict[Tier, int], match: Match) -> None:
         """Hits of a request some of whose blocks were brought up from lower tiers."""
-        counters, size = self.state.counters, self.state.block_size
+        counters, size = self.state.counters, self.context.block_size
         resident = match.num_blocks - sum(promoted.values())
         counters.hit_tokens[GPU] += resident * size
         counters.hit_blocks[GPU] += resident
@@ -230,7 +228,7 @@ class Lifecycle:
             for name in INHERITED:
                 setattr(child, name, getattr(parent, name))
             child.num_cached_tokens = parent.num_written
-            child.num_cached_blocks = parent.num_written // self.state.block_size
+            child.num_cached_blocks = parent.num_written // self.context.block_size
             self._share_row(source, child)
             self.state.requests[request_id] = child
             children.append(child)

@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 
 import numpy as np
 
+from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
+from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import NEVER, Node
 from kvpool.prefix.retention import Retention
+from kvpool.prefix.tree import Match
 from kvpool.sequences.handle import KVCacheHandle, Rows
 
 _NOBODY: list[int] = []
+
+
+class InFlight:
+    """Which request computes which block next: another one with the same prompt can wait instead of computing it too."""
+
+    def __init__(self, context: CacheContext, requests: dict[Hashable, KVCacheHandle]) -> None:
+        self.context = context
+        self.rows: Rows = context.rows
+        self.requests = requests
+        self.rows_by_block: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
+
+    def row_computing(self, match: Match, tokens: Int32Array | None) -> int | None:
+        """The row that is computing the first block of `tokens` that is not cached yet, if any."""
+        if match.root is None or tokens is None or not self.rows_by_block:
+            return None
+        size = self.context.block_size
+        start = match.num_blocks * size
+        if len(tokens) - start < size:
+            return None
+        tip: Node = match.path[-1] if match.path else match.root
+        if tip.end != match.num_blocks:
+            return None
+        return self.rows_by_block.get((tip, tokens[start : start + size].tobytes()))
+
+    def track(self, row: int) -> None:
+        """Remembers which block a row with a known prompt computes next."""
+        rows, size = self.rows, self.context.block_size
+        handle = rows.handles[row]
+        assert handle is not None
+        self.untrack(handle)
+        start = rows.committed.item(row) // size * size
+        if rows.known.item(row) - start < size:
+            return
+        tip = rows.tips[row]
+        assert tip is not None
+        if tip.open_row != row:  # otherwise it ends with what is committed
+            self.context.sync(tip)
+            start = tip.end * size
+        if handle.publishes and rows.known.item(row) - start >= size:
+            self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
+
+    def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
+        """Remembers that a request computes the block `key` behind `tip`."""
+        place = (tip, key)
+        if self.rows_by_block.setdefault(place, handle.row) == handle.row:
+            handle.inflight = place
+
+    def untrack(self, handle: KVCacheHandle) -> None:
+        """Forgets what a request computes next."""
+        if handle.inflight is not None:
+            self.rows_by_block.pop(handle.inflight, None)
+            handle.inflight = None
+
+    def hand_over(self, handle: KVCacheHandle) -> None:
+        """A request ends before its next block was computed. If another one computes the same block, that one is tracked."""
+        place = handle.inflight
+        self.untrack(handle)
+        tips = self.rows.tips
+        for other in self.requests.values():
+            if other.inflight is None and other.swapped is None and tips[other.row] is place[0]:
+                self.track(other.row)
 
 
 class Publisher:
@@ -24,10 +88,9 @@ class Publisher:
     follow whoever publishes them first, so a block never has two owners.
     """
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, in_flight: InFlight) -> None:
         self.context = cache.context
         self.rows: Rows = cache.context.rows
-        self.block_size = cache.context.block_size
         self.has_one_group = len(cache.context.cached) == 1
         self.tree = cache.tree
         self.readers = cache.readers
@@ -37,9 +100,7 @@ class Publisher:
         self.expiry = cache.expiry
         self.mover = cache.mover
         self.events = cache.context.events
-        self.on_follow: Callable[[int], None] = lambda row: (
-            None
-        )  # called with a row that follows its fork into the tree
+        self.in_flight = in_flight
 
     def publish(self, row: int) -> None:
         """Brings the tree up to date with everything that a row has committed."""
@@ -70,7 +131,7 @@ class Publisher:
 
         Returns the parts of the node. A row that is behind the last cut grows alone from now on.
         """
-        parts, size = [node], self.block_size
+        parts, size = [node], self.context.block_size
         cuts = retention.cuts(num_prompt_tokens, size)
         if cuts and node.start < cuts[-1]:
             self.context.sync(node)
@@ -86,7 +147,7 @@ class Publisher:
         return parts
 
     def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
-        rows, size = self.rows, self.block_size
+        rows, size = self.rows, self.context.block_size
         done = rows.committed.item(row) // size
         first = tip.start + tip.num_blocks
         while first < done:
@@ -120,7 +181,7 @@ class Publisher:
                 return
             for follower in followers:
                 rows.following[follower] = child.end * size
-                self.on_follow(follower)
+                self.in_flight.track(follower)
             tip, first = child, child.end
 
     def _followers(self, row: int, first: int, done: int) -> tuple[int, list[int]]:
@@ -142,7 +203,7 @@ class Publisher:
 
     def _agreed_length(self, row: int, other: int, first: int, done: int) -> int:
         """How many of the shared blocks from `first` on another row has written with the same tokens."""
-        rows, size = self.rows, self.block_size
+        rows, size = self.rows, self.context.block_size
         length = min(self._shared_length(row, other, first, done), rows.written.item(other) // size - first)
         start, stop = first * size, min((first + max(length, 0)) * size, rows.known.item(other))
         if stop > start:
@@ -179,9 +240,9 @@ class Publisher:
             assert handle is not None and tip is not None
             closed = handle.swapped is None and tip.open_row != row
             # The last condition only saves time: without a whole block, neither call changes anything.
-            if closed and rows.committed.item(row) // self.block_size > tip.end:
+            if closed and rows.committed.item(row) // self.context.block_size > tip.end:
                 self.publish(row)
-                self.on_follow(row)
+                self.in_flight.track(row)
 
     def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes, done: int) -> None:
         """The row grows in a node of its own behind `tip`, which holds its blocks up to `done`."""
@@ -201,7 +262,7 @@ class Publisher:
         Nobody writes the block any more, so this costs no copy. It becomes free instead if a fork still holds it or if
         something that begins with the same tokens is cached behind `tip`, which is closed.
         """
-        rows, size = self.rows, self.block_size
+        rows, size = self.rows, self.context.block_size
         first, start, end = tip.end, tip.end * size, rows.committed.item(row)
         if not 0 < end - start < size or not handle.publishes or tip.detached:
             return tip
@@ -223,7 +284,7 @@ class Publisher:
         return node
 
     def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
-        rows, size = self.rows, self.block_size
+        rows, size = self.rows, self.context.block_size
         row = readers[0]
         handle = rows.handles[row]
         assert handle is not None
@@ -314,7 +375,7 @@ class Publisher:
         rows = self.rows
         node = rows.tips[row]
         assert node is not None and node.open_row == row
-        size = self.block_size
+        size = self.context.block_size
         start, end = node.start, rows.committed.item(row) // size
         node.open_row = -1
         node.num_blocks = end - start

@@ -11,7 +11,6 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.node import NEVER, Node
 from kvpool.prefix.retention import Retention
-from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle
 from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows
@@ -21,7 +20,7 @@ from kvpool.stats import EvictionReason
 class Ending:
     """`free`, of one sequence or many; also the halves of it that swaps need. Each checks first and then cannot fail."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
+    def __init__(self, state: CacheState, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
         self.requests = state.requests
@@ -32,7 +31,7 @@ class Ending:
         self.expiry = state.cache.expiry
         self.removal = state.cache.removal
         self.publisher = state.publisher
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
         self.windows = windows
 
     def free(self, handle: GivenHandle, keep: bool, is_listed: bool = True) -> None:
@@ -127,7 +126,7 @@ class Ending:
 
     def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
         """Cuts the path where priorities change and sets them."""
-        size, now = self.state.block_size, self.state.context.now
+        size, now = self.state.context.block_size, self.state.context.now
         for cut in retention.cuts(num_prompt_tokens, size):
             node = tip
             while node.start >= cut:
@@ -173,7 +172,7 @@ class Ending:
 
     def _free_plain(self, row_list: list[int], handles: list[KVCacheHandle]) -> None:
         """`free` for sequences of one full-attention group without forks, private blocks given back in one go."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.state.context.block_size
         index = np.array(row_list)
         used = rows.num_blocks[index]
         done = (rows.committed[index] // size).tolist()

@@ -10,7 +10,6 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.node import Node
-from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows
@@ -19,7 +18,7 @@ from kvpool.sequences.windows import RowWindows
 class Rewinding:
     """`rewind`: checked first, then done."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
+    def __init__(self, state: CacheState, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
@@ -27,11 +26,11 @@ class Rewinding:
         self.tree = state.cache.tree
         self.readers = state.cache.readers
         self.windows = windows
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
         """Forgets the last `num_tokens` reserved tokens and gives back the blocks behind them."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         row = self.state.row_of(handle)
         length = int(rows.reserved[row]) - num_tokens
         rows.moves += 1
@@ -59,7 +58,7 @@ class Rewinding:
 
     def _prepare(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         tip = rows.tips[row]
         assert tip is not None
         reopened = self.windows.reopen(handle, row, length)
@@ -73,7 +72,7 @@ class Rewinding:
 
     def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         rows.keep_token_ids(row)
         blocks, extra = divmod(length, size)
         if rows.has_open_tip(row):

@@ -18,7 +18,7 @@ def writable_blocks(state: CacheState, group: Any) -> BoolArray:
     A sequence writes from its first uncommitted position on, and behind all that is published of it: a fork may have
     published what it has not committed itself, and of a fully cached prompt the last token is computed again.
     """
-    rows, size = state.rows, state.block_size
+    rows, size = state.rows, state.context.block_size
     kind = rows.group(group)
     pool = kind.gpu
     mask = np.zeros(pool.num_blocks, np.bool_)
@@ -50,7 +50,7 @@ class Slots:
         self, batch: SequenceBatch, start: Int64Array, stop: Int64Array | None, out: Int32Array | None
     ) -> Int32Array:
         """Slots (block id x block size + offset) of positions start..stop of every sequence; `stop` None means one each."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.state.context.block_size
         if stop is None:
             positions, owners = start, batch.rows
         else:
@@ -80,7 +80,7 @@ class Slots:
     def asked(self, batch: SequenceBatch, start: Any, stop: Any) -> tuple[Int64Array, Int64Array]:
         """The positions that a caller asks slots for, checked against the places that the sequences have."""
         first, last = _positions(start, "start", len(batch)), _positions(stop, "stop", len(batch))
-        capacity = self.rows.num_blocks[batch.selection] * self.state.block_size
+        capacity = self.rows.num_blocks[batch.selection] * self.state.context.block_size
         if len(batch) and (int(first.min()) < 0 or (last < first).any() or (last > capacity).any()):
             raise InvalidArgumentError(
                 f"slots were asked for positions {first.tolist()[:8]}..{last.tolist()[:8]}, "

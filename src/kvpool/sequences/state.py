@@ -26,7 +26,7 @@ from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import numbers_in_tree
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, Rows
-from kvpool.sequences.publish import Publisher
+from kvpool.sequences.publish import InFlight, Publisher
 from kvpool.stats import Counters, EvictionReason
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
@@ -70,7 +70,6 @@ class CacheState:
         events: EventLog,
     ) -> None:
         self.config = config
-        self.block_size = config.block_size
         self.max_seq_len = config.max_seq_len  # these are asked for in every operation
         self.default_ttl = config.default_ttl
         self.caches_prefixes = config.enable_prefix_caching
@@ -94,7 +93,8 @@ class CacheState:
             config.host_write,
             config.block_depth_cost,
         )
-        self.publisher = Publisher(self.cache)
+        self.in_flight = InFlight(self.context, self.requests)
+        self.publisher = Publisher(self.cache, self.in_flight)
         self.growing = self.context.cached
         self.fixed = [group for group in self.groups if not group.grows]
         # How many blocks one more position costs in each pool, counting every group that grows with the sequence.
@@ -201,7 +201,7 @@ class CacheState:
         if need > pool.num_blocks:
             return NeverFitsError(
                 f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}, which has {pool.num_blocks} in all "
-                f"({pool.num_blocks * self.block_size} tokens); use a larger pool or a shorter sequence"
+                f"({pool.num_blocks * self.context.block_size} tokens); use a larger pool or a shorter sequence"
             )
         return OutOfBlocksError(
             f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}; {available} of {pool.num_blocks} are free "

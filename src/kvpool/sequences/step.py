@@ -16,7 +16,6 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.scope import MultimodalItem
-from kvpool.sequences.admission import InFlight
 from kvpool.sequences.batch import SequenceBatch, prepare_steps
 from kvpool.sequences.slots import Slots
 from kvpool.sequences.state import CacheState, common_tenant
@@ -29,14 +28,14 @@ _any = np.logical_or.reduce  # array.any() without its wrapper
 class Stepping:
     """extend, mark_written, commit and the slot mapping, for batches."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
+    def __init__(self, state: CacheState, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
         self.context = state.context
         self.windows = windows
         self.slots = Slots(state)
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
         self.incoming = IncomingIds(state)
 
     # --- extend ------------------------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ class Stepping:
     ) -> Int32Array:
         """Reserves places for more tokens of every sequence; returns their slots, [group, token]."""
         batch.refresh()
-        state, rows, size = self.state, self.rows, self.state.block_size
+        state, rows, size = self.state, self.rows, self.context.block_size
         if type(num_tokens) is int and num_tokens == 1 and not lookahead and state.is_simple and not rows.num_shared:
             return self._extend_by_one(batch, out)
         selection = batch.selection
@@ -72,7 +71,7 @@ class Stepping:
 
     def _extend_by_one(self, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
         """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
-        rows, size, selection = self.rows, self.state.block_size, batch.selection
+        rows, size, selection = self.rows, self.context.block_size, batch.selection
         if not len(batch.ones):
             prepare_steps(batch, size)
         new = rows.reserved[selection] + batch.ones
@@ -116,7 +115,7 @@ class Stepping:
         rows.moves += 1  # other batches may hold the same sequences
         batch.moves = rows.moves
         # A spare block that lookahead left behind is entered by its table, not by counting on.
-        has_spare_block = bool((rows.num_blocks[batch.selection] > (new - 1) // self.state.block_size + 1).any())
+        has_spare_block = bool((rows.num_blocks[batch.selection] > (new - 1) // self.context.block_size + 1).any())
         batch.last_slots = None if has_spare_block else slots
         return slots
 
@@ -163,7 +162,7 @@ class Stepping:
 
     def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
         """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         missing = max(0, -(-(int(rows.reserved[row]) + num_tokens) // size) - int(rows.num_blocks[row]))
         needs = [missing * per for per in self.state.per_position]
         if rows.shared[row]:
@@ -213,7 +212,7 @@ class Stepping:
         """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
         tip = self.rows.tips[row]
         assert tip is not None
-        return max(self.rows.written.item(row) // self.state.block_size, tip.end)
+        return max(self.rows.written.item(row) // self.context.block_size, tip.end)
 
     def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, Group, int]]:
         """(row, group, column) of the blocks that flagged rows are about to write and that have another reader."""
@@ -241,7 +240,7 @@ class Stepping:
 
     def _unshare(self, copies: list[tuple[int, Group, int]]) -> None:
         """Gives each row its own copy of a shared block that it is about to write."""
-        state, rows, size = self.state, self.rows, self.state.block_size
+        state, rows, size = self.state, self.rows, self.context.block_size
         families: dict[int, set[int]] = {}
         for row, group, column in copies:
             table = rows.tables[group.index]
@@ -327,7 +326,7 @@ class Stepping:
         rows.known[selection] = committed
         rows.committed[selection] = committed
         rows.written[selection] = np.maximum(rows.written[selection], committed)
-        self._complete(batch.rows[committed % self.state.block_size == 0])
+        self._complete(batch.rows[committed % self.context.block_size == 0])
 
     def _complete(self, rows_done: Int64Array) -> None:
         """Publishes blocks that were just filled. Rows that grow alone have nothing to do unless somebody listens."""
@@ -378,7 +377,7 @@ class Stepping:
 
     def _commit_row(self, row: int, start: int, end: int, known: int) -> None:
         """Tokens `start..end` of a row are final; the ids of `known` are known."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         handle = rows.handles[row]
         assert handle is not None
         if end > known and handle.publishes:

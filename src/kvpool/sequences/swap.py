@@ -15,7 +15,7 @@ from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner, InFlight
+from kvpool.sequences.admission import AdmissionPlanner
 from kvpool.sequences.allocate import Lifecycle
 from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
 from kvpool.sequences.release import Ending
@@ -29,7 +29,7 @@ class Swapping:
     it lasts, and is reused instead of copied back if it is still there at swap-in.
     """
 
-    def __init__(self, state: CacheState, sequences: Lifecycle, ending: Ending, in_flight: InFlight) -> None:
+    def __init__(self, state: CacheState, sequences: Lifecycle, ending: Ending) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
@@ -38,7 +38,7 @@ class Swapping:
         self.readers = state.cache.readers
         self.sequences = sequences
         self.ending = ending
-        self.in_flight = in_flight
+        self.in_flight = state.in_flight
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class Swapping:
 
     def _held(self, row_list: list[int]) -> list[list[Int32Array]]:
         """Per group and row: the block ids that carry data, -1 elsewhere."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         held: list[list[Int32Array]] = []
         for group in self.state.groups:
             of_group = []
@@ -204,7 +204,7 @@ class Swapping:
 
     def _resident(self, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
         """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
-        rows, size = self.rows, self.state.block_size
+        rows, size = self.rows, self.context.block_size
         if not handle.publishes or self.context.windowed:
             return Match(None, [], 0)
         final = min(int(rows.committed[row]), int(rows.known[row])) // size * size
@@ -228,7 +228,7 @@ class Swapping:
 
     def _fresh(self, group: Group, row: int) -> Int64Array:
         """The columns of a row that were never written and that its window has not passed; sinks stay."""
-        first = ceil_div(int(self.rows.written[row]), self.state.block_size)
+        first = ceil_div(int(self.rows.written[row]), self.context.block_size)
         columns = np.arange(first, int(self.rows.num_blocks[row]))
         if group.slides:
             columns = columns[(columns >= self.rows.window_start[group.index, row]) | (columns < group.sinks)]

@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from kvpool.errors import KVPoolError
-from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.readers import Pin
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.served_model import ServedModel

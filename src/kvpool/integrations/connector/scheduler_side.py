@@ -33,7 +33,7 @@ from kvpool.integrations.connector.requests import (
 from kvpool.integrations.connector.saving import Saver
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.manager import KVCacheManager
-from kvpool.manager.pins import Pin
+from kvpool.prefix.readers import Pin
 from kvpool.quiet import QuietLog
 
 
