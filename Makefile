@@ -56,10 +56,10 @@ demo: demo-once ## three people talk to a real model on the CPU, with and withou
 	@$(PY) -m kvpool serve --port 0
 
 demo-once: $(VENV)/.stamp-demo ## the same without the server at the end
-	@$(PY) -m kvpool.engine.demo $(ARGS)
+	@$(PY) examples/demos/conversation.py $(ARGS)
 
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
-	@$(PY) -m kvpool.tour $(ARGS)
+	@$(PY) examples/demos/tour.py $(ARGS)
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)

@@ -42,7 +42,11 @@ NEEDS = {  # what need not be installed
     "cluster.py": ("zmq", "msgspec"),
     **{name: ("torch",) for name in EXPECTED if name.startswith("compat/")},
 }
-EXAMPLES = sorted(path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py"))
+EXAMPLES = sorted(
+    path.relative_to(ROOT / "examples").as_posix()
+    for path in (ROOT / "examples").rglob("*.py")
+    if path.parent.name != "demos"  # test_tour.py and `make demo` run these
+)
 NO_OLD_NAMES = "error::DeprecationWarning:__main__"
 VLLM_PYTHON = os.environ.get("KVPOOL_VLLM_PYTHON")
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)

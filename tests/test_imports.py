@@ -29,12 +29,10 @@ LAYERS = (
         "errors",
         "checks",
         "quiet",
-        "plainfile",
-        "jsonfile",
+        "files",
         "terminal",
         "scope",
         "config",
-        "formats",
         "stats",
     ),
     *(
@@ -49,7 +47,7 @@ LAYERS = (
         "scheduling",
     ),
     *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
-    *("tour", "model", "hf", "engine", "server", "integrations", "replay", "clients", "compat", "cli", "__main__"),
+    *("model", "hf", "engine", "server", "integrations", "replay", "clients", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")

@@ -28,7 +28,6 @@ OS_PROCESSES = ("os.exec", "os.spawn", "os.posix_spawn")
 
 # What is there on purpose: the file, what the scan finds in it, and why no data decides what runs.
 EXCEPTIONS = {
-    ("engine/demo.py", "import subprocess"): "runs this Python with fixed arguments; the prompt is JSON on its stdin",
     (
         "replay/runs.py",
         "import multiprocessing",

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import tour
+ROOT = Path(__file__).resolve().parent.parent
+SRC, DEMOS = ROOT / "src", ROOT / "examples" / "demos"
+sys.path.insert(0, str(DEMOS))
 
-SRC = Path(__file__).resolve().parent.parent / "src"
+import tour  # noqa: E402
 
 
 def run_demo(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvpool.tour", *arguments],
+        [sys.executable, str(DEMOS / "tour.py"), *arguments],
         capture_output=True,
         text=True,
         encoding=encoding,
@@ -82,4 +84,4 @@ def test_given_a_terminal_then_the_tour_pauses_unless_it_shall_be_fast(
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert tour.main(arguments) == 0
-    assert set(pauses) == {seconds}
+    assert {pause for pause in pauses if pause != 0} == ({seconds} if seconds else set())  # a look at a pool waits 0

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What draws, serves or runs on a GPU. Name one with --module to change it all the same.
 LEFT_OUT = (
     *("attention", "hf", "kernels", "storage", "server", "cluster", "clients", "integrations", "view", "web"),
-    *("cli.py", "tour.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
+    *("cli.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
 # Packages whose own tests are enough, and what else tests them.
 APART = {

@@ -25,7 +25,7 @@ from kvpool.config.hybrid_config import (
 from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec
 from kvpool.config.states import StateSpec
 from kvpool.errors import ConfigError
-from kvpool.jsonfile import read_json
+from kvpool.files import read_json
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 

@@ -17,8 +17,7 @@ import numpy as np
 from kvpool.checks import check_int, check_number, show
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.formats import other_format
-from kvpool.jsonfile import parse_json
+from kvpool.files import other_format, parse_json
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines
 

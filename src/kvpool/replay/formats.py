@@ -16,7 +16,7 @@ from kvpool.checks import check_int, check_number, show
 from kvpool.config.layers import MAX_BLOCK_SIZE
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.eviction.hints import ReuseHint, known_stop
-from kvpool.jsonfile import parse_json
+from kvpool.files import parse_json
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines, open_bytes
 from kvpool.recording.operations import MAGIC_KEY, MAX_SECONDS, Operations, unpack

@@ -20,8 +20,7 @@ from kvpool.checks import check_int, check_number, show
 from kvpool.config import LayerSpec
 from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
-from kvpool.formats import other_format
-from kvpool.jsonfile import read_json
+from kvpool.files import other_format, read_json
 
 COSTS = (
     "prefill_seconds_per_token",

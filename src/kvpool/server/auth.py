@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpool.errors import ConfigError
-from kvpool.plainfile import read_plain
+from kvpool.files import read_plain
 from kvpool.server.errors import Problem
 
 ENVIRONMENT = "KVPOOL_API_KEYS"

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvpool.checks import check_int, show
 from kvpool.config import KVCacheConfig, LayerGroup
 from kvpool.errors import InvalidArgumentError
-from kvpool.formats import other_format
+from kvpool.files import other_format
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 

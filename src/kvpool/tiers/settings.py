@@ -24,8 +24,7 @@ from urllib.parse import quote, urlsplit
 from kvpool.checks import show
 from kvpool.config.cache_config import HOST_WRITES
 from kvpool.errors import ConfigError
-from kvpool.formats import other_format
-from kvpool.plainfile import read_plain
+from kvpool.files import other_format, read_plain
 from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
 from kvpool.tiers.options import FLAG, Kind, count, option_kinds, seconds, size, text

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.plainfile import read_plain, write_plain
+from kvpool.files import read_plain, write_plain
 from kvpool.terminal import check_files, console, progress_bar, write_json
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.slab import is_held

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.jsonfile import read_json
+from kvpool.files import read_json
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.scope import ReuseScope
 from kvpool.terminal import console, progress_bar

@@ -19,8 +19,8 @@ from kvpool.checks import check_bool, check_int, check_number, show
 from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
+from kvpool.files import read_plain
 from kvpool.integrations.connector.orders import Introduction
-from kvpool.plainfile import read_plain
 from kvpool.terminal import parse_bytes
 from kvpool.tiers import KeyedTier, KeySpace, opening
 from kvpool.tiers.settings import REQUEST_TIMEOUT, TierConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError
-from kvpool.plainfile import NotPlainError, open_plain, read_plain, write_plain
+from kvpool.files import NotPlainError, open_plain, read_plain, write_plain
 from kvpool.tiers.disk.slab import INDEX_SUFFIX, NEW_SUFFIX, SLAB_SUFFIX, Slab, UnreadableSlabError
 from kvpool.tiers.keys import SPACE_BYTES, KeySpace
 

@@ -28,8 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.formats import other_format
-from kvpool.plainfile import open_plain, read_plain, write_plain
+from kvpool.files import open_plain, other_format, read_plain, write_plain
 from kvpool.tiers.contract import KEY_BYTES
 from kvpool.tiers.disk.buffers import PAGE, Buffer, pages
 from kvpool.tiers.envelope import HEADER_BYTES, checksum, num_bytes

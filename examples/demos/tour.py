@@ -1,4 +1,4 @@
-"""A 30-second tour of the manager in the terminal: `python -m kvpool.tour` (or `make tour`).
+"""A 30-second tour of the manager in the terminal: `python examples/demos/tour.py` (or `make tour`).
 
 Every scene runs the real manager, draws its pool and prints what it counted. Nothing here is simulated.
 """
@@ -331,7 +331,7 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvpool.tour", description="A 30-second tour of kvpool.")
+    parser = argparse.ArgumentParser(description="A 30-second tour of kvpool.")
     parser.add_argument("--fast", action="store_true", help="no pauses between the scenes")
     options = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.jsonfile import read_json
-from kvpool.plainfile import NotPlainError, open_plain, read_plain, write_plain
+from kvpool.files import NotPlainError, open_plain, read_json, read_plain, write_plain
 from kvpool.tiers.settings import read_tiers
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
