@@ -195,19 +195,27 @@ def test_given_no_more_minutes_then_no_mutant_is_begun(project: Path) -> None:
     assert list(tool.run_all(project, tool.all_mutants(project), processes=1, minutes=0)) == []
 
 
-def test_given_a_file_for_measurements_then_tests_are_measured_once(
+def test_given_a_file_for_measurements_then_tests_are_measured_once_in_the_same_tree(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--root", str(project), "--module", "ages.py:2", "--processes", "1", "--measured", f"{project}/took.json"]
+    took = project / "took.json"
+    words = ["--root", str(project), "--module", "ages.py:2", "--processes", "1", "--measured", str(took)]
     with (project / "tests" / "test_ages.py").open("a") as file:
         file.write("\ndef test_broken():\n    assert False\n")
-    noticed = "2 mutants: 2 killed, 0 timed out, 0 survived; 100 % noticed"
-    for _ in range(2):
+
+    def said() -> str:
         assert tool.main(words) == 0
         printed = capsys.readouterr().out
         assert "fails or takes too long: tests/test_ages.py::test_broken\n" in printed
-        assert noticed in printed
-        kept = json.loads((project / "took.json").read_text())
-        assert list(kept) == ["tests/test_ages.py"]
-        (project / "took.json").write_text(json.dumps({"tests/test_ages.py": [7.0, kept["tests/test_ages.py"][1]]}))
-    assert "1 test files take 7 s" in printed
+        assert "2 mutants: 2 killed, 0 timed out, 0 survived; 100 % noticed" in printed
+        return printed
+
+    said()
+    kept = json.loads(took.read_text())
+    assert list(kept["measured"]) == ["tests/test_ages.py"]
+    kept["measured"]["tests/test_ages.py"][0] = 777.0
+    took.write_text(json.dumps(kept))
+    assert "1 test files take 777 s" in said()
+    with (project / "src" / "small" / "ages.py").open("a") as source:
+        source.write("\n\ndef old():\n    return 99\n")
+    assert "1 test files take 777 s" not in said()

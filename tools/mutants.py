@@ -6,7 +6,7 @@
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
 the control plane, the tiers and the engine. First every test file that the sample needs runs once without a mutant: that
 says how long it takes, and which tests fail here because something is not installed; those are left out. `--measured` keeps
-that for the next run, since it may take longer than the mutants. Then each mutant
+that for the next run of the same tree, since it may take longer than the mutants. Then each mutant
 meets the tests of its module, then those of its package and of the manager, the quick ones first, in a copy of the tree
 and under a time limit. What survives is printed with its diff: a test is missing, the code is not needed, or the change
 changes nothing. At the end stands how many were killed, by folder.
@@ -18,6 +18,7 @@ import argparse
 import ast
 import compileall
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -392,7 +393,8 @@ def run_all(
     end = time.monotonic() + minutes * 60
     tests_of = {path: tests_for(root, path) for path in dict.fromkeys(mutant.path for mutant in mutants)}
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, Workplaces(root, Path(folder), processes) as places:
-        usual = _measure(places, sorted({test for tests in tests_of.values() for test in tests}), measured)
+        kept = None if measured is None else Kept(measured, root)
+        usual = _measure(places, sorted({test for tests in tests_of.values() for test in tests}), kept)
 
         def try_one(mutant: Mutant, place: Workplace) -> Outcome | None:
             if time.monotonic() > end:
@@ -408,13 +410,30 @@ def run_all(
                 yield outcome
 
 
-def _measure(places: Workplaces, tests: Sequence[str], kept: Path | None) -> dict[str, Usual]:
-    """What test files do without a mutant, those with a test that can tell something; says what is left out.
+class Kept:
+    """What earlier runs measured in this very tree: with any other source, other tests may fail without a mutant."""
 
-    `kept` has what earlier runs measured, and gets what this one does.
-    """
-    found = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    known = {test: Usual(seconds, tuple(failing)) for test, (seconds, failing) in found.items()}
+    def __init__(self, path: Path, root: Path) -> None:
+        self._path = path
+        digest = hashlib.sha256()
+        for file in sorted(file for folder in ("src", "tests") for file in (root / folder).rglob("*.py")):
+            digest.update(repr((file.relative_to(root).as_posix(), file.read_bytes())).encode())
+        self._tree = digest.hexdigest()
+
+    def read(self) -> dict[str, Usual]:
+        """By test file; nothing if the tree was another one."""
+        found = json.loads(self._path.read_text()) if self._path.exists() else {}
+        measured = found["measured"] if found.get("tree") == self._tree else {}
+        return {test: Usual(seconds, tuple(failing)) for test, (seconds, failing) in measured.items()}
+
+    def write(self, measured: dict[str, Usual]) -> None:
+        """Replaces what is there."""
+        self._path.write_text(json.dumps({"tree": self._tree, "measured": measured}, indent=2) + "\n")
+
+
+def _measure(places: Workplaces, tests: Sequence[str], kept: Kept | None) -> dict[str, Usual]:
+    """What test files do without a mutant, those with a test that can tell something; says what is left out."""
+    known = {} if kept is None else kept.read()
 
     def measure(test: str, place: Workplace) -> tuple[str, Usual]:
         return test, place.measure(test)
@@ -423,7 +442,7 @@ def _measure(places: Workplaces, tests: Sequence[str], kept: Path | None) -> dic
     for test, of_test in places.each([partial(measure, test) for test in tests if test not in known]):
         known[test] = of_test
         if kept is not None:
-            kept.write_text(json.dumps(known, indent=2) + "\n")
+            kept.write(known)
     usual: dict[str, Usual] = {}
     for test in tests:
         failing = known[test].failing

@@ -29,6 +29,14 @@ def test_given_a_keyword_that_is_no_setting_then_it_is_named_before_a_model_is_l
         Engine("there is no such model", kv_byte=1)
 
 
+@pytest.mark.parametrize(("tokenizer", "says"), [("gpt2", "is a name; load it"), (object(), "has no decode")])
+def test_given_a_tokenizer_that_is_none_then_it_is_refused_before_a_model_is_loaded(
+    tokenizer: object, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Engine("nowhere", tokenizer=tokenizer)
+
+
 def test_given_a_setting_with_a_help_then_commands_and_files_have_it() -> None:
     shown = [each for each in fields(EngineSettings) if each.metadata]
     options = {each.name for each in fields(EngineOptions)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import ConfigError, KVPoolError  # noqa: E402
+from kvpool.quiet import QuietErrors  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome  # noqa: E402
@@ -472,6 +474,24 @@ def test_given_no_room_for_a_prefix_when_it_arrives_then_it_is_computed_later(
         assert engine.stats().tiers.imports_without_room == 1  # type: ignore[union-attr]
         assert_at_rest(engine)
     assert caplog.text == ""  # a lack of room is nothing that somebody has to mend
+
+
+def test_given_blocks_that_cannot_be_copied_then_answers_are_right_and_one_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no copy on purpose")
+
+    monkeypatch.setattr("kvpool.engine.tier_link._quiet", QuietErrors(logging.getLogger("kvpool")))
+    monkeypatch.setattr("kvpool.storage.DataPlane.read_blocks", broken)
+    prompts = [PROMPT, ENDS_WITH_A_BLOCK]
+    with make_engine(MemoryTier(2**28)) as engine:
+        for prompt in prompts:
+            assert answers(engine, prompt) == computed(prompt)
+        assert engine.stats().tiers.stores.stored == 0  # type: ignore[union-attr]
+        assert_at_rest(engine)
+    assert caplog.text.count("blocks could not be copied for tiers; they are not stored") == 1
+    assert caplog.text.count("RuntimeError: no copy on purpose") == 1
 
 
 # --- settings ----------------------------------------------------------------------------------------------------------

@@ -162,6 +162,20 @@ def test_given_nothing_to_do_then_the_plan_is_empty_and_need_not_be_completed() 
     assert scheduler.num_in_flight == 0
 
 
+def test_given_a_run_then_its_statistics_are_the_sums_over_its_plans() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32), max_tokens_per_step=12, max_chunk_tokens=8)
+    add(engine, request("a", 14, 6), request("b", 14, 6, first=100))
+    plans = [engine.step() for _ in range(4)]
+    add(engine, request("a again", 14, 6))
+    while engine.scheduler.has_work:
+        plans.append(engine.step())
+    stats = engine.scheduler.stats
+    assert stats.steps == sum(not plan.is_empty for plan in plans)
+    assert stats.decode_tokens == sum(plan.num_tokens - plan.num_prefill_tokens for plan in plans) > 0
+    assert stats.prefill_tokens == sum(plan.num_prefill_tokens for plan in plans) > 0
+    assert (stats.cached_tokens, stats.finished) == (13, 3)
+
+
 def store_logits(engine: ToyEngine, tokens: list[int]) -> None:
     """As if a forward pass had written these tokens and their logits had been kept."""
     manager = engine.manager

@@ -23,6 +23,7 @@ from functools import partial
 from kvpool.engine.generation import Generation
 from kvpool.engine.handover import Collector, Handovers
 from kvpool.errors import KVPoolError
+from kvpool.quiet import QuietErrors
 from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
@@ -33,7 +34,7 @@ from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.prefix_options import next_query
 from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, Forgetting, TieringStats, TierTransport
 
-log = logging.getLogger("kvpool")
+_quiet = QuietErrors(logging.getLogger("kvpool"))
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
 
 
@@ -215,8 +216,8 @@ class TierLink:
             return
         try:
             self._collector.collect(plan)
-        except Exception:
-            log.exception("blocks could not be copied for tiers; they are not stored")
+        except Exception as error:
+            _quiet.error(error, "blocks could not be copied for tiers; they are not stored")
 
     def ended(self, request_id: Hashable) -> None:
         """A request is over."""

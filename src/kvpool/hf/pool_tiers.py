@@ -13,6 +13,7 @@ from collections.abc import Hashable
 
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
+from kvpool.quiet import QuietErrors
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -24,7 +25,7 @@ from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.prefix_options import next_query
 from kvpool.tiers.transport.tier_transport import TieringStats, TierTransport
 
-log = logging.getLogger("kvpool")
+_quiet = QuietErrors(logging.getLogger("kvpool"))
 
 
 class PoolTiers:
@@ -117,8 +118,8 @@ class PoolTiers:
             return
         try:
             self.transport.offers.offer(handle, handle.token_ids[: handle.num_committed], progress)
-        except Exception:
-            log.exception("blocks could not be copied for tiers; they are not stored")
+        except Exception as error:
+            _quiet.error(error, "blocks could not be copied for tiers; they are not stored")
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns how long computing takes: a pass computed `num_tokens` of prompts in `seconds`."""
