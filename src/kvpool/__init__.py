@@ -7,7 +7,6 @@ from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
-from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
@@ -15,7 +14,7 @@ from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
 from kvpool.prefix.orders import TenantQuota
 from kvpool.prefix.readers import Pin
 from kvpool.prefix.retention import Retention, TokenRange
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.batch import CSRTable, SequenceBatch
 from kvpool.sequences.handle import BlockTable, KVCacheHandle

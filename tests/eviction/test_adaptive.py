@@ -24,9 +24,9 @@ from kvpool.eviction.experience import (
     kind_of,
 )
 from kvpool.eviction.ghosts import num_shared
-from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.bounds import run_model
+from kvpool.scope import NUM_HINTS
 from managers import make_manager
 
 

@@ -12,8 +12,8 @@ import pytest
 from kvpool import KVCacheHandle, KVCacheManager, ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, UnknownRequestError
 from kvpool.eviction import LRUPolicy, Run
-from kvpool.eviction.hints import NUM_HINTS, STOPS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
+from kvpool.scope import NUM_HINTS, STOPS
 from managers import make_manager
 
 TOOL = ReuseHint(stop="tool_calls")

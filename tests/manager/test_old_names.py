@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.manager.old_names import MOVED
+from kvpool.manager import MOVED
 from managers import make_manager
 
 

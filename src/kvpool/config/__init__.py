@@ -1,8 +1,7 @@
 """What a model keeps and how memory is divided: layers and budgets in; groups, pools and sizing answers out."""
 
 from kvpool.config.cache_config import KVCacheConfig
-from kvpool.config.layers import DType, GroupKind, LayerGroup, LayerSpec, PoolSpec, Tier
-from kvpool.config.states import StatePart, StateSpec
+from kvpool.config.layers import DType, GroupKind, LayerGroup, LayerSpec, PoolSpec, StatePart, StateSpec, Tier
 
 __all__ = [
     "DType",

@@ -8,12 +8,12 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 
 from kvpool.checks import check_bool, check_int, check_number, show
-from kvpool.config.budgets import PREFIX_TOKENS, divide_by_shares, divide_for_prefixes, prefix_needs
 from kvpool.config.layers import (
     MAX_BLOCK_SIZE,
     MAX_BLOCKS,
     MAX_BYTES,
     MAX_TOKENS,
+    PREFIX_TOKENS,
     GroupKind,
     LayerGroup,
     LayerSpec,
@@ -23,6 +23,9 @@ from kvpool.config.layers import (
     build_pools,
     ceil_div,
     divide_budget,
+    divide_by_shares,
+    divide_for_prefixes,
+    prefix_needs,
 )
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, NeverFitsError
 

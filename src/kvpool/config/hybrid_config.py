@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpool.checks import check_int, show
-from kvpool.config.layers import MAX_HEAD_DIM, DType
-from kvpool.config.states import StatePart, StateSpec
+from kvpool.config.layers import MAX_HEAD_DIM, DType, StatePart, StateSpec
 from kvpool.errors import ConfigError
 
 Config = Mapping[str, Any]

@@ -15,6 +15,7 @@ from kvpool.errors import ConfigError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+
 MAX_BLOCKS = 2**31 - 1  # block ids are int32
 MAX_BYTES = 2**63 - 1
 MAX_TOKENS = 2**40
@@ -303,3 +304,128 @@ def divide_budget(
             counts[pool] += 1
             rest -= block_bytes[pool]
     return tuple(counts)
+
+
+PREFIX_TOKENS = 2048  # a typical prefix: system prompt and some turns
+
+
+def prefix_needs(groups: Sequence[LayerGroup], num_tokens: int, cross_tokens: int, is_written: bool) -> list[int]:
+    """Blocks per pool that a typical prefix of `num_tokens` keeps.
+
+    Where prefixes are also written (`is_written`: on the GPU), a windowed group needs its last window while the prefix is
+    cached, and all of its blocks while the prompt is written in one piece: the budget plans for the middle of both.
+    """
+    needs = [0] * (1 + max(group.pool for group in groups))
+    for group in groups:
+        if group.kind is GroupKind.CROSS:
+            need = group.max_live_blocks(cross_tokens)
+        else:
+            need = group.max_live_blocks(num_tokens)
+            if is_written:
+                need = ceil_div(need + ceil_div(num_tokens, group.block_size), 2)
+        needs[group.pool] += need
+    return needs
+
+
+def divide_for_prefixes(
+    num_bytes: int,
+    block_bytes: Sequence[int],
+    prefix: Sequence[int],
+    longest: Sequence[int] | None,
+    minimums: Sequence[int],
+) -> tuple[int, ...]:
+    """Blocks per pool: those of one `longest` sequence first, if given, and the rest in proportion to a `prefix`.
+
+    A budget that does not hold the longest sequence is divided as that sequence needs it.
+    """
+    if longest is None:
+        return divide_budget(num_bytes, block_bytes, prefix, minimums)
+    first = [max(need, least) for need, least in zip(longest, minimums, strict=True)]
+    rest = num_bytes - sum(count * size for count, size in zip(first, block_bytes, strict=True))
+    if rest < 0:
+        return divide_budget(num_bytes, block_bytes, longest, minimums)
+    more = divide_budget(rest, block_bytes, prefix, [0] * len(first))
+    return tuple(a + b for a, b in zip(first, more, strict=True))
+
+
+def divide_by_shares(
+    num_bytes: int, block_bytes: Sequence[int], shares: Sequence[float], minimums: Sequence[int]
+) -> tuple[int, ...]:
+    """Blocks per pool where pool i takes the fraction `shares[i]` of the bytes, but never less than its minimum."""
+    weights = [round(share * 2**40 / size) for share, size in zip(shares, block_bytes, strict=True)]
+    return divide_budget(num_bytes, block_bytes, weights, minimums)
+
+
+PART_ALIGNMENT = 16  # bytes: what a GPU loads at once
+
+
+_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One tensor of a layer's state: the last inputs of a convolution, or what a recurrence has summed up.
+
+    Its dtype is the one in which the model computes it. States are not quantised: errors would add up with every token.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"name={show(self.name)} of a state's part must be a string")
+        try:
+            shape = tuple(self.shape)
+        except TypeError:
+            raise ConfigError(f"shape={show(self.shape)} of a state's part must be a sequence of integers") from None
+        if not shape:
+            raise ConfigError(f"the part {self.name!r} of a state has no dimensions; give its shape for one sequence")
+        object.__setattr__(self, "shape", tuple(check_int(size, "shape", 1, MAX_HEAD_DIM) for size in shape))
+        object.__setattr__(self, "dtype", DType.parse(self.dtype))
+        if self.dtype not in _DTYPES:
+            known = ", ".join(dtype.value for dtype in _DTYPES)
+            raise ConfigError(f"the part {self.name!r} of a state is {self.dtype.value}; states are kept in {known}")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.bits // 8
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The state of one layer, as the cache sees it: so many bytes a sequence, however long it is.
+
+    >>> convolution = StatePart("conv", (8192, 4), DType.BFLOAT16)
+    >>> StateSpec((convolution, StatePart("recurrent", (32, 128, 128), DType.FLOAT32))).bytes
+    2162688
+    """
+
+    parts: tuple[StatePart, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            parts = tuple(self.parts)
+        except TypeError:
+            raise ConfigError(f"parts={show(self.parts)} must be a sequence of StatePart") from None
+        if not parts or not all(isinstance(part, StatePart) for part in parts):
+            raise ConfigError(f"parts={show(self.parts)} must name at least one StatePart, and nothing else")
+        names = [part.name for part in parts]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two parts of a state have the same name: {', '.join(names)}")
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The byte at which each part begins, and at last the byte behind them all: multiples of `PART_ALIGNMENT`."""
+        ends = [0]
+        for part in self.parts:
+            ends.append(ends[-1] + ceil_div(part.bytes, PART_ALIGNMENT) * PART_ALIGNMENT)
+        return tuple(ends)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the state of one sequence takes in this layer."""
+        return self.offsets[-1]

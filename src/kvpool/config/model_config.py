@@ -22,8 +22,7 @@ from kvpool.config.hybrid_config import (
     layer_kinds,
     state_spec,
 )
-from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec
-from kvpool.config.states import StateSpec
+from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, StateSpec
 from kvpool.errors import ConfigError
 from kvpool.files import read_json
 

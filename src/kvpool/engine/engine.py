@@ -44,13 +44,12 @@ from kvpool.engine.settings import as_settings, engine_signature
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
-from kvpool.eviction.hints import ReuseHint
 from kvpool.model.loading import load_model
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request
-from kvpool.scope import ReuseScope
+from kvpool.scope import ReuseHint, ReuseScope
 
 Prompt = str | Sequence[int] | Int32Array
 USUAL = SamplingParams()  # as the model says; greedy where it says nothing

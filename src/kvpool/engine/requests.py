@@ -16,11 +16,10 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
-from kvpool.scope import ReuseScope
+from kvpool.scope import ReuseHint, ReuseScope, check_hint
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:

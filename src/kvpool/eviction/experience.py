@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.eviction.hints import NUM_HINTS
+from kvpool.scope import NUM_HINTS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -39,7 +39,6 @@ from kvpool.errors import (
 )
 from kvpool.events import Created, Event, EventLog, Subscription
 from kvpool.eviction import EvictionPolicy
-from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager.arguments import (
     as_counts,
     as_policy_factory,
@@ -55,7 +54,7 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_token_arra
 from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
-from kvpool.scope import ReuseScope
+from kvpool.scope import ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
 from kvpool.sequences.allocate import Lifecycle
 from kvpool.sequences.batch import SequenceBatch, as_handles
@@ -63,10 +62,10 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.sequences.release import Ending
 from kvpool.sequences.rewind import Rewinding
-from kvpool.sequences.slots import writable_blocks
 from kvpool.sequences.state import Admission, CacheState
 from kvpool.sequences.step import Stepping
 from kvpool.sequences.swap import Swapping
+from kvpool.sequences.tokens import writable_blocks
 from kvpool.sequences.windows import RowWindows
 from kvpool.stats import CacheStats
 

@@ -10,13 +10,12 @@ from typing import Any
 from kvpool.checks import show
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
-from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.prefix.readers import Pin
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
-from kvpool.scope import ReuseScope
+from kvpool.scope import ReuseHint, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 

@@ -15,13 +15,13 @@ from typing import Any
 from kvpool.checks import check_int, check_number, show
 from kvpool.config.layers import MAX_BLOCK_SIZE
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.eviction.hints import ReuseHint, known_stop
 from kvpool.files import parse_json
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines, open_bytes
 from kvpool.recording.operations import MAGIC_KEY, MAX_SECONDS, Operations, unpack
 from kvpool.recording.playback import recorded_scope
 from kvpool.replay.trace import MAX_LENGTH, Trace, TraceBuilder
+from kvpool.scope import ReuseHint, known_stop
 
 FORMATS = ("mooncake", "tokens", "azure", "recording")
 DEFAULT_MAX_ERRORS = 10

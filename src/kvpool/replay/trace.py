@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import TraceError
-from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
+from kvpool.scope import ReuseHint
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -13,11 +13,10 @@ import numpy as np
 
 from kvpool.checks import as_count, as_flag, show
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 

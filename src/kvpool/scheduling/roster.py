@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool.config import Tier
-from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_scheduling_policy
 from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
 from kvpool.scheduling.running import Running
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
+from kvpool.scope import ReuseHint
 from kvpool.sequences.handle import KVCacheHandle
 
 # What the end of a sequence says about its continuation.

@@ -32,7 +32,6 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
-from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_token_array
 from kvpool.scheduling.batch_plan import BatchPlan
@@ -52,6 +51,7 @@ from kvpool.scheduling.results import Fork, Results
 from kvpool.scheduling.roster import Roster, SchedulerStats
 from kvpool.scheduling.running import Arrivals
 from kvpool.scheduling.scheduler_config import SchedulerConfig
+from kvpool.scope import ReuseHint, check_hint
 
 
 class StepResult(NamedTuple):

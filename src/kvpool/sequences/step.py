@@ -17,9 +17,8 @@ from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.batch import SequenceBatch, prepare_steps
-from kvpool.sequences.slots import Slots
 from kvpool.sequences.state import CacheState, common_tenant
-from kvpool.sequences.tokens import IncomingIds
+from kvpool.sequences.tokens import IncomingIds, Slots
 from kvpool.sequences.windows import RowWindows
 
 _any = np.logical_or.reduce  # array.any() without its wrapper

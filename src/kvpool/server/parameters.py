@@ -9,8 +9,8 @@ from typing import Any
 from kvpool.engine.grammar import Grammar
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.eviction.hints import ReuseHint
 from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.scope import ReuseHint
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Limits
