@@ -13,8 +13,8 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseHint, Tier
 from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
-from kvpool.manager.cache_control import CacheControl
 from kvpool.manager.inspection import Inspector
+from kvpool.manager.upkeep import CacheUpkeep
 from kvpool.scheduling import Request, Scheduler
 from kvpool.sequences.batch import SequenceBatch
 from managers import signature
@@ -131,7 +131,7 @@ def for_the_cache() -> tuple[KVCacheManager, Any, dict[str, Any]]:
     return manager, manager.cache, good_arguments(manager)
 
 
-@pytest.mark.parametrize("name", public_methods(CacheControl))
+@pytest.mark.parametrize("name", public_methods(CacheUpkeep))
 def test_the_cache_of_a_manager_refuses_wrong_values(name: str) -> None:
     assert not complaints_about(for_the_cache, name)
 

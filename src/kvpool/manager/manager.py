@@ -47,9 +47,9 @@ from kvpool.manager.arguments import (
     check_requests,
     is_among,
 )
-from kvpool.manager.cache_control import CacheControl
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
+from kvpool.manager.upkeep import CacheUpkeep
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_token_array
 from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
@@ -114,7 +114,7 @@ class KVCacheManager:
         self._rewinding = Rewinding(self._state, self._windows)
         self._ending = Ending(self._state, self._windows)
         self._swapping = Swapping(self._state, self._sequences, self._ending)
-        self.cache = CacheControl(self._state, self._guard, self._admissions)
+        self.cache = CacheUpkeep(self._state, self._guard, self._admissions)
         self.inspect = Inspector(self._state, self._guard, self.cache.pins)
 
     # --- admission ---------------------------------------------------------------------------------------------------

@@ -186,13 +186,13 @@ def _rare_collections() -> Iterator[None]:
 class _Replay:
     def __init__(self, trace: Trace, config: ReplayConfig) -> None:
         self.trace, self.config = trace, config
-        self.block_size = config.block_size or trace.block_size
-        if self.block_size % trace.unit:
+        block_size = config.block_size or trace.block_size
+        if block_size % trace.unit:
             raise InvalidArgumentError(
-                f"block_size={self.block_size} is no multiple of the trace's blocks of {trace.unit} tokens; "
+                f"block_size={block_size} is no multiple of the trace's blocks of {trace.unit} tokens; "
                 "what lies inside them is not known"
             )
-        self.ids_per_block = self.block_size // trace.unit
+        self.ids_per_block = block_size // trace.unit
         self.capacity = config.capacity or self._everything()
         self.now = 0.0
         self.manager = self._manager()
@@ -288,9 +288,10 @@ class _Replay:
     def _result(self, hits: Int32Array) -> ReplayResult:
         stats = self.manager.stats()
         by_tier = {tier.name: stats.hit_blocks[tier.name] for tier in TIERS}
-        block_bytes = None if self.config.token_bytes is None else self.config.token_bytes * self.block_size
+        block_size = self.ids_per_block * self.trace.unit
+        block_bytes = None if self.config.token_bytes is None else self.config.token_bytes * block_size
         return ReplayResult(
-            **totals(self.trace, hits, self.block_size, self.config.time, by_tier),
+            **totals(self.trace, hits, block_size, self.config.time, by_tier),
             policy=self.config.policy,
             capacity=self.config.capacity,
             objective=self.config.objective,

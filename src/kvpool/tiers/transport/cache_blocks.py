@@ -181,13 +181,17 @@ class Offers:
     """Offers blocks to tiers from the request on that is the `min_uses`-th to use them."""
 
     def __init__(self, plane: DataPlane, keys: BlockKeys, storer: Storer, min_uses: int = 1) -> None:
-        self.block_size = keys.block_size
         self.lineage = Lineage()
         self._plane = plane
         self._keys = keys
         self._storer = storer
         self._min_uses = min_uses
         self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, those of late
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._keys.block_size
 
     def begin(self, scope: ReuseScope) -> OfferProgress:
         """Of a sequence of which nothing was offered."""

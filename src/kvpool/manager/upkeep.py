@@ -30,7 +30,7 @@ from kvpool.sequences.swap import Onboarding
 from kvpool.stats import EvictionReason
 
 
-class CacheControl:
+class CacheUpkeep:
     """Verbs of operators and background tasks. Like those of the manager, each happens completely or changes nothing."""
 
     def __init__(self, state: CacheState, guard: Guard, admissions: AdmissionPlanner) -> None:
@@ -40,7 +40,7 @@ class CacheControl:
         self._quotas = TenantQuotas(state.cache)
         self._moves = Onboarding(state, admissions)
         self._compaction = Compaction(state)
-        self._invalidation = Invalidation(state, self.pins)
+        self._invalidation = Invalidator(state, self.pins)
 
     # --- what stays, what goes ---------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class CacheControl:
         return self._state.rows.symbols.encode(prompt.tokens, prompt.items)[0] if prompt.items else prompt.tokens
 
 
-class Invalidation:
+class Invalidator:
     """`invalidate` and `reset_prefix_cache`. Each method returns how many blocks (positions) left the index."""
 
     def __init__(self, state: CacheState, pins: Pins) -> None:
