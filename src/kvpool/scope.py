@@ -13,9 +13,9 @@ from kvpool.errors import InvalidArgumentError
 class MultimodalItem(NamedTuple):
     """An image, a clip or another input that stands behind placeholder tokens.
 
-    It takes `length` tokens from `position` on. `key` is its name by content, usually a hash: inputs with equal keys are
-    taken for equal. Blocks up to its first token are shared whatever it is, that one and those behind it only with prompts
-    that have the same item at the same place.
+    It has `length` tokens from `position` on. `key` names its content, usually by a hash: inputs with equal keys count as
+    equal. All prompts share the blocks before its first token. Only prompts with the same item at the same place share
+    the block of that token and those behind it.
     """
 
     position: int

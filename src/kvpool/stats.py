@@ -55,7 +55,7 @@ class PoolStats:
 
 
 class GroupStats(NamedTuple):
-    """Blocks that one layer group uses on one tier; what is free belongs to its pool."""
+    """Blocks that one layer group uses on one tier. Free blocks are counted by pool."""
 
     group: int
     tier: Tier
@@ -66,7 +66,7 @@ class GroupStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """One consistent picture of the manager.
+    """One consistent snapshot of the manager.
 
     Hits and misses are counted at admission, once per request, in tokens and in full blocks. `hit_tokens` says from which
     tier they came; tokens of partially reused blocks are in `partial_hit_tokens` as well.

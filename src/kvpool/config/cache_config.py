@@ -41,10 +41,10 @@ _UNLIMITED = 2**62  # above every reachable length: MAX_BLOCKS blocks of MAX_BLO
 class KVCacheConfig:
     """Layers, block size and memory of one KV cache, plus the switches of its manager.
 
-    Memory, per tier: a number of blocks (one int for every pool, or one per pool) or a number of bytes. For the GPU,
-    `gpu_fraction` of `free_gpu_bytes` is the third way; several ranks must all pass the smallest of their free bytes,
-    or they disagree. Bytes are divided between pools by what cached prefixes need of each (docs/decisions/0007), for
-    sequences of `plan_tokens` if that is given, or by `pool_shares`.
+    Each tier's memory is a number of blocks (one for every pool, or one per pool) or a number of bytes. The GPU's may also
+    be `gpu_fraction` of `free_gpu_bytes`; several ranks must then all pass the smallest of their free bytes. Bytes are
+    divided between pools by what cached prefixes need of each (docs/decisions/0007). `plan_tokens` divides them for
+    running sequences of that length instead, and `pool_shares` by fractions.
 
     >>> config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 32, gpu_bytes=2**30)
     >>> config.bytes_per_token, config.num_blocks(Tier.GPU), config.longest_sequence()
@@ -58,35 +58,37 @@ class KVCacheConfig:
     gpu_bytes: int | None = None
     gpu_fraction: float | None = None
     free_gpu_bytes: int | None = None
-    max_gpu_tokens: int | None = None  # of those bytes no more than so many tokens need in every layer
+    max_gpu_tokens: int | None = None  # use at most the bytes that so many tokens need in all layers
     host_blocks: int | Sequence[int] | None = None
     host_bytes: int | None = None
     disk_blocks: int | Sequence[int] | None = None
     disk_bytes: int | None = None
     plan_tokens: int | None = None  # divide bytes for running sequences of this length; None = for cached prefixes
     pool_shares: Sequence[float] | None = None  # or by these fractions of the bytes, one per pool
-    plan_cross_tokens: int | None = None  # its encoder tokens; None = plan_tokens
+    plan_cross_tokens: int | None = None  # encoder tokens of such a sequence; None = plan_tokens
     max_seq_len: int | None = None  # longest sequence accepted; None = unlimited
     enable_prefix_caching: bool = True
     partial_match: bool = True  # reuse the matching part of a block by copying it
-    copy_on_partial_reuse: bool = (
-        True  # False: only by taking over the last block of an idle run, which leaves the cache
-    )
+    copy_on_partial_reuse: bool = True  # False: reuse a part of a block only by taking the block over from the cache
     cache_unfilled_blocks: bool = False  # keep the last block of freed sequences for partial reuse: docs/decisions/0008
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
-    # When a run on the GPU is copied to HOST: "back" on eviction, "through" when its last reader leaves, or a number of uses;
-    # what was used less often is dropped when it is evicted. docs/decisions/0013
+    # When cached GPU blocks are copied to HOST: "back" on eviction, "through" when their last reader leaves, a number n: from
+    # the n-th use on (blocks used less often are dropped on eviction). docs/decisions/0013
     host_write: str | int = "back"
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
-    objective: str = "blocks"  # what eviction saves: "blocks" found again, or the "seconds" that computing them takes
+    objective: str = "blocks"  # what eviction saves: the number of "blocks", or the "seconds" to compute them
     depth_cost: float | None = (
-        None  # for "seconds": what a token costs more for each one before it; None = of an 8B model
+        None  # for "seconds": the added cost of a token for each token before it; None: that of an 8B model
     )
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
-    pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions from which on it is MEDIUM, HIGH, CRITICAL
+    pressure_levels: Sequence[float] = (
+        0.6,
+        0.8,
+        0.95,
+    )  # pressure is MEDIUM, HIGH, CRITICAL from these used fractions on
     event_buffer_size: int = 65536  # 0 = events off
 
     groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)

@@ -25,7 +25,7 @@ class EngineStats(NamedTuple):
 
 
 class WaitingRequest(NamedTuple):
-    """A request that holds no blocks yet, or none any more."""
+    """A request that waits without blocks: it was not admitted yet, or it was preempted."""
 
     request_id: Hashable
     tenant: str

@@ -161,12 +161,12 @@ class PrefixCache:
             self.removal.drop_tail(node, num_blocks, reason, evicted=True)
 
     def _move_down(self, node: Node, num_blocks: int, reason: EvictionReason) -> int:
-        """Moves the last blocks of an idle leaf one tier down, or their first part if only that fits; drops what is behind.
+        """Moves the last blocks of an idle leaf one tier down. If only a first part of them fits, it drops the rest.
 
-        Returns how many of them must still leave: all that fits is of no use, or nothing does.
+        Returns how many blocks the caller must still drop: 0, or all that are left if no usable part fits.
         """
         keep = node.num_blocks - num_blocks
-        # All of it; as much as could be had; as much as was had, if more important runs are in the way of the rest.
+        # First try all of it. Then try what fits if less important runs below are evicted. Last try what fits as it is.
         for evicting in (None, True, False):
             part = num_blocks if evicting is None else min(num_blocks, self.mover.num_fitting(node, evicting))
             if not part or (self.context.windowed and not self.windows.is_usable(node, keep, keep + part)):

@@ -120,7 +120,7 @@ class Shadows:
         self._count(ids, 1)
 
     def take(self, node: Node) -> list[Int32Array] | None:
-        """The blocks of a run's shadow, which is none any more; the caller owns them. None if there is no shadow."""
+        """Takes the host copy away from a run and gives its blocks to the caller. None if the run has no copy."""
         ids = node.shadow
         if ids is not None:
             node.shadow = None

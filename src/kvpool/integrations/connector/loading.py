@@ -199,7 +199,7 @@ class TierLookups:
         self._lane = Lane("look-up", _THREADS, 1024, watched)
 
     def num_blocks(self, tracked: TrackedRequest, first: int, last: int) -> int | None:
-        """How many blocks from the prompt's beginning on could be had, if the `first` ones are here; None: ask again."""
+        """How many leading blocks of a prompt tiers have, if the host has the `first` ones; None: ask again later."""
         lookup = tracked.lookup
         if lookup is None or (lookup.has_ended and first < tracked.asked_from):
             lookup = tracked.lookup = Pending(time.monotonic() + self._timeout)
