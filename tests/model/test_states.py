@@ -87,7 +87,7 @@ class Runner:
         ids = torch.tensor([token for work in works for token in work.tokens])
         positions = torch.cat([torch.arange(work.start, work.start + len(work.tokens)) for work in works])
         counts = [len(work.tokens) for work in works]
-        states = StateStep(self.slots, counts, [work.source for work in works], [work.target for work in works])
+        states = StateStep.of(self.slots, counts, [work.source for work in works], [work.target for work in works])
         attend = self.attention.step({work.sequence: count for work, count in zip(works, counts, strict=True)})
         last = torch.tensor(np.cumsum(counts) - 1)
         return list(forward(self.model, ids, positions, last, attend, states))
@@ -314,13 +314,31 @@ def test_transformers_itself_bounds_time_steps_in_prompts_only(family: str) -> N
     assert (difference > 1e-3) == (family != "bamba")
 
 
+@pytest.mark.parametrize("family", ["bamba", "mamba", "olmo_hybrid", "zaya"], indirect=True)
+def test_a_step_that_a_graph_replays_reads_the_slots_of_the_moment(runner: Runner, references: list[Reference]) -> None:
+    """Slots on the device change in place between two steps. The last row only fills up, in slot 7."""
+    a, b, _ = references
+    runner.step([Work(0, a.prompt, 0, BEGIN, 0), Work(1, b.prompt, 0, BEGIN, 1)])
+    sources, targets = torch.tensor([0, 1, 7]), torch.tensor([2, 3, 7])
+    step = StateStep.decoding(runner.slots, sources, targets)
+    for place in range(2):
+        ids = torch.tensor([a.tokens[place], b.tokens[place], 5])
+        positions = torch.tensor([23 + place, 9 + place, place])
+        attend = runner.attention.step({0: 1, 1: 1, 9: 1})
+        behind_a, behind_b, _ = forward(runner.model, ids, positions, None, attend, step)
+        assert_near(behind_a, a.logits[place + 1])
+        assert_near(behind_b, b.logits[place + 1])
+        sources.copy_(targets)
+        targets.copy_(torch.tensor([4, 3, 7]))
+
+
 def test_a_step_names_a_source_and_a_target_for_every_sequence() -> None:
     runner = Runner(hybrid_model("lfm2"))
     for counts, sources, targets in (([1], [], [0]), ([1, 1], [0, 1], [0]), ([0], [0], [0])):
         with pytest.raises(InvalidArgumentError, match="at least one token"):
-            StateStep(runner.slots, counts, sources, targets)
+            StateStep.of(runner.slots, counts, sources, targets)
     with pytest.raises(InvalidArgumentError, match="name a slot twice"):
-        StateStep(runner.slots, [1, 1], [0, 1], [2, 2])
+        StateStep.of(runner.slots, [1, 1], [0, 1], [2, 2])
     runner.close()
 
 
@@ -334,8 +352,8 @@ def test_modules_of_one_layer_keep_states_of_their_own() -> None:
     assert [part.name for part in specs[0].parts] == ["conv", "conv1", "conv2", "conv3"]
     slots = StateSlots.allocate(specs, 2)
     for step, cut in (
-        (StateStep(slots, [5], [BEGIN], [1]), slice(0, 5)),
-        (StateStep(slots, [7], [1], [0]), slice(5, 12)),
+        (StateStep.of(slots, [5], [BEGIN], [1]), slice(0, 5)),
+        (StateStep.of(slots, [7], [1], [0]), slice(5, 12)),
     ):
         with keeping_states(step), torch.no_grad():
             for module, values in hidden.items():
@@ -378,7 +396,7 @@ def test_a_module_that_reads_a_mask_of_the_whole_step_is_refused() -> None:
     model = hybrid_model("lfm2")
     runner = Runner(model)
     module = runner.modules[0].module
-    states = StateStep(runner.slots, [3], [BEGIN], [0])
+    states = StateStep.of(runner.slots, [3], [BEGIN], [0])
     with keeping_states(states), pytest.raises(UnsupportedModelError, match="takes attention_mask of the whole step"):
         module(torch.zeros(1, 3, 64), attention_mask=torch.ones(1, 3))
     runner.close()

@@ -141,7 +141,7 @@ def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], kept
     heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
     positions = positions_of([text.start for text in texts], cuts).to(heads.device)
     begun = [i for i, cut in enumerate(cuts) if cut]
-    states = None if slots is None else StateStep(slots, [cuts[i] for i in begun], [-1] * len(begun), begun)
+    states = None if slots is None else StateStep.of(slots, [cuts[i] for i in begun], [-1] * len(begun), begun)
     head_logits = forward(model, heads, positions, None, attention.step(dict(enumerate(cuts))), states)
 
     order = range(len(texts) - 1, -1, -1)
@@ -149,7 +149,7 @@ def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], kept
     tails = torch.cat([texts[i].token_ids[cuts[i] :] for i in order])
     positions = positions_of([texts[i].start + cuts[i] for i in order], list(rests.values())).to(heads.device)
     if slots is not None:
-        states = StateStep(slots, list(rests.values()), [i if cuts[i] else -1 for i in order], list(order))
+        states = StateStep.of(slots, list(rests.values()), [i if cuts[i] else -1 for i in order], list(order))
     tail_logits = forward(model, tails, positions, None, attention.step(rests), states)
     parts = zip(torch.split(head_logits, cuts), torch.split(tail_logits, list(rests.values()))[::-1], strict=True)
     return torch.cat([part for pair in parts for part in pair])

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from kvpool.config import StatePart, StateSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
-from kvpool.pools.arrays import Int32Array
 from kvpool.storage import StateSlots
 from kvpool.storage.moving import upload
 
@@ -59,8 +58,18 @@ class StateStep:
     """
 
     def __init__(
-        self, slots: StateSlots, num_tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+        self, slots: StateSlots, runs: Sequence[_Run], order: Tensor | None = None, back: Tensor | None = None
     ) -> None:
+        self.slots = slots
+        self._runs = runs  # one after another
+        self._order = order  # of the step's tokens, as the runs have them; None: as they are
+        self._back = back
+
+    @classmethod
+    def of(
+        cls, slots: StateSlots, num_tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+    ) -> StateStep:
+        """A step as it is planned on the host."""
         counts, reads, writes = (np.asarray(array, np.int32) for array in (num_tokens, sources, targets))
         if not len(counts) == len(reads) == len(writes) or (len(counts) and int(counts.min()) < 1):
             raise InvalidArgumentError(
@@ -68,28 +77,31 @@ class StateStep:
                 f"{len(writes)} targets are given for tokens {counts.tolist()[:8]}"
             )
         slots.check(reads, writes)
-        self.slots = slots
-        runs: dict[tuple[int, bool], list[int]] = {}
+        groups: dict[tuple[int, bool], list[int]] = {}
         for i, (count, source) in enumerate(zip(counts.tolist(), reads.tolist(), strict=True)):
-            runs.setdefault((count, source < 0), []).append(i)
+            groups.setdefault((count, source < 0), []).append(i)
+        rows = np.array([row for group in groups.values() for row in group], np.int64)
+        at = upload(np.stack([reads[rows], writes[rows]]).astype(np.int64), slots.device)
+        runs, start = [], 0
+        for (count, begins), group in groups.items():
+            part = at[:, start : start + len(group)]
+            runs.append(_Run(len(group), count, None if begins else part[0], part[1]))
+            start += len(group)
         starts = np.cumsum(counts) - counts
-        places = [(starts[rows][:, None] + np.arange(count)).ravel() for (count, _), rows in runs.items()]
+        places = [(starts[group][:, None] + np.arange(count)).ravel() for (count, _), group in groups.items()]
         order = np.concatenate(places) if places else np.empty(0, np.int64)
-        self._runs = self._placed(runs, reads, writes)
-        self._order: Tensor | None = None
-        self._back: Tensor | None = None
-        if (order[1:] < order[:-1]).any():
-            self._order, self._back = upload(np.stack([order, np.argsort(order)]), slots.device)
+        if not (order[1:] < order[:-1]).any():
+            return cls(slots, runs)
+        return cls(slots, runs, *upload(np.stack([order, np.argsort(order)]), slots.device))
 
-    def _placed(self, runs: dict[tuple[int, bool], list[int]], sources: Int32Array, targets: Int32Array) -> list[_Run]:
-        rows = np.array([row for group in runs.values() for row in group], np.int64)
-        reads, writes = upload(np.stack([sources[rows], targets[rows]]).astype(np.int64), self.slots.device)
-        placed, start = [], 0
-        for (count, begins), group in runs.items():
-            stop = start + len(group)
-            placed.append(_Run(len(group), count, None if begins else reads[start:stop], writes[start:stop]))
-            start = stop
-        return placed
+    @classmethod
+    def decoding(cls, slots: StateSlots, sources: Tensor, targets: Tensor) -> StateStep:
+        """A step with one token of each sequence, of which none begins: for a CUDA graph.
+
+        The slots are int64 on the device and trusted; a graph that is replayed finds those that they hold then. Rows
+        that only fill a graph up all name one slot that nobody uses.
+        """
+        return cls(slots, [_Run(len(targets), 1, sources, targets)])
 
     def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs:
         """What a module makes of the packed tokens `hidden`, [1, token, ...]; the states are in their slots afterwards."""
