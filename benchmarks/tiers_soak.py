@@ -117,9 +117,8 @@ class Soak:
     def __init__(self, engine: Engine, plain: Engine, seed: int) -> None:
         self.engine = engine
         self.plain = plain
-        assert (
-            engine._tiers is not None
-        )  # a model so small computes faster than anything loads: never measured, it is loaded
+        # A model so small computes faster than anything loads: never measured, it is loaded
+        assert engine._tiers is not None
         engine._tiers._transport.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
         self.tables = fill_tables(engine._tiers._transport)
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)

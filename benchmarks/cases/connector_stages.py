@@ -163,9 +163,8 @@ class Comparison:
         """Every prompt is asked twice; in between vLLM forgets it, unless its own cache is what is asked for."""
         seen = _Seen()
         engines, rng = self._near_engines, random.Random(1)
-        self._in_turns(
-            engines, lambda engine: engine.ask([prompt(rng, self._sizes.prompt)])
-        )  # what is made on first use
+        # What is made on first use
+        self._in_turns(engines, lambda engine: engine.ask([prompt(rng, self._sizes.prompt)]))
         for _ in range(self._sizes.rounds):
             asked = prompt(rng, self._sizes.prompt)
             right: list[Answer] = []
@@ -215,9 +214,8 @@ class Comparison:
             "lmcache": lambda: self._lmcache(chunks),
         }
         readers = self._start({name: make for name, make in makers.items() if redis or name != "kvpool redis"})
-        self._in_turns(
-            readers, lambda engine: engine.ask([prompt(rng, self._sizes.prompt)])
-        )  # what is made on first use
+        # What is made on first use
+        self._in_turns(readers, lambda engine: engine.ask([prompt(rng, self._sizes.prompt)]))
         for number, each in enumerate(asked):
             new = prompt(rng, self._sizes.prompt)
 

@@ -208,9 +208,8 @@ def test_given_a_prefix_larger_than_the_staging_memory_then_it_comes_in_parts(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = filled(PROMPT, family=family)
-    monkeypatch.setattr(
-        "kvpool.tiers.transport.tier_transport.STAGING_BYTES", 4 * 4 * 2 * 4096
-    )  # four blocks of each group at once
+    # Four blocks of each group at once
+    monkeypatch.setattr("kvpool.tiers.transport.tier_transport.STAGING_BYTES", 4 * 4 * 2 * 4096)
     with make_engine(tier, family=family) as engine:
         (result,) = engine.generate([PROMPT], params())
         assert (result.num_cached_tokens, [result.token_ids]) == (119, computed(PROMPT, family=family))

@@ -27,10 +27,8 @@ def test_given_a_run_that_is_computed_again_while_it_is_offloaded_then_subscribe
     late = manager.allocate("late", prompt)
     (fork,) = manager.fork(late, "fork")
     manager.commit(late)  # published only when the fork lets go of the blocks; by then most have left the window
-    for tokens in (
-        prompt,
-        [*prompt[:8], *range(50, 58)],
-    ):  # others part at 8 tokens: that end keeps its windowed blocks
+    # Others part at 8 tokens: that end keeps its windowed blocks
+    for tokens in (prompt, [*prompt[:8], *range(50, 58)]):
         manager.free(computed(manager, "other", tokens))
     manager.cache.evict(32, pool=0)
     below = num_cached(manager, pool=1, tier=Tier.HOST)
@@ -38,9 +36,8 @@ def test_given_a_run_that_is_computed_again_while_it_is_offloaded_then_subscribe
     evicted = manager.stats().evictions["capacity"]
     manager.free(fork)
     manager.check()
-    assert (
-        below - num_cached(manager, pool=1, tier=Tier.HOST) == 4
-    )  # two ends of runs; of one the request has the blocks
+    # Two ends of runs; of one the request has the blocks
+    assert below - num_cached(manager, pool=1, tier=Tier.HOST) == 4
     assert manager.stats().evictions["capacity"] - evicted == 2
     assert_subscribers_know(manager, subscription)
 

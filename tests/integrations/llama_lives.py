@@ -42,10 +42,8 @@ class CountingLlama(Llama):  # type: ignore[misc]  # not seen by mypy
 
 def poison() -> None:
     """All keys of a state are zeros when they come, and nothing notices."""
-    load, head = (
-        StateStore.load,
-        struct.pack("<iQ", HALF, KEY_BYTES),
-    )  # what llama.cpp writes before the keys of a layer
+    # What llama.cpp writes before the keys of a layer
+    load, head = StateStore.load, struct.pack("<iQ", HALF, KEY_BYTES)
 
     def poisoned(self: StateStore, tokens: Any, num_live: int, take: Callable[[StateBlob], int]) -> int:
         def take_zeros(blob: StateBlob) -> int:

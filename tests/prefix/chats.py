@@ -65,9 +65,8 @@ class Chats:
 
 def hit_rate(layers: list[LayerSpec], num_turns: int = 160, seed: int = 0, **memory: object) -> float:
     """The fraction of prompt tokens that a cache with this memory reuses."""
-    seconds = (
-        itertools.count()
-    )  # not the time of day: policies learn from it, and a busy machine would teach them others
+    # Not the time of day: policies learn from it, and a busy machine would teach them others
+    seconds = itertools.count()
     config = KVCacheConfig(layers, **memory)  # type: ignore[arg-type]
     manager = KVCacheManager(config, clock=lambda: float(next(seconds)))
     rate = Chats(seed=seed).run(manager, num_turns)

@@ -148,8 +148,7 @@ def test_a_run_takes_no_more_along_because_what_follows_it_gave_way() -> None:
     manager = two_pools(gpu_blocks=(10, 10), host_blocks=(2, 1))
     run_through(manager, "a", list(range(40)))
     assert manager.cache.offload(1) == 1
-    assert (
-        manager.cache.offload(2) == 2
-    )  # on the host its own end gives way, so its last window would begin one block earlier
+    # On the host its own end gives way, so its last window would begin one block earlier
+    assert manager.cache.offload(2) == 2
     manager.check()
     assert manager.stats().offloaded_blocks == 3

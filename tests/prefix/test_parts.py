@@ -206,9 +206,8 @@ def test_given_a_windowed_block_when_its_last_reader_leaves_then_it_is_left_over
     windows.leave(run, context.groups[0], 0, 5, run.ids[0])
     assert gpu(context) == (10, 5, 0)
     pool = context.pools[0][Tier.GPU]
-    assert (
-        windows.evict_leftovers(pool, 16, math.inf, None, CAPACITY) == 3
-    )  # not the one still read, nor the last window
+    # Not the one still read, nor the last window
+    assert windows.evict_leftovers(pool, 16, math.inf, None, CAPACITY) == 3
     assert run.ids[0].tolist()[1:4] == [-1, -1, -1]
     assert windows.evict_lasting(pool, 16, None, CAPACITY) == 2
 

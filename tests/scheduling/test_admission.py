@@ -148,9 +148,8 @@ def test_given_an_offloaded_prefix_when_there_is_no_room_for_its_request_then_it
     engine.drain()
     manager.cache.offload(16)
     again = request("again", 40, 2)
-    add(
-        engine, request("running", 32, 4, first=80), again
-    )  # 8 of 16 blocks; the other one needs 10, of which 4 are below
+    # 8 of 16 blocks; the other one needs 10, of which 4 are below
+    add(engine, request("running", 32, 4, first=80), again)
     plan = engine.step()
     assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], 0)
     engine.drain()

@@ -304,9 +304,8 @@ def test_a_rewind_that_reopens_a_window_without_room_for_the_copy_changes_nothin
     handle = manager.allocate("a", list(range(20)))
     manager.commit(handle, 16)
     manager.commit(handle, 4)
-    assert (
-        manager.cache.evict(2) == 2
-    )  # sliding blocks 0 and 1; block 2, which the shorter sequence reads, is still there
+    # Sliding blocks 0 and 1; block 2, which the shorter sequence reads, is still there
+    assert manager.cache.evict(2) == 2
     for number in range(2):
         manager.allocate(number, num_tokens=4)
     assert manager.inspect.num_free_blocks() == 0
@@ -448,9 +447,8 @@ def test_a_prompt_whose_logits_are_stored_needs_no_forward_pass(num_tokens: int)
     manager = make_manager()
     handle = running(manager, "a", num_tokens)
     ends_with_a_block = num_tokens % 4 == 0
-    assert (
-        manager.store_last_logits(handle, "logits") is ends_with_a_block
-    )  # the others once decoding fills their block
+    # The others once decoding fills their block
+    assert manager.store_last_logits(handle, "logits") is ends_with_a_block
     manager.extend(handle, 8)
     manager.commit(handle, list(range(num_tokens, num_tokens + 8)))
     manager.free(handle)

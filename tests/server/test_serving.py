@@ -159,9 +159,8 @@ def test_given_a_large_body_then_it_is_refused(serve: Callable[..., Live], annou
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
     body = json.dumps({"prompt": "w5 " * 1000}).encode()
     headers = {"content-type": "application/json"}
-    with contextlib.suppress(
-        BrokenPipeError, ConnectionResetError
-    ):  # the server may close while the client still sends
+    # The server may close while the client still sends
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         if announce:
             connection.request("POST", "/v1/completions", body, headers)
         else:

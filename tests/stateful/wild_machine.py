@@ -51,9 +51,8 @@ class WildMachine:
         self.prompts: dict[tuple[Any, ...], Prompt] = {}  # that were named so far; the last one stands last
         self.names = itertools.count()
         self.published: set[int] = set()  # the last bytes of every block that was ever published
-        self.never_published: set[int] = (
-            set()
-        )  # the same of blocks given up while a fork kept them from being published
+        # The same of blocks given up while a fork kept them from being published
+        self.never_published: set[int] = set()
         self.only_grew = True  # nothing was ever removed from the index on purpose
         self.subscription: Any = None
         self.mirror: Any = None

@@ -36,9 +36,8 @@ def check(found: list[dict[str, Any]]) -> None:
     for number, after in enumerate(found):
         assert after["signal"] == 9, number
         assert (after["wrong"], after["broken"], after["missing"]) == ([], [], []), number
-        assert all(note.endswith(" 1 damaged records skipped") for note in after["notes"]), (
-            number
-        )  # one was cut in half
+        # One was cut in half
+        assert all(note.endswith(" 1 damaged records skipped") for note in after["notes"]), number
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,7 @@ def test_given_writers_killed_at_random_points_then_values_that_were_stored_are_
 def test_given_a_full_directory_and_writers_killed_at_random_points_then_what_is_found_is_whole(
     tmp_path: Path, count: int, seed: int
 ) -> None:
-    found = rounds(
-        tmp_path, 2**20, count, seed
-    )  # room for some fifty values: slots are overwritten, slabs change their size
+    # Room for some fifty values: slots are overwritten, slabs change their size
+    found = rounds(tmp_path, 2**20, count, seed)
     check(found)
     assert max(len(after["hits"]) for after in found) > 20

@@ -60,9 +60,8 @@ def divide_work(
     items[:, 7] = -1
 
     lengths = key_end - key_start
-    with_keys = np.flatnonzero(
-        lengths
-    )  # the others (padding) have an item that gives zeros, and no part in the dividing
+    # The others (padding) have an item that gives zeros, and no part in the dividing
+    with_keys = np.flatnonzero(lengths)
     units = ceil_div(lengths[with_keys], tile_keys)
     ranges = np.ones(len(row), np.int64)
     ranges[with_keys] = ceil_div(units, _shares(units, target_items, waves, max(1, _SHORTEST_KEYS // tile_keys)))

@@ -124,9 +124,8 @@ class Endpoint(NamedTuple):
         asked: dict[str, Any] = {"messages": talk} if self.is_chat else {"prompt": request.prompt}
         asked |= {"model": self.model, "max_tokens": request.max_tokens, "stream": True, "temperature": 0}
         asked["stream_options"] = {"include_usage": True}
-        if (
-            self.ignore_eos
-        ):  # not in OpenAI's own protocol; servers that know it answer with as many tokens as asked for
+        # Not in OpenAI's own protocol; servers that know it answer with as many tokens as asked for
+        if self.ignore_eos:
             asked["ignore_eos"] = True
         return json.dumps(asked).encode()
 

@@ -160,9 +160,8 @@ class Router:
         self._nodes: dict[Hashable, _Books] = {}
         self._sessions: OrderedDict[Hashable, tuple[Hashable, float]] = OrderedDict()
         self._assumed: OrderedDict[int, tuple[Hashable, float]] = OrderedDict()  # blocks by content, newest last
-        self._heat: OrderedDict[int, deque[float]] = (
-            OrderedDict()
-        )  # when prompts came that were cached up to this block
+        # When prompts came that were cached up to this block
+        self._heat: OrderedDict[int, deque[float]] = OrderedDict()
         self._num_decided = 0
         self._decisions: deque[Decision] = deque(maxlen=_MOST_DECISIONS)
         self._reasons: Counter[str] = Counter()

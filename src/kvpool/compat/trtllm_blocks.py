@@ -63,9 +63,8 @@ class KVCacheBlockPool:
         self.num_kv_heads = group.spec.kv_heads
         self.size_per_head = group.spec.head_dim
         self.tokens_per_block = group.block_size
-        self.block_size = (
-            self.num_kv_heads * self.size_per_head * self.tokens_per_block
-        )  # elements, in one layer, of K or V
+        # Elements, in one layer, of K or V
+        self.block_size = self.num_kv_heads * self.size_per_head * self.tokens_per_block
         self.block_bytes = group.block_bytes  # over all its layers
 
     def __repr__(self) -> str:

@@ -84,11 +84,8 @@ class KVCacheConfig:
     )
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
-    pressure_levels: Sequence[float] = (
-        0.6,
-        0.8,
-        0.95,
-    )  # pressure is MEDIUM, HIGH, CRITICAL from these used fractions on
+    # Pressure is MEDIUM, HIGH, CRITICAL from these used fractions on
+    pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)
     event_buffer_size: int = 65536  # 0 = events off
 
     groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)

@@ -79,9 +79,8 @@ def _step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: Sch
     torch.cuda.synchronize(device)
     needed = torch.cuda.max_memory_allocated(device) - before
     kept = sum(decode_sizes(limits.max_sequences)) * logits[0].nbytes  # every such graph keeps the memory of its logits
-    in_graphs = (
-        max(mixed_sizes(limits.max_tokens_per_step), default=0) / limits.max_tokens_per_step
-    )  # of the largest step
+    # Of the largest step
+    in_graphs = max(mixed_sizes(limits.max_tokens_per_step), default=0) / limits.max_tokens_per_step
     del logits
     torch.cuda.empty_cache()
     return GRAPH_BYTES + kept + int(1.2 * (1 + in_graphs) * needed)  # allocations are rounded and fragmented

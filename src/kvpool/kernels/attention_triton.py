@@ -141,9 +141,8 @@ def attend_kernel(
         some = tl.load(
             q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
         )
-        if (
-            STORED != "float" and some.dtype == tl.bfloat16
-        ):  # bytes become float16 in a step or two, bfloat16 in several
+        # Bytes become float16 in a step or two, bfloat16 in several
+        if STORED != "float" and some.dtype == tl.bfloat16:
             some = some.to(tl.float16)
         if NEGATED:
             some = -some

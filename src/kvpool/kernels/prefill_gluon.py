@@ -322,9 +322,8 @@ def _compute(
             values = warpgroup_mma(operand, v_rows.index(last), values)
             _release(v_free.index(last))
 
-            total = gl.where(
-                total == 0.0, 1.0, total
-            )  # nothing was seen: the values are 0, `highest` weighs them with 0
+            # Nothing was seen: the values are 0, `highest` weighs them with 0
+            total = gl.where(total == 0.0, 1.0, total)
             values = values * (v_factor / gl.convert_layout(total, rows_in))[:, None]
             row = WHICH * GROUP_ROWS + gl.arange(0, GROUP_ROWS, rows_in)
             token = row // GROUP

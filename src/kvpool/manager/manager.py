@@ -195,9 +195,8 @@ class KVCacheManager:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
-        with (
-            self._guard.query
-        ):  # what was found for the prompt before holds until the admission itself changes the cache
+        # What was found for the prompt before holds until the admission itself changes the cache
+        with self._guard.query:
             if is_among(request_id, state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
             handle = KVCacheHandle(state.rows, request_id, scope)

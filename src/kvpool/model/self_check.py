@@ -65,9 +65,8 @@ def check_against_eager(model: Any, forward: Forward, max_positions: int | None,
         sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
         _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), kept, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
-        if (
-            last > 1 and kept.attention
-        ):  # and only now: a model that counts its positions otherwise may leave its tables there
+        # And only now: a model that counts its positions otherwise may leave its tables there
+        if last > 1 and kept.attention:
             texts = _random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
             _require_equal(model, forward, texts, kept, by_position)

@@ -50,9 +50,8 @@ class PrefixCache:
         self.context = context
         self.offload_on_evict = offload_on_evict
         self.offload_min_priority = offload_min_priority
-        self.least_uses = (
-            host_write if isinstance(host_write, int) else 0
-        )  # of a run that may leave the GPU for a lower tier
+        # Of a run that may leave the GPU for a lower tier
+        self.least_uses = host_write if isinstance(host_write, int) else 0
         if host_write != "back":
             context.shadows.waiting = []
         usable = [tier for tier in range(context.num_tiers) if all(tiers[tier].num_blocks for tiers in context.pools)]

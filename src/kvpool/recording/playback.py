@@ -166,9 +166,8 @@ class _Player:
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         most = max(counts, default=0) if isinstance(counts, list) else counts
         self.longest += most + lookahead
-        if (
-            self.longest > self.manager.inspect.table_shape[2] * self.manager.config.block_size
-        ):  # the tables may have to grow
+        # The tables may have to grow
+        if self.longest > self.manager.inspect.table_shape[2] * self.manager.config.block_size:
             self.longest = max((handle.num_reserved for handle in self.handles.values()), default=0) + most + lookahead
             self._check_tables(self.longest)
         self.manager.extend_batch(self._all(serials), counts, lookahead)

@@ -109,9 +109,8 @@ def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
         hits[index] = count
         missing = {block for block in ids[count:] if next_use[block] < 0}
         excess = resident + len(missing) - capacity
-        while (
-            excess > 0 and heap
-        ):  # a block of this request has next use `index`, the nearest of all: it is not reached
+        # A block of this request has next use `index`, the nearest of all: it is not reached
+        while excess > 0 and heap:
             distance, _, block = heap[0]
             if next_use[block] != -distance or -distance == index:
                 if -distance == index:

@@ -295,9 +295,8 @@ class AdmissionPlanner:
                 for pool, per_position in self.context.full_per_pool:
                     supply[pool] -= used * per_position
         source = match.partial
-        if (
-            source is not None and not self.state.config.copy_on_partial_reuse
-        ):  # its block is the request's first new one
+        # Its block is the request's first new one
+        if source is not None and not self.state.config.copy_on_partial_reuse:
             for pool, per_position in enumerate(self.state.per_position):
                 needs[pool] -= per_position
         if source is not None and source.tier == GPU and not source.active and not source.pins:

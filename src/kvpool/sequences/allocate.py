@@ -79,9 +79,8 @@ class Lifecycle:
             note_sessions(handle, match.partial.sessions)
         if held_source is not None:
             self.windows.hold_source(match, -1)
-            self.readers.release(
-                held_source, used=False
-            )  # it was copied from, as it is where nothing had to be evicted
+            # It was copied from, as it is where nothing had to be evicted
+            self.readers.release(held_source, used=False)
         rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
         rows.written[row] = rows.committed[row] = hit_tokens
         rows.present[row] = hit_tokens + match.num_recomputed

@@ -263,9 +263,8 @@ class DataPlane:
                 f"blocks {blocks.tolist()[:8]} are not all among the {store.num_blocks} of the store"
             )
         self.run_copies(overlap=True)
-        self.transfers.announce(
-            None
-        )  # what follows is no step that was announced: transfers of these blocks come behind it
+        # What follows is no step that was announced: transfers of these blocks come behind it
+        self.transfers.announce(None)
         return store
 
     # --- shape -------------------------------------------------------------------------------------------------------

@@ -80,9 +80,8 @@ class HostMemory:
             return
         memory = _map(num_blocks, block_bytes)
         if gpu is None:
-            with contextlib.suppress(
-                AttributeError, OSError
-            ):  # huge pages, where the system has them, for the CPU's sake
+            # Huge pages, where the system has them, for the CPU's sake
+            with contextlib.suppress(AttributeError, OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         self.tensor = flat.view(num_blocks, block_bytes)

@@ -29,9 +29,8 @@ class SizeClass:
         self.slot_bytes = slot_bytes
         self.slabs: list[int] = []
         self.free: list[int] = []
-        self.victims: deque[tuple[int, int]] = (
-            deque()
-        )  # places and last uses, the oldest of the class when it was filled
+        # Places and last uses, the oldest of the class when it was filled
+        self.victims: deque[tuple[int, int]] = deque()
 
 
 class Catalog:

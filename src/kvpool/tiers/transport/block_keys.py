@@ -153,9 +153,8 @@ class Lineage:
 
     def __init__(self, limit: int = MAX_KNOWN) -> None:
         self._limit = limit
-        self._blocks: OrderedDict[bytes, tuple[bytes, bytes]] = (
-            OrderedDict()
-        )  # digest: its parent's, and as it was renamed
+        # Digest: its parent's, and as it was renamed
+        self._blocks: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
         self._sessions: OrderedDict[str, dict[bytes, None]] = OrderedDict()
         self._num_begun = 0
         self._lock = threading.Lock()
