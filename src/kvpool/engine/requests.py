@@ -107,7 +107,7 @@ _CALL: Final = ReuseHint(stop="tool_calls")
 
 
 class ToolCalls:
-    """NewRequest with the tokens of an answer, says whether it calls a tool (None: it does not). For `Request.hint`.
+    """Called with the tokens of an answer, says whether it calls a tool (None: it does not). For `Request.hint`.
 
     The conversation goes on as soon as the tool is done, which eviction should know. Models write calls in forms of their
     own. All have a mark that nothing else begins with, or the whole answer is JSON with a name and arguments. A wrong

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import heapq
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.node import Node, Root
-from kvpool.scope import ReuseScope
-
-if TYPE_CHECKING:
-    from kvpool.eviction import EvictionPolicy
-import heapq
-from collections.abc import Hashable, Iterator
-from functools import partial
-
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER
+from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node, Root
+from kvpool.scope import ReuseScope
 
 
 class TenantQuota(NamedTuple):

@@ -1,4 +1,4 @@
-"""How a sequence begins: admitted, or forked off another. (Its steps are in `stepping`, its end in `ending`.)"""
+"""How a sequence begins: admitted, or forked off another. `step.py` has its steps, `release.py` its end."""
 
 from __future__ import annotations
 
