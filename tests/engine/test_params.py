@@ -37,7 +37,7 @@ class Mute:
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"n": 0}, "n must"),
         ({"seed": -1}, "seed"),
-        ({"logprobs": 1000}, "logprobs"),
+        ({"logprobs": 101}, "logprobs"),
         ({"stop": [""]}, "stop"),
         ({"stop": [3]}, "stop"),
         ({"stop": None}, "stop"),
@@ -55,6 +55,10 @@ class Mute:
 def test_given_a_meaningless_value_then_the_error_names_it(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         SamplingParams(**fields)
+
+
+def test_given_the_most_logprobs_then_they_are_allowed() -> None:
+    assert SamplingParams(logprobs=100).logprobs == 100
 
 
 def test_given_one_stop_string_then_it_is_one_string_and_not_its_letters() -> None:

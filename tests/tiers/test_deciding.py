@@ -50,6 +50,11 @@ def test_given_a_tier_that_becomes_slow_then_the_prediction_follows() -> None:
     assert speed.predict(1_000_000) == pytest.approx(0.1, rel=0.2)
 
 
+def test_given_no_loads_then_nothing_is_said_of_a_tiers_speed() -> None:
+    speed = TransferSpeed()
+    assert (speed.latency, speed.bytes_per_second, speed.predict(10**9)) == (0.0, 0.0, 0.0)
+
+
 def test_given_loads_that_bring_nothing_then_they_count_as_latency() -> None:
     speed = TransferSpeed()
     for _ in range(4):

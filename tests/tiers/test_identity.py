@@ -185,6 +185,9 @@ def gguf(path: Path, norm: bytes = bytes(1152), eps: float = 1e-5) -> Path:
     values += text("llama.eps") + struct.pack("<If", 6, eps)
     values += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
     values += text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 2) + bytes(8)
+    numbers = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+    for kind, letter in numbers.items():  # every one that the format has
+        values += text(f"number.{kind}") + struct.pack(f"<I{letter}", kind, 1)
     values += text("general.alignment") + struct.pack("<II", 4, 64)
     places, end = b"", 0
     starts = {}
@@ -192,7 +195,7 @@ def gguf(path: Path, norm: bytes = bytes(1152), eps: float = 1e-5) -> Path:
         places += text(name) + struct.pack("<IQIQ", 1, size, 24, end)
         starts[name] = end
         end = -(-(end + size) // 64) * 64
-    head = b"GGUF" + struct.pack("<IQQ", 3, 3, 5) + values + places
+    head = b"GGUF" + struct.pack("<IQQ", 3, 3, 5 + len(numbers)) + values + places
     begin = -(-len(head) // 64) * 64
     with path.open("wb") as file:
         file.write(head)

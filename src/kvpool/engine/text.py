@@ -66,7 +66,6 @@ class TextStream:
         shown = self._take(self._new_text(last=True))
         if self.stopped is None:
             shown += self._show(self._held)
-            self._held = ""
         return shown
 
     def _new_text(self, last: bool = False) -> str:
