@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpool.attention import AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.attention.torch_backend import TorchBackend
-from kvpool.engine.graphs import Captured, CaptureError
+from kvpool.engine.graphs import CaptureError, RecordedStep
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 
@@ -22,7 +22,7 @@ class FakeRecorder:
         self.refuses = refuses
         self.num_replays = 0
 
-    def record(self, step: Callable[[], Tensor]) -> Captured:
+    def record(self, step: Callable[[], Tensor]) -> RecordedStep:
         output = step()
         if self.refuses is not None:
             raise CaptureError(self.refuses)
@@ -31,7 +31,7 @@ class FakeRecorder:
             self.num_replays += 1
             output.copy_(step())
 
-        return Captured(replay, output)
+        return RecordedStep(replay, output)
 
     def num_bytes(self) -> int:
         return 0

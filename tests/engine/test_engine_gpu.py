@@ -18,7 +18,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.attention import available_backends  # noqa: E402
 from kvpool.attention.triton_backend import TritonBackend  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.graphs import Captured, CudaRecorder  # noqa: E402
+from kvpool.engine.graphs import CudaRecorder, RecordedStep  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
@@ -193,7 +193,7 @@ class KeepingRecorder(CudaRecorder):
         super().__init__(device)
         self.steps: dict[int, Callable[[], Any]] = {}  # by where their result is
 
-    def record(self, step: Callable[[], Any]) -> Captured:
+    def record(self, step: Callable[[], Any]) -> RecordedStep:
         recorded = super().record(step)
         self.steps[id(recorded.output)] = step
         return recorded

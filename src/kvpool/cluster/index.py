@@ -266,7 +266,7 @@ class ClusterIndex:
         return keys
 
     def _more_weights(self, num_blocks: int) -> None:
-        """Weights for at least so many blocks; a token counts one more than its id, so that none counts nothing."""
+        """Weights for at least so many blocks. A token counts as its id plus one: token 0 must change the sum, too."""
         shape = (max(1024, 1 << (num_blocks - 1).bit_length()), self.block_size)
         self._weights = np.random.default_rng(self._seed).integers(0, 1 << 64, shape, np.uint64).view(np.int64)
         self._block_weights = self._weights.sum(axis=1).view(np.uint64)
@@ -414,7 +414,7 @@ class ClusterIndex:
 
 
 def _spread(names: Keys) -> Keys:
-    """Names of blocks evenly over 64 bits, also of a node that counts them up; no two become one."""
+    """Spreads block names evenly over 64 bits, even if a node numbers its blocks 1, 2, 3. Different names stay different."""
     mixed: Keys = (names ^ (names >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xD1342543DE82EF95)
     return mixed ^ (mixed >> np.uint64(32))

@@ -191,7 +191,7 @@ class EventPublisher:
 
 
 def in_messages(events: Sequence[WireEvent]) -> Iterator[list[WireEvent]]:
-    """Events in portions of so many blocks at most; a portion more where there are none, which is a sign of life."""
+    """Cuts events into messages of a limited number of blocks. Without events it gives one empty message: a sign of life."""
     part: list[WireEvent] = []
     room = _BLOCKS_PER_MESSAGE
     for event in _cut(events):
@@ -225,7 +225,7 @@ def _cut(events: Iterable[WireEvent]) -> Iterator[WireEvent]:
 
 
 def check_publishing(endpoint: object) -> None:
-    """Refuses an endpoint of `publish=` before anything else was done for it; None is nobody's."""
+    """Refuses a wrong endpoint of `publish=` before anything is opened. None means: publish nothing."""
     if endpoint is not None:
         if not isinstance(endpoint, str):
             raise ConfigError(f"publish must be where to listen, as tcp://127.0.0.1:5557, got {show(endpoint)}")
@@ -234,7 +234,7 @@ def check_publishing(endpoint: object) -> None:
 
 
 def port_above(endpoint: str) -> str:
-    """Where the replay socket is unless somebody says: one port above; a free one beside a free one."""
+    """The default address of the replay socket: one port above that of the events; for a free port, another free port."""
     host, _, port = endpoint.rpartition(":")
     if not endpoint.startswith("tcp://") or not port.isdecimal() or int(port) > 65534:
         raise ConfigError(f"publish at tcp://HOST:PORT, or say where to listen for replay, too; got {show(endpoint)}")

@@ -110,7 +110,7 @@ class NodeFeed:
             self._attempts = 0
 
     def start_over(self) -> None:
-        """The connection broke or the node is gone: what it held is not known any more, until it says so."""
+        """The connection broke or the node is gone: forgets its blocks until it announces them again."""
         self._index.clear_node(self._node)
         self._next = None
         self._stamps.clear()
@@ -128,7 +128,7 @@ class NodeFeed:
             self._stamps.popitem(last=False)
 
     def _again(self, number: int, batch: WireBatch) -> None:
-        """A number that was there: the same message, or the first ones of a node that began anew."""
+        """A message number that was seen before: the same message again, or a node that started over."""
         stamp = self._stamps.get(number)
         oldest = next(iter(self._stamps.values()), batch.timestamp)
         is_same = batch.timestamp == stamp if stamp is not None else number > 0 and batch.timestamp <= oldest
@@ -145,7 +145,7 @@ class NodeFeed:
             self._missing(number, batch)
 
     def _missing(self, number: int, batch: WireBatch) -> None:
-        """Messages before this one are missing: they are asked for, or the node's blocks are not known any more."""
+        """Messages before this one are missing. Asks the node for them; if it cannot be asked, forgets its blocks."""
         if self._can_replay and self._attempts < _ATTEMPTS:
             self._waiting = [(number, batch)]
         else:
@@ -154,7 +154,10 @@ class NodeFeed:
             self._apply(number, batch)
 
     def _lose(self, num_messages: int) -> None:
-        """Goes on without messages. What they removed is not known, so nothing is: a block that is there may come again."""
+        """Goes on without the missing messages.
+
+        They may have removed blocks, so all blocks of the node are forgotten; it may announce them again.
+        """
         self._num_lost += num_messages
         self._index.clear_node(self._node)
 
@@ -254,7 +257,7 @@ class NodeSubscriber:
         self._live.connect(self._endpoint)
 
     def _ask(self, poller: Any, start: int) -> None:
-        """A socket for each question: an answer that comes too late has nobody to reach."""
+        """Asks for messages on a new socket each time, so that an answer that comes too late is not taken for another one."""
         self._asking = self._context.socket(self._zmq.DEALER)
         self._asking.set(self._zmq.LINGER, 0)
         self._asking.set(self._zmq.MAXMSGSIZE, MOST_BYTES)

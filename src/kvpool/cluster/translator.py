@@ -103,7 +103,7 @@ class WireTranslator:
         return sum(map(len, self._held.values()))
 
     def translate(self, events: Iterable[Event]) -> list[WireEvent]:
-        """What these events, which continue those before, say on the wire."""
+        """These events in the form of the wire. They must continue the events of the last call."""
         found: list[WireEvent] = []
         for event in events:
             if isinstance(event, Stored):
@@ -115,7 +115,7 @@ class WireTranslator:
         return found
 
     def start_over(self, events: Iterable[Event]) -> list[WireEvent]:
-        """The same after events were lost: these describe everything that is cached now."""
+        """Like `translate`, after events were lost. `events` must describe everything that is cached now."""
         self._held.clear()
         return [AllBlocksCleared(), *self.translate(events)]
 

@@ -59,7 +59,7 @@ WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class WireBatch(NamedTuple):
-    """What one message says: when by the sender's clock, what happened, and to which data-parallel rank."""
+    """One message: the time by the sender's clock, the events, and the data-parallel rank."""
 
     timestamp: float
     events: list[WireEvent]

@@ -92,7 +92,7 @@ class Engine:
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
 
     def _start_publishing(self, endpoint: str | None) -> EventPublisher | None:
-        """Announces what is cached. A port that is taken is the one thing here that a user meets: nothing stays open then."""
+        """Starts to announce what is cached. If the port is taken, it closes everything and raises."""
         if endpoint is None:
             return None
         try:
@@ -112,11 +112,14 @@ class Engine:
 
     @property
     def publishes(self) -> EventPublisher | None:
-        """What announces its cache, with the ports that it took; None without `publish`."""
+        """The publisher that announces its cache, with the ports it uses; None without `publish`."""
         return self._publisher
 
     def _make_requests(self) -> RequestMaker:
-        """What makes requests of prompts. It knows the loop and the thread, not the engine: requests do not keep it."""
+        """The maker of requests.
+
+        It refers to the loop and the thread, not to the engine, so a request does not keep the engine alive.
+        """
         return RequestMaker(
             None if self.tokenizer is None else Pieces(self.tokenizer),
             self.shape.vocab_size,

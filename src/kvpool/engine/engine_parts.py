@@ -81,7 +81,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
 
 
 def _prepared(model: Any, compile: bool) -> ModelShape:
-    """What the model is; on a GPU its layers are made to start fewer kernels, on a CPU to multiply as it does best."""
+    """Inspects the model and makes its layers faster: fewer kernels on a GPU, the fastest matrix products on a CPU."""
     plain_products(model)  # an engine before this one may have run it elsewhere, or uncompiled
     if model.device.type == "cpu" and not compile:
         choose_products(model)  # first: where plain products are slow, looking at the model takes minutes

@@ -187,7 +187,10 @@ class Generation:
     # --- told by the engine ------------------------------------------------------------------------------------------
 
     def admit(self, num_cached_tokens: int) -> None:
-        """It has blocks now, and so many tokens from the cache; again after a preemption before its first token."""
+        """Notes that the request has blocks, and how many tokens came from the cache.
+
+        Called again if it is preempted before its first token.
+        """
         self.num_cached_tokens = num_cached_tokens
         if self._admitted is None:
             self._admitted = time.monotonic()
@@ -255,7 +258,7 @@ class Generation:
         return state
 
     def has_ended(self, index: int) -> bool:
-        """Whether a sample is over. Steps that were on their way still bring tokens for it, which nobody wants."""
+        """Whether a sample is over. Steps that were already launched may still bring tokens for it; they are dropped."""
         sample = self.samples.get(index)
         return sample is not None and sample.finish_reason is not None
 

@@ -44,7 +44,7 @@ class AttentionKind(NamedTuple):
     spec: AttentionSpec
 
 
-class Steps(Protocol):
+class StepRunner(Protocol):
     """What graphs use of the runner whose steps they are."""
 
     model: Any
@@ -71,7 +71,7 @@ class CaptureReport(NamedTuple):
     num_bytes: int  # of the device's memory
 
 
-class Captured(NamedTuple):
+class RecordedStep(NamedTuple):
     """A step that can be run again, and where its result is then."""
 
     replay: Callable[[], None]
@@ -81,7 +81,7 @@ class Captured(NamedTuple):
 class Recorder(Protocol):
     """Makes graphs of steps."""
 
-    def record(self, step: Callable[[], Tensor]) -> Captured:
+    def record(self, step: Callable[[], Tensor]) -> RecordedStep:
         """Runs a step, which reads and writes memory that stays where it is, and records it; CaptureError if it cannot."""
 
     def num_bytes(self) -> int:
@@ -97,7 +97,7 @@ class CudaRecorder:
         # One for all captures: memory is shared on the same stream only. And of this device: torch's own is of the first.
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(self, step: Callable[[], Tensor]) -> Captured:
+    def record(self, step: Callable[[], Tensor]) -> RecordedStep:
         """Runs the step, then records it: what is made on first use must not be made during the capture."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -116,7 +116,7 @@ class CudaRecorder:
         except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
             raise CaptureError(str(error)) from error
         self._memory = graph.pool()
-        return Captured(graph.replay, output)
+        return RecordedStep(graph.replay, output)
 
     def num_bytes(self) -> int:
         """Bytes that torch has taken from the device and cannot give back."""
@@ -140,7 +140,7 @@ def _no_garbage_collection() -> Iterator[None]:
 class _Captured(NamedTuple):
     """A graph and the memory that it reads and writes."""
 
-    recorded: Captured
+    recorded: RecordedStep
     token_ids: Tensor
     positions: Tensor
     slots: Tensor  # [layer group, token]
@@ -161,7 +161,7 @@ class StepGraphs(ABC):
     A step fills the inputs of the smallest graph that holds it, plans attention into its buffers and replays it.
     """
 
-    def __init__(self, runner: Steps, recorder: Recorder, sizes: Sequence[int]) -> None:
+    def __init__(self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int]) -> None:
         self._runner = runner
         self._recorder = recorder
         self._sizes = list(sizes)
@@ -275,7 +275,7 @@ class DecodeGraphs(StepGraphs):
 class MixedGraphs(StepGraphs):
     """Steps of any kind: some decode, others compute prompts. All graphs leave their logits in the same place."""
 
-    def __init__(self, runner: Steps, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
+    def __init__(self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
         super().__init__(runner, recorder, sizes)
         self._max_sequences = max_sequences
         self._logits: Tensor | None = None

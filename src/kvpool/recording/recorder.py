@@ -163,7 +163,7 @@ def _copied(values: Any) -> Any:
 
 
 def _written(seconds: float | None) -> float | None:
-    """JSON has no number for never: the longest time that a recording knows stands for it."""
+    """A time as JSON: it has no infinity, so the longest time of a recording stands for it."""
     return None if seconds is None else min(seconds, MAX_SECONDS)
 
 

@@ -140,7 +140,7 @@ class Capacity:
         return group.max_live_blocks(2**40) + self._chunk_blocks if kind_of(group).slides else None
 
     def why_never(self, request: Request) -> str | None:
-        """Why a request could not be completed even if it had all of the GPU tier that others have no guarantee for."""
+        """Why a request can never be completed, even with all GPU blocks that are not guaranteed to other tenants."""
         config = self.manager.config
         if config.max_seq_len is not None and request.num_places > config.max_seq_len:
             return (
@@ -190,7 +190,7 @@ class Capacity:
         return needs
 
     def has_shrunk(self) -> bool:
-        """Whether there may be less than at first, in a smaller pool or beside guarantees: what was accepted may not fit."""
+        """Whether a pool became smaller or guarantees grew, so that a request that was accepted may no longer fit."""
         made = (pool.num_blocks[Tier.GPU] for pool in self.manager.config.pools)
         return any(now < then for now, then in zip(self.pool_sizes(), made, strict=True)) or bool(
             self.manager.cache.quotas()

@@ -49,7 +49,7 @@ class Planner:
             self.running.begin(sequence, decodes=decodes)
 
     def _go_on(self, round: Round) -> None:
-        """Those that run: one token for everybody who decodes, then the next chunks of prompts."""
+        """Plans the running sequences: one token for each that decodes, then the next chunks of prompts."""
         if len(self.running.decoding):
             self._decode(round)
             round.limit_prompts()
@@ -67,7 +67,7 @@ class Planner:
         return rows.only(self.manager, kept) if kept else None
 
     def _break_deadlock(self, round: Round) -> None:
-        """Nothing can go on: beams of several requests hold the memory that each other's beams wait for.
+        """Preempts a request when none can go on: the beams of several requests hold memory that the others wait for.
 
         The lowest rank gives way, unless it belongs to the highest: that one's beams come back first and fit together.
         """

@@ -163,7 +163,7 @@ class Results:
                 self._branch(sequence, samples)
 
     def _prune(self, sequence: ScheduledSequence) -> None:
-        """A beam that is not continued. Its output is only kept if it is the last of its request."""
+        """Ends a beam that is not continued. Its output is kept only if it is the last beam of its request."""
         if not sequence.is_finished:
             self.roster.finish([sequence], FinishReason.PRUNED)
             self.groups[sequence.group] = None
@@ -171,7 +171,7 @@ class Results:
                 sequence.group.sequences.remove(sequence)
 
     def _put(self, sequence: ScheduledSequence, samples: Int32Array) -> None:
-        """New samples of a running sequence; it goes on if it is not over."""
+        """Adds samples to a running sequence, and ends it if it is complete."""
         lanes, lane = self.running.lanes, sequence.lane
         lanes.last_token[lane] = samples[-1]
         lanes.generated[lane] += len(samples)

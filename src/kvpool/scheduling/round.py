@@ -78,7 +78,7 @@ class Round:
         return self.budget <= 0 or (self.seconds is not None and self.seconds <= 0 and bool(self.chunks))
 
     def limit_prompts(self) -> None:
-        """Somebody decodes in this step: prompts get what the goal for its length leaves."""
+        """Limits the prompt tokens of a step in which sequences decode to what `max_step_seconds` leaves."""
         goal, rows, roster = self.roster.config.max_step_seconds, self.decode, self.roster
         if goal is not None and rows is not None:
             context = int(roster.running.lanes.places[rows.lanes].sum())

@@ -49,7 +49,7 @@ class Arrivals:
         self._incoming.pop(number, None)
 
     def hold_back(self, sequence: ScheduledSequence, *, decodes: bool) -> bool:
-        """Holds a sequence back if one of its blocks is on its way; whether it is."""
+        """Holds a sequence back if one of its blocks is still being copied. Returns whether it does."""
         handle = sequence.live_handle()
         plans = frozenset(number for number, parts in self._incoming.items() if _reads(handle, parts))
         if plans:
@@ -57,11 +57,11 @@ class Arrivals:
         return bool(plans)
 
     def take_landed(self) -> dict[ScheduledSequence, bool]:
-        """Lets go of the sequences whose blocks are there now, and says which of them decode."""
+        """Releases the sequences whose blocks have arrived, and says which of them decode."""
         return self._take(lambda held: held.plans.isdisjoint(self._incoming))
 
     def take_next(self) -> dict[ScheduledSequence, bool]:
-        """Lets go of the sequences whose blocks were planned first: they should be there first."""
+        """Releases the sequences whose copies were planned first: their blocks should arrive first."""
         first = min((max(held.plans) for held in self._held.values()), default=0)
         return self._take(lambda held: max(held.plans) == first)
 

@@ -107,7 +107,7 @@ def _same_tables(one: SequenceSnapshot, other: SequenceSnapshot) -> bool:
 
 
 def _tree(runs: RunsSnapshot, tenants: tuple[str, ...]) -> dict[str, Any]:
-    """The runs nearest to the top. Whoever is there has its parent there, before it."""
+    """The runs nearest to the top. The parent of each run comes before it."""
     level = np.zeros(len(runs.number), np.int64)
     for _ in range(len(level)):  # a step for each level of the tree
         deeper = np.where(runs.parent >= 0, level[runs.parent] + 1, 0)

@@ -60,7 +60,7 @@ def asset(path: str) -> Asset | None:
 
 
 def block_details(hub: Hub, pool: int, tier: str, block_id: int) -> dict[str, Any]:
-    """Whose a block is now, and what hangs on it: the run it belongs to, the way to it, and what continues it."""
+    """Who uses a block now: its run, the runs before it, and the runs that continue it."""
     try:
         where = Tier[tier]
     except KeyError:

@@ -96,7 +96,7 @@ class Hub:
         return self._look
 
     def join(self, wake: Callable[[], None]) -> Viewer:
-        """One more watches; its first message says what it watches, its second is a snapshot."""
+        """Adds a viewer. Its first message describes the cache, its second is a snapshot."""
         viewer = Viewer(wake)
         with self._wake:
             if len(self._viewers) >= MAX_VIEWERS:
@@ -113,7 +113,7 @@ class Hub:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Somebody watches no more; the last one to leave ends the looking."""
+        """A viewer leaves. When the last one has left, the hub stops looking at the manager."""
         with self._wake:
             if viewer in self._viewers:
                 self._viewers.remove(viewer)

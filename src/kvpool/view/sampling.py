@@ -81,7 +81,10 @@ def pack_words(
 
 
 def changed_spans(old: Words | None, new: Words) -> Spans:
-    """What is different, as few spans as there are; `old` is None, or of another size, where all blocks were free."""
+    """The blocks that changed, as the fewest spans.
+
+    If `old` is None or has another size, every block counts as free before.
+    """
     if old is None or len(old) != len(new):
         old = np.zeros(len(new), np.uint64)
     at = np.flatnonzero(new != old)
@@ -307,7 +310,7 @@ class Sampler:
         return tuple(batch.events[-MAX_EVENTS:]), len(batch.events) + batch.missed
 
     def _tenant(self, name: str) -> int:
-        """The number of a tenant; what is beyond the last number shares it."""
+        """The number of a tenant. Tenants beyond the largest number share it."""
         if name not in self._tenants and len(self._tenants) < MAX_TENANTS:
             self._tenants[name] = len(self._tenants)
         return self._tenants.get(name, MAX_TENANTS - 1)

@@ -244,7 +244,10 @@ class Proxy:
         return answered
 
     async def _parts(self, first: bytes, parts: AsyncIterator[bytes], route: Route) -> AsyncIterator[bytes]:
-        """A node that dies now has said something already, so no other can go on: the client is told."""
+        """The rest of a stream.
+
+        If the node dies now, the client gets an error event: another node cannot continue the answer.
+        """
         node, part = str(route.node), first
         while part:
             yield part
@@ -329,7 +332,7 @@ def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
 
 
 def _address(node: str, scope: Scope) -> httpx.URL | None:
-    """Where a request goes at a node: the path as its client wrote it, whatever it says of a host."""
+    """The URL of a request at a node: the path as the client wrote it, with the host of the node."""
     url = httpx.URL(node)
     query = b"?" + scope["query_string"] if scope["query_string"] else b""
     try:

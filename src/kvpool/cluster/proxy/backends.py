@@ -72,7 +72,7 @@ class NodeLostError(Exception):
 
 
 class _Waiting:
-    """A task that waits for a server, and whether it is cancelled because that is lost or because its client has left."""
+    """A task that waits for a server. It tells a lost server from a client that left: both cancel the task."""
 
     __slots__ = ("_num_before", "_num_cancels", "_task")
 
@@ -186,7 +186,7 @@ class Backends:
         return bool(answer.status_code == 200)
 
     def note(self, url: str, *, is_ready: bool) -> None:
-        """What was learnt of a server, by a look or by a request that it did not answer."""
+        """Notes whether a server is ready. A health check or a failed request tells."""
         if self._router.nodes[url].is_ready != is_ready:
             self._router.set_ready(url, is_ready)
             if is_ready and (follower := self._followers.get(url)):

@@ -87,7 +87,7 @@ async def read_asked(
     content: bytes,
     tokenize: Callable[[dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]],
 ) -> Asked:
-    """What routing needs of a request. One that cannot be read is for the node to refuse.
+    """What routing needs of a request. A body that cannot be read passes: its server refuses it.
 
     `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it answers {} where none can.
     """
@@ -154,9 +154,10 @@ def are_tokens(given: object) -> TypeGuard[list[int]]:
 
 
 def session_of(body: dict[str, Any], headers: Any) -> str | None:
-    """Whose request it is, in the words of the field, so that one follows the other; with the key, so that no two mix.
+    """The session of a request, from the fields and headers that clients use.
 
-    A digest: many are remembered, names may be long, and keys are nobody else's business.
+    The caller's key is part of it, so two callers never share a session. It is a
+    digest: many are remembered, names may be long, and keys must not be kept.
     """
     named = headers.get("x-session-id") or body.get("session_id") or body.get("user")
     if not isinstance(named, str):

@@ -139,7 +139,7 @@ class _HandoverError(Exception):
 
 
 class _Loading:
-    """Has a decode server load what a tier has of a prompt, again whenever that is more."""
+    """Tells a decode server to load a prompt from the shared tier, again each time the tier has more of it."""
 
     def __init__(
         self, client: httpx.AsyncClient, node: str, asked: Asked, headers: dict[str, str], silence_seconds: float
@@ -177,7 +177,7 @@ class _Loading:
             self.num_loaded = wanted
 
     async def finish(self) -> None:
-        """Waits until everything is loaded that is there, or will not be."""
+        """Waits until the decode server has loaded everything, or has failed to."""
         if self._task is not None:
             await self._task
 
