@@ -161,3 +161,16 @@ def test_given_a_finished_request_when_the_next_has_the_same_beginning_then_it_i
     assert engine.step().num_prefill_tokens == 1
     engine.drain()
     engine.assert_right(again)
+
+
+def test_given_a_plan_that_cannot_run_then_everybody_in_it_is_reported_as_failed_and_the_others_go_on() -> None:
+    engine = make_engine(max_sequences=2)
+    waiting = request("waiting", 4, 3, first=200)
+    add(engine, request("a", 4, 9), request("b", 4, 9, first=100), waiting)
+    failed = engine.scheduler.abandon(engine.scheduler.step())
+    assert [(done.request.id, done.reason) for done in failed] == [
+        ("a", FinishReason.FAILED),
+        ("b", FinishReason.FAILED),
+    ]
+    engine.drain()
+    engine.assert_right(waiting)
