@@ -82,7 +82,7 @@ GOOD: dict[str, Any] = {
         "kind": object,
     },
     **{"set_num_tokens.tokens": 2, "block_ids": [0], "additional_tokens": 1, "max_prefixes": 2, "min_length": 4},
-    **{"spelling": lambda _: new_ferrum(), "owner": lambda _: new_ferrum(), "name": "r"},
+    **{"adapter": lambda _: new_ferrum(), "owner": lambda _: new_ferrum(), "name": "r"},
     **{"write_kv_slot.physical_id": 1, "write_kv_slot.key": [1.0] * 4, "write_kv_slot.value": [1.0] * 4},
 }
 TAKES: dict[str, Any] = {

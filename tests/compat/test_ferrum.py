@@ -117,14 +117,14 @@ def test_given_cached_prefixes_when_evicted_collected_or_cleared_then_blocks_bec
         cache.deallocate(name)
     assert stats_of(cache)[:5] == (0, 8, 0, 2, 32)
     assert cache.evict_prefixes(1) == 1  # the older one
-    assert (cache.find_prefix(range(16)), manager.get_num_free_blocks()) == (None, 12)
+    assert (cache.find_prefix(range(16)), manager.inspect.num_free_blocks()) == (None, 12)
     assert stats_of(cache)[2:5] == (4, 1, 16)
     now[0] = 11.0
     collected = cache.gc()
     assert (collected.caches_freed, collected.memory_freed) == (1, 4 * manager.config.block_bytes)
     assert cache.evict_prefixes(1) == 0  # nothing of it is left
     cache.clear_prefix_cache()
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_given_a_second_pressure_callback_then_it_replaces_the_first() -> None:
@@ -145,7 +145,7 @@ def test_given_a_swapped_request_when_deallocated_then_its_host_blocks_are_free_
     cache.manager.commit(cache.allocate("a", 16), 16)
     assert cache.swap_out("a") == 4
     assert cache.table("a", 0) == [None] * 4
-    assert cache.manager.get_num_free_blocks() == 16
+    assert cache.manager.inspect.num_free_blocks() == 16
     assert cache.swap_in("a") == 4
     cache.swap_out("a")
     cache.deallocate("a")
@@ -197,7 +197,7 @@ def test_given_too_many_prefixes_then_the_one_not_used_for_longest_gives_way_wit
     assert cache.find_prefix([*prompts[0], 9]) is not None  # used again
     store(cache, "c", prompts[2])
     assert [cache.find_prefix([*prompt, 9]) is not None for prompt in prompts] == [True, False, True]
-    assert cache.manager.get_num_free_blocks() == 28
+    assert cache.manager.inspect.num_free_blocks() == 28
     store(cache, "c", prompts[2])  # known already: nothing gives way
     assert stats_of(cache).active_prefixes == 2
     cache.manager.check()
@@ -217,7 +217,7 @@ def test_given_prefixes_that_continue_each_other_when_one_goes_then_what_the_oth
     assert found is not None
     assert found.matched_length == 8
     assert cache.evict_prefixes(5) == 1
-    assert cache.manager.get_num_free_blocks() == 32
+    assert cache.manager.inspect.num_free_blocks() == 32
 
 
 def test_given_a_live_reader_when_its_prefix_is_evicted_then_it_goes_on_with_its_blocks() -> None:
@@ -231,7 +231,7 @@ def test_given_a_live_reader_when_its_prefix_is_evicted_then_it_goes_on_with_its
     assert cache.find_prefix(PROMPT) is None
     cache.manager.check()
     cache.deallocate("a")
-    assert cache.manager.get_num_free_blocks() == 32
+    assert cache.manager.inspect.num_free_blocks() == 32
 
 
 def test_given_a_short_prefix_then_it_is_neither_stored_nor_found() -> None:

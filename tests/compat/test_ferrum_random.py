@@ -340,9 +340,9 @@ class Run:
         return True
 
     def gc(self) -> bool:
-        free = self.manager.manager.get_num_free_blocks()
+        free = self.manager.manager.inspect.num_free_blocks()
         freed = self.manager.gc().memory_freed // self.manager.manager.config.block_bytes
-        assert self.manager.manager.get_num_free_blocks() - free == freed <= 10
+        assert self.manager.manager.inspect.num_free_blocks() - free == freed <= 10
         return freed > 0
 
     def evict(self) -> bool:

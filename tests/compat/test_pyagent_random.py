@@ -41,7 +41,7 @@ def requests_at_random(seed: int) -> None:
                 cache.swap_in(name)
                 swapped.discard(name)
             elif verb == "defragment":
-                cache.manager.defragment()
+                cache.manager.cache.defragment()
             elif name == -1 or verb == "swap_in":
                 continue
             elif verb == "extend":
@@ -64,7 +64,7 @@ def requests_at_random(seed: int) -> None:
                 del lengths[name], written[name]
         except OutOfBlocksError:
             assert verb in ("allocate", "extend", "swap_out", "swap_in")
-        is_critical = cache.manager.pressure.name == "CRITICAL"
+        is_critical = cache.manager.inspect.pressure.name == "CRITICAL"
         assert len(pressed) == (is_critical and not was_critical)
         pressed.clear()
         was_critical = is_critical

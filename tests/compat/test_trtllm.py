@@ -51,9 +51,9 @@ def test_given_a_sequence_when_it_runs_then_reuse_rewind_and_pins_do_what_they_s
     pin = cache.remove_sequence("a", pin_on_release=True)
     assert pin is not None
     assert cache.remove_sequence("b") is None
-    assert cache.manager.evict(16) == 0
-    cache.manager.unpin(pin)
-    assert cache.manager.evict(16) == 4
+    assert cache.manager.cache.evict(16) == 0
+    cache.manager.cache.unpin(pin)
+    assert cache.manager.cache.evict(16) == 4
     stats = cache.get_kv_cache_stats()
     assert (stats.free_num_blocks, stats.used_num_blocks, stats.reused_blocks) == (16, 0, 4)
 
@@ -111,7 +111,7 @@ def test_given_pin_on_release_then_what_is_stored_at_the_end_is_pinned_and_not_f
     assert (stats.free_num_blocks, stats.used_num_blocks) == (12, 0)
     with pytest.raises(OutOfBlocksError):
         cache.add_sequence("b", list(range(100, 152)))
-    cache.manager.unpin(pin)
+    cache.manager.cache.unpin(pin)
     assert cache.get_kv_cache_stats().free_num_blocks == 16
 
 
@@ -146,7 +146,7 @@ def test_given_a_running_sequence_then_what_it_stored_can_be_pinned() -> None:
     pin = cache.store_blocks_for_reuse("a", [*PROMPT, 1], pin_blocks=True)
     assert pin is not None
     cache.remove_sequence("a")
-    assert cache.manager.evict(16) == 0
+    assert cache.manager.cache.evict(16) == 0
     cache.unpin_blocks_by_id(pin)
     cache.reset_reuse_state()
     assert cache.add_sequence("b", PROMPT) == 0

@@ -63,7 +63,7 @@ def test_given_a_block_then_it_tells_who_holds_it_and_what_it_is_worth() -> None
         0,
     )
     cache.unpin_blocks_by_id(pin)
-    cache.manager.offload(4)
+    cache.manager.cache.offload(4)
     moved = [window.get_block_by_id(index, is_primary=False) for index in range(8)]
     assert sorted(block.priority or 0 for block in moved if block.is_cached) == [35, 35, 90, 90]
     for wrong in (8, -1, 1.0, None, True):

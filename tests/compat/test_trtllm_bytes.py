@@ -179,11 +179,11 @@ class Run:
         elif choice < 5 and self.pins:
             self.cache.unpin_blocks_by_id(self.pins.pop())
         elif choice < 8 and self.cache.block_manager.pools[0].num_secondary_blocks:
-            self.cache.manager.offload(self.random.randint(1, 4), pool=pool)
+            self.cache.manager.cache.offload(self.random.randint(1, 4), pool=pool)
         elif choice < 10:
-            self.cache.manager.evict(self.random.randint(1, 4), pool=pool)
+            self.cache.manager.cache.evict(self.random.randint(1, 4), pool=pool)
         else:
-            self.cache.manager.defragment()
+            self.cache.manager.cache.defragment()
 
     def step(self) -> None:
         active = [name for name, sequence in self.live.items() if not sequence.is_swapped]

@@ -22,8 +22,8 @@ def test_given_events_when_blocks_come_move_and_go_then_all_four_kinds_are_told_
     cache.add_sequence("a", PROMPT)
     cache.store_context_blocks("a")
     cache.remove_sequence("a")
-    cache.manager.offload(2)
-    cache.manager.reset_prefix_cache()
+    cache.manager.cache.offload(2)
+    cache.manager.cache.reset()
     events = cache.get_latest_events(timeout_ms=10)
     created, stored, *rest = (event["data"] for event in events)
     assert created["num_blocks_per_cache_level"] == [4, 4]
@@ -177,7 +177,7 @@ def test_given_an_operation_on_several_blocks_then_every_event_has_an_id_of_its_
     cache = TrtLlmKVCacheManager([2, 4], 8, 4, 8, 8, event_buffer_max_size=64, watermark=0.0)
     cache.add_sequence("a", PROMPT)
     cache.remove_sequence("a", [*PROMPT, 1])
-    cache.manager.offload(4)
+    cache.manager.cache.offload(4)
     events = cache.get_latest_events()
     kinds = [event["data"]["type"] for event in events]
     assert (kinds.count("created"), kinds.count("updated")) == (2, 8)

@@ -80,7 +80,7 @@ def test_given_a_sliding_window_when_a_sequence_grows_then_the_blocks_before_it_
     blocks.free("a")
     blocks.free("b")
     assert blocks.reset_prefix_cache() is True
-    assert blocks.manager.get_num_free_blocks() == 16
+    assert blocks.manager.inspect.num_free_blocks() == 16
 
 
 def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() -> None:
@@ -94,7 +94,7 @@ def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() 
     assert blocks.get_prefix_cache_hit_rate() == pytest.approx(4 / 8)
     blocks.free("b")
     assert blocks.reset_prefix_cache() is True
-    assert blocks.manager.get_num_free_blocks() == 16
+    assert blocks.manager.inspect.num_free_blocks() == 16
 
 
 def test_given_a_manager_whose_copies_pairs_cannot_express_when_wrapped_then_it_is_refused() -> None:

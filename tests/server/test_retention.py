@@ -85,7 +85,7 @@ def test_given_pins_that_are_asked_for_at_once_then_no_more_are_made_than_a_tena
         made.append(SimpleNamespace(num_tokens=8))
         return made[-1]
 
-    manager = SimpleNamespace(is_pinned=made.__contains__, pin=pin)
+    manager = SimpleNamespace(cache=SimpleNamespace(is_pinned=made.__contains__, pin=pin))
     model: Any = SimpleNamespace(name="tiny", engine=SimpleNamespace(manager=manager))
     book = PinBook(2)
 
