@@ -183,7 +183,7 @@ def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
         manager.check()
 
 
-def shadowing_manager() -> KVCacheManager:
+def copying_manager() -> KVCacheManager:
     """Two cached runs, each with a copy on the host."""
     config = KVCacheConfig(
         [FULL, SLIDING], block_size=4, gpu_blocks=64, host_blocks=64, watermark=0.0, host_write="through"
@@ -197,48 +197,48 @@ def shadowing_manager() -> KVCacheManager:
     return manager
 
 
-def shadows_of(manager: KVCacheManager) -> list[list[Any]]:
-    return [node.shadow for node in manager._state.context.shadows.nodes if node.shadow is not None]
+def host_copies_of(manager: KVCacheManager) -> list[list[Any]]:
+    return [node.host_copy for node in manager._state.context.host_copies.nodes if node.host_copy is not None]
 
 
-def lose_sight_of_a_shadow(manager: KVCacheManager) -> None:
-    manager._state.context.shadows.nodes.popitem()
+def lose_sight_of_a_host_copy(manager: KVCacheManager) -> None:
+    manager._state.context.host_copies.nodes.popitem()
 
 
-def write_behind_a_shadow(manager: KVCacheManager) -> None:
-    next(iter(manager._state.context.shadows.nodes)).tier = Tier.HOST
+def write_behind_a_host_copy(manager: KVCacheManager) -> None:
+    next(iter(manager._state.context.host_copies.nodes)).tier = Tier.HOST
 
 
-def shorten_a_shadow(manager: KVCacheManager) -> None:
-    shadows_of(manager)[0][0] = shadows_of(manager)[0][0][:1]
+def shorten_a_host_copy(manager: KVCacheManager) -> None:
+    host_copies_of(manager)[0][0] = host_copies_of(manager)[0][0][:1]
 
 
-def leave_a_hole_in_a_shadow(manager: KVCacheManager) -> None:
-    shadows_of(manager)[0][0][1] = -1
+def leave_a_hole_in_a_host_copy(manager: KVCacheManager) -> None:
+    host_copies_of(manager)[0][0][1] = -1
 
 
-def share_a_shadow(manager: KVCacheManager) -> None:
-    first, second = shadows_of(manager)
+def share_a_host_copy(manager: KVCacheManager) -> None:
+    first, second = host_copies_of(manager)
     first[0][0] = second[0][0]
 
 
-def miscount_shadows(manager: KVCacheManager) -> None:
-    manager._state.context.shadows.num_blocks[0] += 1
+def miscount_host_copies(manager: KVCacheManager) -> None:
+    manager._state.context.host_copies.num_blocks[0] += 1
 
 
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lose_sight_of_a_shadow, "other runs than those that have one"),
-        (write_behind_a_shadow, "its run is on HOST"),
-        (shorten_a_shadow, "1 ids in group 0 for 2 blocks"),
-        (leave_a_hole_in_a_shadow, "shadow of the node at block 0: group 0 has"),
-        (share_a_shadow, "is another's too"),
-        (miscount_shadows, "blocks of shadows booked"),
+        (lose_sight_of_a_host_copy, "other runs than those that have one"),
+        (write_behind_a_host_copy, "its run is on HOST"),
+        (shorten_a_host_copy, "1 ids in group 0 for 2 blocks"),
+        (leave_a_hole_in_a_host_copy, "host copy of the node at block 0: group 0 has"),
+        (share_a_host_copy, "is another's too"),
+        (miscount_host_copies, "blocks of host copies booked"),
     ],
 )
-def test_a_broken_shadow_is_found_and_named(damage: Callable[[KVCacheManager], None], named: str) -> None:
-    manager = shadowing_manager()
+def test_a_broken_host_copy_is_found_and_named(damage: Callable[[KVCacheManager], None], named: str) -> None:
+    manager = copying_manager()
     damage(manager)
     with pytest.raises(InvariantError, match=named):
         manager.check()

@@ -274,11 +274,11 @@ class WildMachine:
                 where = f"cached {node.tokens.tolist()} from block {node.start} on, group {group}, {node.tier.name}"
                 assert (found == expected).all(), f"{where}: wrong bytes in {ids.tolist()}"
                 self.check_origins(where, self.bytes.origins(group, node.tier)[ids[held], :width])
-                if node.shadow is not None:
-                    there = node.shadow[group]
+                if node.host_copy is not None:
+                    there = node.host_copy[group]
                     found = self.bytes.cells(group, Tier.HOST)[there[there >= 0], :width]
                     expected = self.bytes.marked(group, values.reshape(-1, width)[there >= 0])
-                    assert (found == expected).all(), f"{where}: wrong bytes in its shadow {there.tolist()}"
+                    assert (found == expected).all(), f"{where}: wrong bytes in its host copy {there.tolist()}"
                     self.check_origins(where, self.bytes.origins(group, Tier.HOST)[there[there >= 0], :width])
 
     def check_origins(self, where: str, origins: Any) -> None:
@@ -347,7 +347,7 @@ class WildMachine:
         cached = {}
         for node, values, _ in read_tree(self.manager, self.histories):
             of_node = (node.tier, node.priority, node.expires_at, node.sessions, bool(node.pins), node.last_access)
-            columns = [ids.tolist() for ids in (*node.ids, *(node.shadow or ()))]
+            columns = [ids.tolist() for ids in (*node.ids, *(node.host_copy or ()))]
             ends = values[-1:] if node.is_remainder else values[self.size - 1 :: self.size]
             for index, end in enumerate(ends.tolist()):
                 cached[end] = (*of_node, *(column[index] for column in columns))

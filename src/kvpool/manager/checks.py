@@ -37,7 +37,7 @@ class Checker:
         self.published: dict[tuple[int, int, int], Node] = {}
         self.idle: Counter[tuple[int, int]] = Counter()
         self.pinned: Counter[tuple[int, int]] = Counter()
-        self.shadows: set[tuple[int, int]] = set()  # (pool, host block)
+        self.host_copies: set[tuple[int, int]] = set()  # (pool, host block)
         self.window_readers: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> None:
@@ -45,7 +45,7 @@ class Checker:
         self.check_nodes()
         self.check_readers()
         self.check_windows()
-        self.check_shadows()
+        self.check_host_copies()
         for tiers in self.state.pools:
             for pool in tiers:
                 self.check_pool(pool)
@@ -245,32 +245,35 @@ class Checker:
                         self.idle[index, at] += 1
                         self.pinned[index, at] += int(node.pins > 0)
 
-    def check_shadows(self) -> None:
-        """A shadow holds all that its run has on the GPU of full groups, and nothing else of windowed ones."""
-        with_shadow = {node for node in self.nodes if node.shadow is not None}
+    def check_host_copies(self) -> None:
+        """A host copy holds all that its run has on the GPU of full groups, and nothing else of windowed ones."""
+        with_host_copy = {node for node in self.nodes if node.host_copy is not None}
         self.expect(
-            with_shadow == set(self.context.shadows.nodes), "shadows are kept of other runs than those that have one"
+            with_host_copy == set(self.context.host_copies.nodes),
+            "host copies are kept of other runs than those that have one",
         )
         counted = [0] * len(self.state.pools)
-        for node in with_shadow:
-            name = f"shadow of the node at block {node.start}"
-            assert node.shadow is not None
+        for node in with_host_copy:
+            name = f"host copy of the node at block {node.start}"
+            assert node.host_copy is not None
             kept = node.tier == Tier.GPU and not node.detached and node.open_row < 0
             self.expect(kept, f"{name}: its run is on {node.tier.name}, detached or still written")
             for group in self.state.growing:
-                ids, there = node.ids[group.index], node.shadow[group.index]
+                ids, there = node.ids[group.index], node.host_copy[group.index]
                 self.expect(
                     len(ids) == len(there), f"{name}: {len(there)} ids in group {group.index} for {len(ids)} blocks"
                 )
                 agree = (ids >= 0) >= (there >= 0) if group.slides else (ids >= 0) == (there >= 0)
                 self.expect(bool(agree.all()), f"{name}: group {group.index} has {there.tolist()} for {ids.tolist()}")
                 for block in there[there >= 0].tolist():
-                    self.expect((group.pool, block) not in self.shadows, f"{name}: host block {block} is another's too")
-                    self.shadows.add((group.pool, block))
+                    self.expect(
+                        (group.pool, block) not in self.host_copies, f"{name}: host block {block} is another's too"
+                    )
+                    self.host_copies.add((group.pool, block))
                     counted[group.pool] += 1
                     self.idle[group.pool, int(Tier.HOST)] += 1
-        booked = self.context.shadows.num_blocks
-        self.expect(counted == booked, f"{booked} blocks of shadows booked, {counted} counted")
+        booked = self.context.host_copies.num_blocks
+        self.expect(counted == booked, f"{booked} blocks of host copies booked, {counted} counted")
 
     def _group_of(self, node: Node, block: int, pool: int) -> Group:
         return next(g for g in self.state.growing if g.pool == pool and (node.ids[g.index] == block).any())
@@ -287,15 +290,15 @@ class Checker:
         )
         owned = {b for (p, t, b) in self.private if p == pool.index and t == pool.tier}
         shared = {b for (p, t, b) in self.published if p == pool.index and t == pool.tier}
-        shadows = {b for (p, b) in self.shadows if p == pool.index} if pool.tier == Tier.HOST else set()
-        both = (owned | shared) & shadows
-        self.expect(not both, f"{name}: blocks {sorted(both)} are shadows and something else")
+        host_copies = {b for (p, b) in self.host_copies if p == pool.index} if pool.tier == Tier.HOST else set()
+        both = (owned | shared) & host_copies
+        self.expect(not both, f"{name}: blocks {sorted(both)} are host copies and something else")
         self.expect(not owned & shared, f"{name}: blocks {sorted(owned & shared)} are private and published")
         self.expect(
-            not set(free) & (owned | shared | shadows),
-            f"{name}: blocks {sorted(set(free) & (owned | shared | shadows))} are free and in use",
+            not set(free) & (owned | shared | host_copies),
+            f"{name}: blocks {sorted(set(free) & (owned | shared | host_copies))} are free and in use",
         )
-        lost = set(range(pool.num_blocks)) - set(free) - owned - shared - shadows
+        lost = set(range(pool.num_blocks)) - set(free) - owned - shared - host_copies
         self.expect(not lost, f"{name}: blocks {sorted(lost)[:8]} belong to nobody (leaked)")
         for block in free:
             self.expect(pool.refs[block] == 0, f"{name}: free block {block} has {pool.refs[block]} references")

@@ -109,8 +109,8 @@ class Compaction:
         for node in self.tree.nodes():
             if node.tier == pool.tier and node.open_row < 0:
                 runs.extend((group.index, node.ids[group.index]) for group in groups if group.grows)
-            if node.shadow is not None and pool.tier == Tier.HOST:
-                runs.extend((group.index, node.shadow[group.index]) for group in groups if group.grows)
+            if node.host_copy is not None and pool.tier == Tier.HOST:
+                runs.extend((group.index, node.host_copy[group.index]) for group in groups if group.grows)
         return runs
 
     def _held(self, group: Group, row: int) -> list[Int32Array]:

@@ -42,7 +42,7 @@ class Guard:
         self.context = state.context
         self.expiry = state.cache.expiry
         self.calendar = state.cache.expiry.calendar
-        self.shadows = state.context.shadows
+        self.host_copies = state.context.host_copies
         self.first_pool = state.gpu_pools[0]
         self.levels = tuple(levels)
         self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
@@ -86,7 +86,7 @@ class Guard:
             return
         try:
             context = self.context
-            if self.shadows.waiting:
+            if self.host_copies.waiting:
                 context.version += 1
                 self.state.cache.copy_ahead()
             if context.version != self._version:  # what was found in the middle of a change does not outlive it

@@ -437,10 +437,10 @@ class Inspector:
                     yield handle.request_id, group, handle.swapped.ids[group]
 
     def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int, Int32Array]]:
-        """(node, group, ids) of every run with blocks in a pool, or with a shadow there."""
+        """(node, group, ids) of every run with blocks in a pool, or with a host copy there."""
         for node in self.tree.nodes():
             self.context.sync(node)
-            held = node.ids if node.tier == pool.tier else node.shadow if pool.tier == Tier.HOST else None
+            held = node.ids if node.tier == pool.tier else node.host_copy if pool.tier == Tier.HOST else None
             if held is not None:
                 for group in self.context.cached:
                     if group.pool == pool.index:

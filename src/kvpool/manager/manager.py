@@ -56,15 +56,15 @@ from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
-from kvpool.sequences.allocate import Lifecycle
+from kvpool.sequences.allocate import Allocator
 from kvpool.sequences.batch import SequenceBatch, as_handles
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
-from kvpool.sequences.release import Ending
-from kvpool.sequences.rewind import Rewinding
+from kvpool.sequences.release import Releaser
+from kvpool.sequences.rewind import Rewinder
 from kvpool.sequences.state import Admission, CacheState
-from kvpool.sequences.step import Stepping
-from kvpool.sequences.swap import Swapping
+from kvpool.sequences.step import Stepper
+from kvpool.sequences.swap import Swapper
 from kvpool.sequences.tokens import writable_blocks
 from kvpool.sequences.windows import RowWindows
 from kvpool.stats import CacheStats
@@ -109,11 +109,11 @@ class KVCacheManager:
         self._guard = Guard(self._state, config.pressure_levels)
         self._admissions = AdmissionPlanner(self._state)
         self._windows = RowWindows(self._state)
-        self._sequences = Lifecycle(self._state, self._admissions, self._windows)
-        self._stepping = Stepping(self._state, self._windows)
-        self._rewinding = Rewinding(self._state, self._windows)
-        self._ending = Ending(self._state, self._windows)
-        self._swapping = Swapping(self._state, self._sequences, self._ending)
+        self._allocator = Allocator(self._state, self._admissions, self._windows)
+        self._stepper = Stepper(self._state, self._windows)
+        self._rewinder = Rewinder(self._state, self._windows)
+        self._releaser = Releaser(self._state, self._windows)
+        self._swapper = Swapper(self._state, self._allocator, self._releaser)
         self.cache = CacheUpkeep(self._state, self._guard, self._admissions)
         self.inspect = Inspector(self._state, self._guard, self.cache.pins)
 
@@ -206,7 +206,7 @@ class KVCacheManager:
             handle.encoder_tokens = cross_tokens
             handle.is_lease = lease
             handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
-            self._sequences.allocate(handle, prompt, places, lookahead)
+            self._allocator.allocate(handle, prompt, places, lookahead)
             if self._guard.observers:
                 options = dict(
                     num_tokens=num_tokens,
@@ -321,7 +321,7 @@ class KVCacheManager:
         with self._guard:
             chosen = self._batch(batch)
             check_counts(counts, len(chosen))
-            slots = self._stepping.extend(chosen, counts, lookahead, out)
+            slots = self._stepper.extend(chosen, counts, lookahead, out)
             if self._guard.observers:
                 self._guard.tell("extend_batch", slots, chosen, counts, lookahead)
             return slots
@@ -334,7 +334,7 @@ class KVCacheManager:
         """
         with self._guard:
             chosen = self._batch(batch)
-            slots = self._stepping.slot_mapping(chosen, start, stop, out)
+            slots = self._stepper.slot_mapping(chosen, start, stop, out)
             if self._guard.observers:
                 self._guard.tell("slot_mapping", slots, chosen, start, stop)
             return slots
@@ -350,7 +350,7 @@ class KVCacheManager:
         with self._guard:
             chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
             check_counts(counts, len(chosen))
-            self._stepping.mark_written(chosen, counts)
+            self._stepper.mark_written(chosen, counts)
             if self._guard.observers:
                 self._guard.tell("mark_written", None, chosen, counts)
 
@@ -365,7 +365,7 @@ class KVCacheManager:
             raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
         if tokens is None:
             with self._guard:
-                self._stepping.commit_prompt(self._state.row_of(handle))
+                self._stepper.commit_prompt(self._state.row_of(handle))
                 if self._guard.observers:
                     self._guard.tell("commit", None, handle)
         elif isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
@@ -388,14 +388,14 @@ class KVCacheManager:
             if numbers is None:
                 if ids is None:
                     raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
-                self._stepping.commit_step(chosen, ids)
+                self._stepper.commit_step(chosen, ids)
             else:
                 check_counts(numbers, len(chosen))
                 if not isinstance(numbers, np.ndarray):
                     raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
-                self._stepping.commit_rows(chosen, ids, numbers, items or ())
+                self._stepper.commit_rows(chosen, ids, numbers, items or ())
             if self._guard.observers:
-                begun = None if ids is None else self._stepping.incoming.items_begun(chosen, numbers)
+                begun = None if ids is None else self._stepper.incoming.items_begun(chosen, numbers)
                 self._guard.tell("commit_batch", None, chosen, ids, numbers, begun)
 
     def narrow(self, handle: KVCacheHandle, position: int) -> None:
@@ -421,7 +421,7 @@ class KVCacheManager:
             row = self._state.row_of(handle)
             limit = int(self._state.rows.reserved[row])
             count = as_count(num_tokens, "num_tokens", maximum=limit)
-            self._rewinding.rewind(handle, count)
+            self._rewinder.rewind(handle, count)
             if self._guard.observers:
                 self._guard.tell("rewind", None, handle, count)
 
@@ -432,7 +432,7 @@ class KVCacheManager:
         """
         total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
         with self._guard.query:
-            return self._stepping.blocks_needed(self._state.row_of(handle), total)
+            return self._stepper.blocks_needed(self._state.row_of(handle), total)
 
     def _batch(self, batch: BatchLike) -> SequenceBatch:
         if isinstance(batch, SequenceBatch):
@@ -451,7 +451,7 @@ class KVCacheManager:
             for number, request_id in enumerate(request_ids):
                 if self._is_live(request_id) or is_among(request_id, request_ids[:number]):
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
-            children = self._sequences.fork(handle, request_ids)
+            children = self._allocator.fork(handle, request_ids)
             if self._guard.observers:
                 self._guard.tell("fork", children, handle, *request_ids)
             return children
@@ -475,7 +475,7 @@ class KVCacheManager:
         with self._guard:
             if hint is not None:
                 self.hint(handle, hint)
-            self._ending.free(handle, keep)
+            self._releaser.free(handle, keep)
             if self._guard.observers:
                 self._guard.tell("free", None, handle, keep)
 
@@ -484,7 +484,7 @@ class KVCacheManager:
         keep = as_flag(keep, "keep")
         with self._guard:
             handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
-            self._ending.free_batch(handles, keep)
+            self._releaser.free_batch(handles, keep)
             if self._guard.observers:
                 self._guard.tell("free_batch", None, handles, keep)
 
@@ -514,12 +514,12 @@ class KVCacheManager:
     def can_swap_out(self, *handles: KVCacheHandle) -> Admission:
         """Whether the host can take these requests."""
         with self._guard.query:
-            return self._swapping.can_swap_out(handles)
+            return self._swapper.can_swap_out(handles)
 
     def swap_out(self, *handles: KVCacheHandle) -> int:
         """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
         with self._guard:
-            moved = self._swapping.swap_out(handles)
+            moved = self._swapper.swap_out(handles)
             if self._guard.observers:
                 self._guard.tell("swap_out", moved, *handles)
             return moved
@@ -527,12 +527,12 @@ class KVCacheManager:
     def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
         """Whether the GPU can take these requests back."""
         with self._guard.query:
-            return self._swapping.can_swap_in(handles)
+            return self._swapper.can_swap_in(handles)
 
     def swap_in(self, *handles: KVCacheHandle) -> int:
         """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
         with self._guard:
-            moved = self._swapping.swap_in(handles)
+            moved = self._swapper.swap_in(handles)
             if self._guard.observers:
                 self._guard.tell("swap_in", moved, *handles)
             return moved

@@ -26,7 +26,7 @@ from kvpool.sequences.admission import AdmissionPlanner
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
 from kvpool.sequences.state import CacheState
-from kvpool.sequences.swap import Onboarding
+from kvpool.sequences.swap import RunMover
 from kvpool.stats import EvictionReason
 
 
@@ -38,7 +38,7 @@ class CacheUpkeep:
         self._state = state
         self._guard = guard
         self._quotas = TenantQuotas(state.cache)
-        self._moves = Onboarding(state, admissions)
+        self._moves = RunMover(state, admissions)
         self._compaction = Compaction(state)
         self._invalidation = Invalidator(state, self.pins)
 

@@ -53,7 +53,7 @@ class PrefixCache:
         # Of a run that may leave the GPU for a lower tier
         self.least_uses = host_write if isinstance(host_write, int) else 0
         if host_write != "back":
-            context.shadows.waiting = []
+            context.host_copies.waiting = []
         usable = [tier for tier in range(context.num_tiers) if all(tiers[tier].num_blocks for tiers in context.pools)]
         last = max(usable, default=0) if offload_on_evict else 0
         self.orders = EvictionOrders(new_policy, context.num_tiers, depth_cost, last)
@@ -88,7 +88,7 @@ class PrefixCache:
         return self.orders.evictable(pool, None)
 
     def _make_room_below(self, pool: BlockPool, num_blocks: int, priority: int) -> None:
-        self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, priority, spares_shadows=True)
+        self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, priority, spares_host_copies=True)
 
     # --- eviction ----------------------------------------------------------------------------------------------------
 
@@ -104,16 +104,16 @@ class PrefixCache:
         tenant: str | None,
         reason: EvictionReason,
         ceiling: int = MAX_PRIORITY,
-        spares_shadows: bool = False,
+        spares_host_copies: bool = False,
     ) -> int:
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several).
 
-        A policy that goes by priority gives up no run above the priority `ceiling`. Shadows go first unless they are spared.
+        A policy that goes by priority gives up no run above the priority `ceiling`. Host copies go first unless spared.
         """
         before = pool.num_free
         goal = before + num_blocks
-        if pool.tier == Tier.HOST and not spares_shadows:
-            self.context.shadows.give_way(pool, goal, MAX_PRIORITY)
+        if pool.tier == Tier.HOST and not spares_host_copies:
+            self.context.host_copies.give_way(pool, goal, MAX_PRIORITY)
         has_leftovers = self.context.windowed and pool.tier == GPU
         while pool.num_free < goal:
             victim = self.orders.victim(pool, tenant)
@@ -223,8 +223,8 @@ class Removal:
         context = self.context
         policy = node.root.policies[node.tier]
         keep = node.num_blocks - num_blocks
-        if node.shadow is not None:
-            context.shadows.trim(node, keep)
+        if node.host_copy is not None:
+            context.host_copies.trim(node, keep)
         if not keep and (evicted or node.is_candidate()):
             if evicted:
                 policy.evicted(node)
@@ -312,7 +312,7 @@ class Removal:
                 self.announcer.removed(part, 0, part.num_blocks, reason)
             context.counters.evictions[reason.value] += context.num_present(part, 0)
             part.digests = part.logits = None
-            context.shadows.drop(part)
+            context.host_copies.drop(part)
         for part in parts:
             if part.active and not part.detached:
                 self._unlink(part)

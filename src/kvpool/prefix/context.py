@@ -1,4 +1,4 @@
-"""What the parts of the prefix cache share: pools, rows, layer groups, events, shadows, and the moment of an operation."""
+"""What the parts of the prefix cache share: pools, rows, layer groups, events, host copies, the moment of an operation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CacheContext:
         "num_tiers",
         "pools",
         "rows",
-        "shadows",
+        "host_copies",
         "tick",
         "version",
         "windowed",
@@ -70,7 +70,7 @@ class CacheContext:
         self.cached = [group for group in groups if group.grows]
         self.full = [group for group in self.cached if not group.slides]
         self.windowed = [group for group in self.cached if group.slides]
-        self.shadows = Shadows(self.cached, len(pools))
+        self.host_copies = HostCopies(self.cached, len(pools))
         # (pool, blocks of full groups for one position)
         counts = [(index, sum(group.pool == index for group in self.full)) for index in range(len(pools))]
         self.full_per_pool = [(index, count) for index, count in counts if count]
@@ -93,15 +93,15 @@ class CacheContext:
         return count
 
 
-class Shadows:
-    """Keeps, divides and frees shadows: blocks on the host that hold the same as a run on the GPU, copied ahead of eviction.
+class HostCopies:
+    """Blocks on the host that hold the same as a run on the GPU, copied ahead of its eviction.
 
-    Evicting the run takes its shadow over and moves nothing. Dropping a shadow loses nothing, so shadows count as cached
-    blocks of the host that anybody may have: swapped requests and smaller pools take them first, and a run that must be
-    copied to the host takes them only where no other run gives way. Nobody finds a run by its shadow, and no event tells of
-    one. The shadow of a full group is whole; that of a windowed group has some of the blocks of its run.
+    Evicting the run takes its host copy over and moves nothing. Dropping a host copy loses nothing, so host copies count
+    as cached blocks of the host that anybody may have: swapped requests and smaller pools take them first, and a run that
+    must be copied to the host takes them only where no other run gives way. Nobody finds a run by its host copy, and no
+    event tells of one. The host copy of a full group is whole; that of a windowed group has some of its blocks.
 
-    `waiting` collects the runs whose last reader leaves, for whoever makes shadows at the end of an operation; it is None
+    `waiting` collects the runs whose last reader leaves, for whoever makes host copies at the end of an operation; it is None
     where runs are copied on eviction only.
     """
 
@@ -109,33 +109,33 @@ class Shadows:
 
     def __init__(self, groups: list[Group], num_pools: int) -> None:
         self.groups = groups
-        self.nodes: dict[Node, None] = {}  # that have a shadow, oldest first
+        self.nodes: dict[Node, None] = {}  # that have a host copy, oldest first
         self.num_blocks = [0] * num_pools
         self.waiting: list[Node] | None = None
 
     def keep(self, node: Node, ids: list[Int32Array]) -> None:
-        """These host blocks (-1: none) are the shadow of a run from now on."""
-        node.shadow = ids
+        """These host blocks (-1: none) are the host copy of a run from now on."""
+        node.host_copy = ids
         self.nodes[node] = None
         self._count(ids, 1)
 
     def take(self, node: Node) -> list[Int32Array] | None:
         """Takes the host copy away from a run and gives its blocks to the caller. None if the run has no copy."""
-        ids = node.shadow
+        ids = node.host_copy
         if ids is not None:
-            node.shadow = None
+            node.host_copy = None
             del self.nodes[node]
             self._count(ids, -1)
         return ids
 
     def drop(self, node: Node) -> None:
-        """Frees the shadow of a run, if it has one."""
+        """Frees the host copy of a run, if it has one."""
         ids = self.take(node)
         if ids is not None:
             self._give(ids)
 
     def trim(self, node: Node, num_blocks: int) -> None:
-        """A run is cut to its first `num_blocks`, and its shadow with it."""
+        """A run is cut to its first `num_blocks`, and its host copy with it."""
         ids = self.take(node)
         if ids is not None:
             self._give([of_group[num_blocks:] for of_group in ids])
@@ -143,9 +143,9 @@ class Shadows:
                 self.keep(node, [of_group[:num_blocks] for of_group in ids])
 
     def drop_block(self, node: Node, group: Group, index: int) -> None:
-        """A windowed group lost a block of a run: its shadow has no use for it either."""
-        assert node.shadow is not None
-        ids = node.shadow[group.index]
+        """A windowed group lost a block of a run: its host copy has no use for it either."""
+        assert node.host_copy is not None
+        ids = node.host_copy[group.index]
         gone = ids[index : index + 1].copy()
         if gone[0] >= 0:
             ids[index] = -1
@@ -156,15 +156,15 @@ class Shadows:
 
     def divide(self, upper: Node, node: Node, num_blocks: int) -> None:
         """The first `num_blocks` of a run became a run of their own, `upper`."""
-        assert node.shadow is not None
-        upper.shadow = [ids[:num_blocks] for ids in node.shadow]
-        node.shadow = [ids[num_blocks:] for ids in node.shadow]
+        assert node.host_copy is not None
+        upper.host_copy = [ids[:num_blocks] for ids in node.host_copy]
+        node.host_copy = [ids[num_blocks:] for ids in node.host_copy]
         self.nodes[upper] = None
 
     def give_way(self, pool: BlockPool, num_free: int, ceiling: int) -> None:
-        """Frees shadows until so many blocks of a host pool are free, the youngest first: their runs stay longest.
+        """Frees host copies until so many blocks of a host pool are free, the youngest first: their runs stay longest.
 
-        It ends at the shadow of a run above the priority `ceiling`.
+        It ends at the host copy of a run above the priority `ceiling`.
         """
         while self.nodes and pool.num_free < num_free:
             youngest = next(reversed(self.nodes))

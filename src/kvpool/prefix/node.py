@@ -73,7 +73,7 @@ class Node:
         "root",
         "same_tier_children",
         "session",
-        "shadow",
+        "host_copy",
         "start",
         "tier",
         "tokens",
@@ -89,7 +89,7 @@ class Node:
     logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
     tokens: Int32Array
     ids: list[Int32Array]
-    shadow: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `Shadows`
+    host_copy: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `HostCopies`
     session: str | None
     copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
     ttl: float | None
@@ -134,7 +134,7 @@ class Node:
         self.session = None
         self.copied_sessions = ()
         self.digests = None
-        self.shadow = None
+        self.host_copy = None
         self.logits = None
         self.entry = None
 

@@ -251,7 +251,7 @@ class Expiry:
 
 
 class IdleLedger:
-    """The only one who changes `num_cached` and `num_pinned` of pools and quotas, but for shadows, which count themselves.
+    """The only one who changes `num_cached` and `num_pinned` of pools and quotas, but for host copies: they count themselves.
 
     Blocks of full groups count with their run. Those of windowed groups count by themselves on the GPU, with the sequences
     whose window covers them; below it they count with their run, because nobody reads one of them alone there.

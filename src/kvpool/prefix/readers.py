@@ -55,7 +55,7 @@ class PathReaders:
 
         Unless it only held them (`used` is False), this was their last use.
         """
-        waiting = self.context.shadows.waiting if used else None
+        waiting = self.context.host_copies.waiting if used else None
         while True:
             node.active -= 1
             if node.active:
@@ -385,8 +385,8 @@ class WindowReaders:
         if self.context.events.listening and node.digests:
             self.announcer.removed_block(node, group, index, reason)
         self.context.counters.evictions[reason.value] += 1
-        if node.shadow is not None:
-            self.context.shadows.drop_block(node, group, index)
+        if node.host_copy is not None:
+            self.context.host_copies.drop_block(node, group, index)
         gone = node.ids[group.index][index : index + 1].copy()
         # For an open node the ids are a view of its row's table, so this clears the table entry as well.
         if node.open_row < 0:

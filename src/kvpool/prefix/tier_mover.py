@@ -27,7 +27,7 @@ Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a r
 class TierMover:
     """Gives runs blocks on another tier and plans the copies.
 
-    `make_room(pool, num_blocks, priority)` frees blocks of a lower tier, none of runs above the priority, and no shadows;
+    `make_room(pool, num_blocks, priority)` frees blocks of a lower tier, none of runs above the priority, and no host copies;
     `evictable(pool)` says how many could become free.
     """
 
@@ -66,7 +66,7 @@ class TierMover:
         """How many positions of a run the tier below it has room for, or could make room for by `evicting`."""
         below = self.lower_tier[node.tier]
         assert below is not None
-        if node.shadow is not None and below == HOST:
+        if node.host_copy is not None and below == HOST:
             return node.num_blocks
         fitting = MAX_BLOCKS
         for index, per_position in self.context.full_per_pool:
@@ -90,14 +90,14 @@ class TierMover:
         keep = node.num_blocks - num_blocks
         # Asked before runs below it give way.
         along = [(group, self.windows.needed(node, group, keep)) for group in context.windowed]
-        shadow = context.shadows.take(node) if node.shadow is not None else None  # nobody else is to have it
-        there = None if shadow is None or target != HOST else [ids[keep:] for ids in shadow]
+        host_copy = context.host_copies.take(node) if node.host_copy is not None else None  # nobody else is to have it
+        there = None if host_copy is None or target != HOST else [ids[keep:] for ids in host_copy]
         if not self._make_room_below(target, self._needs(num_blocks, along, there), importance(node)):
-            if shadow is not None:
-                context.shadows.keep(node, shadow)
+            if host_copy is not None:
+                context.host_copies.keep(node, host_copy)
             return False
-        if shadow is not None:
-            context.shadows.keep(node, shadow)
+        if host_copy is not None:
+            context.host_copies.keep(node, host_copy)
         if keep:
             self.tree.split(node, keep)
         for group, wanted in along:
@@ -118,21 +118,21 @@ class TierMover:
             needs[group.pool] += int(missing.sum())
         return needs
 
-    def _make_room_below(self, target: Tier, needs: list[int], priority: int, for_shadow: bool = False) -> bool:
+    def _make_room_below(self, target: Tier, needs: list[int], priority: int, for_host_copy: bool = False) -> bool:
         """Frees blocks of a lower tier for a run of this priority; False if only more important runs could give way.
 
-        Shadows give way when no run can, and not to a shadow: without them, somebody would wait for a copy soon.
+        Host copies give way when no run can, and not to a host copy: without them, somebody would wait for a copy soon.
         """
-        pools, shadows = [tiers[target] for tiers in self.context.pools], self.context.shadows
+        pools, host_copies = [tiers[target] for tiers in self.context.pools], self.context.host_copies
         for pool, need in zip(pools, needs, strict=True):
-            spared = shadows.num_blocks[pool.index] if for_shadow else 0
+            spared = host_copies.num_blocks[pool.index] if for_host_copy else 0
             if pool.num_free + self.evictable(pool) - spared < need:
                 return False
         for pool, need in zip(pools, needs, strict=True):
             if pool.num_free < need:
                 self.make_room(pool, need, priority)
-            if pool.num_free < need and target == HOST and not for_shadow:
-                shadows.give_way(pool, need, priority)
+            if pool.num_free < need and target == HOST and not for_host_copy:
+                host_copies.give_way(pool, need, priority)
             if pool.num_free < need:
                 return False
         return True
@@ -141,23 +141,23 @@ class TierMover:
 
     def copy_ahead(self, least_uses: int, least_priority: int) -> None:
         """Copies runs to the host whose last reader left in the present operation, and that were used often enough."""
-        shadows = self.context.shadows
-        waiting, shadows.waiting = shadows.waiting, []
+        host_copies = self.context.host_copies
+        waiting, host_copies.waiting = host_copies.waiting, []
         if self.lower_tier[GPU] != HOST:
             return
         for node in reversed(waiting or ()):  # parents before their children, as they would be matched
-            stays = node.tier == GPU and not node.detached and node.shadow is None
+            stays = node.tier == GPU and not node.detached and node.host_copy is None
             if stays and node.hits >= least_uses and node.priority >= least_priority:
                 self._copy_to_host(node)
 
     def _copy_to_host(self, node: Node) -> None:
-        """Gives a run a shadow, if there is room for it and it could be matched below the GPU."""
+        """Gives a run a host copy, if there is room for it and it could be matched below the GPU."""
         context = self.context
         if context.windowed and not self.windows.is_usable(node, 0, node.num_blocks):
             return
         along = [(group, self.windows.needed(node, group)) for group in context.windowed]
         needs = self._needs(node.num_blocks, along, None)
-        if not self._make_room_below(HOST, needs, node.priority, for_shadow=True):
+        if not self._make_room_below(HOST, needs, node.priority, for_host_copy=True):
             return
         wanted = {group.index: of_group for group, of_group in along}
         ids = []
@@ -170,7 +170,7 @@ class TierMover:
             ids.append(of_group)
             if len(src):
                 context.copies.append(CopyOp(CopyKind.OFFLOAD, group.index, GPU, HOST, src, dst))
-        context.shadows.keep(node, ids)
+        context.host_copies.keep(node, ids)
         context.counters.shadowed_blocks += node.num_blocks
 
     # --- up ----------------------------------------------------------------------------------------------------------
@@ -207,19 +207,19 @@ class TierMover:
             node.root.policies[source].remove(node)
             node.entry = None  # the policy of the new tier starts afresh
         self._count(node, -1)
-        old, shadow = node.ids, None
-        if node.shadow is not None:
+        old, host_copy = node.ids, None
+        if node.host_copy is not None:
             if target != HOST:
-                context.shadows.drop(node)
-            shadow = context.shadows.take(node)
+                context.host_copies.drop(node)
+            host_copy = context.host_copies.take(node)
         if ready is None:
-            node.ids = [self._move_ids(node, group, target, kind, shadow) for group in context.cached]
+            node.ids = [self._move_ids(node, group, target, kind, host_copy) for group in context.cached]
         if context.events.listening and node.digests:
             self.announcer.moved(node, source, target)
         if ready is not None:
             node.ids = ready
-        if source == HOST and target == GPU and context.shadows.waiting is not None:
-            context.shadows.keep(node, [ids.copy() for ids in old])  # evicted again it need not be copied
+        if source == HOST and target == GPU and context.host_copies.waiting is not None:
+            context.host_copies.keep(node, [ids.copy() for ids in old])  # evicted again it need not be copied
         else:
             for group in context.cached:
                 ids = old[group.index]
@@ -249,19 +249,19 @@ class TierMover:
         node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
 
     def _move_ids(
-        self, node: Node, group: Group, target: Tier, kind: CopyKind, shadow: list[Int32Array] | None
+        self, node: Node, group: Group, target: Tier, kind: CopyKind, host_copy: list[Int32Array] | None
     ) -> Int32Array:
-        """Blocks of a group on another tier for all that a run has of it: those of its shadow, and new ones for the rest."""
+        """Blocks of a group on another tier for all that a run has of it: its host copy, and new ones for the rest."""
         source = node.tier
         old = node.ids[group.index]
         present = old >= 0
-        missing = present if shadow is None else present & (shadow[group.index] < 0)
+        missing = present if host_copy is None else present & (host_copy[group.index] < 0)
         src = old if missing.all() else old[missing]
         dst = group.tiers[target].take(len(src))
         if len(src) == len(old):
             moved = dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
         else:
-            moved = np.full(len(old), -1, np.int32) if shadow is None else shadow[group.index].copy()
+            moved = np.full(len(old), -1, np.int32) if host_copy is None else host_copy[group.index].copy()
             moved[missing] = dst
         if len(src):
             self.context.copies.append(CopyOp(kind, group.index, source, target, src, dst))

@@ -224,8 +224,8 @@ class RunTree:
         node.num_blocks -= num_blocks
         node.tokens = node.tokens[num_blocks * size :]
         node.ids = [ids[num_blocks:] for ids in node.ids]
-        if node.shadow is not None:
-            self.context.shadows.divide(upper, node, num_blocks)
+        if node.host_copy is not None:
+            self.context.host_copies.divide(upper, node, num_blocks)
         node.key = node.tokens[:size].tobytes()
         node.give_beginning(upper)
         if not node.detached:

@@ -28,7 +28,7 @@ INHERITED = (  # what a fork has in common with its parent
 )
 
 
-class Lifecycle:
+class Allocator:
     """Operations that make sequences. Each checks everything first and then cannot fail."""
 
     def __init__(self, state: CacheState, admissions: AdmissionPlanner, windows: RowWindows) -> None:

@@ -17,7 +17,7 @@ from kvpool.sequences.windows import RowWindows
 from kvpool.stats import EvictionReason
 
 
-class Ending:
+class Releaser:
     """`free`, of one sequence or many; also the halves of it that swaps need. Each checks first and then cannot fail."""
 
     def __init__(self, state: CacheState, windows: RowWindows) -> None:

@@ -15,7 +15,7 @@ from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows
 
 
-class Rewinding:
+class Rewinder:
     """`rewind`: checked first, then done."""
 
     def __init__(self, state: CacheState, windows: RowWindows) -> None:

@@ -24,7 +24,7 @@ from kvpool.sequences.windows import RowWindows
 _any = np.logical_or.reduce  # array.any() without its wrapper
 
 
-class Stepping:
+class Stepper:
     """extend, mark_written, commit and the slot mapping, for batches."""
 
     def __init__(self, state: CacheState, windows: RowWindows) -> None:

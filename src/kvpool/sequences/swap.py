@@ -16,20 +16,20 @@ from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlanner
-from kvpool.sequences.allocate import Lifecycle
+from kvpool.sequences.allocate import Allocator
 from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
-from kvpool.sequences.release import Ending
+from kvpool.sequences.release import Releaser
 from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
 
 
-class Swapping:
+class Swapper:
     """swap_out and swap_in of any number of requests at once; forks swapped together stay shared.
 
     A swapped-out request owns host copies of everything it needs. What it published stays in the prefix cache as long as
     it lasts, and is reused instead of copied back if it is still there at swap-in.
     """
 
-    def __init__(self, state: CacheState, sequences: Lifecycle, ending: Ending) -> None:
+    def __init__(self, state: CacheState, sequences: Allocator, ending: Releaser) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
@@ -329,7 +329,7 @@ class Swapping:
             self.in_flight.track(row)
 
 
-class Onboarding:
+class RunMover:
     """`offload` and `onboard`: what eviction and admission do on their own, done ahead of time."""
 
     def __init__(self, state: CacheState, admissions: AdmissionPlanner) -> None:

@@ -91,7 +91,7 @@ def test_a_run_that_was_used_often_enough_and_has_no_copy_is_written_back() -> N
     manager = make_manager(host_blocks=4, host_write=1)
     tokens = cached(manager, 16)
     cached(manager, 16)
-    assert manager.cache.evict(4, tier=Tier.HOST) == 4  # its shadow
+    assert manager.cache.evict(4, tier=Tier.HOST) == 4  # its host copy
     manager.take_copies()
     manager.cache.evict(4)
     assert moves(manager) == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]
@@ -101,7 +101,7 @@ def test_a_run_that_was_used_often_enough_and_has_no_copy_is_written_back() -> N
 # --- who gives way ---------------------------------------------------------------------------------------------------
 
 
-def test_shadows_are_room_for_swapped_requests_and_nothing_is_lost_with_them() -> None:
+def test_host_copies_are_room_for_swapped_requests_and_nothing_is_lost_with_them() -> None:
     manager = make_manager(gpu_blocks=8, host_blocks=4)
     tokens = cached(manager, 16)
     live = running(manager, "live", 16, 100)
@@ -112,7 +112,7 @@ def test_shadows_are_room_for_swapped_requests_and_nothing_is_lost_with_them() -
     assert host(manager) == (0, 0)
 
 
-def test_a_swapped_request_is_no_room_for_shadows() -> None:
+def test_a_swapped_request_is_no_room_for_host_copies() -> None:
     manager = make_manager(gpu_blocks=8, host_blocks=4)
     live = running(manager, "live", 16, 100)
     manager.swap_out(live)
@@ -122,33 +122,33 @@ def test_a_swapped_request_is_no_room_for_shadows() -> None:
     assert host(manager) == (0, 0)
 
 
-def test_the_youngest_shadows_give_way_first() -> None:
+def test_the_youngest_host_copies_give_way_first() -> None:
     manager = make_manager(gpu_blocks=12, host_blocks=8)
     old, young = cached(manager, 16), cached(manager, 16, 100)
     live = running(manager, "live", 16, 200)
     manager.swap_out(live)
     manager.take_copies()
     assert manager.cache.evict(4) == 4
-    assert moves(manager) == []  # the old one's shadow is there
+    assert moves(manager) == []  # the old one's host copy is there
     assert [tiers(manager, prompt) for prompt in (old, young)] == [{"HOST": 4}, {"GPU": 4}]
 
 
-def test_a_shadow_pushes_out_runs_of_the_host_in_their_order_but_no_other_shadow() -> None:
+def test_a_host_copy_pushes_out_runs_of_the_host_in_their_order_but_no_other_host_copy() -> None:
     manager = make_manager(gpu_blocks=12, host_blocks=8)
     first, second = cached(manager, 16), cached(manager, 16, 100)
     manager.cache.evict(8)
     assert [tiers(manager, prompt) for prompt in (first, second)] == [{"HOST": 4}, {"HOST": 4}]
-    shadowed = [cached(manager, 16, 100 * i) for i in (2, 3, 4)]
+    copied = [cached(manager, 16, 100 * i) for i in (2, 3, 4)]
     assert [tiers(manager, prompt) for prompt in (first, second)] == [{}, {}]
     manager.take_copies()
     assert manager.cache.evict(4) == 4
     assert moves(manager) == []
-    assert tiers(manager, shadowed[0]) == {"HOST": 4}
+    assert tiers(manager, copied[0]) == {"HOST": 4}
     assert manager.stats().shadowed_blocks == 16  # the last one found no room
 
 
 @pytest.mark.parametrize("policy", ["priority", "adaptive"])
-def test_the_shadow_of_an_unimportant_run_pushes_no_important_one_out(policy: str) -> None:
+def test_the_host_copy_of_an_unimportant_run_pushes_no_important_one_out(policy: str) -> None:
     manager = make_manager(host_blocks=4, eviction_policy=policy)
     important = cached(manager, 16, retention=keeping(90))
     manager.cache.evict(4)
@@ -162,7 +162,7 @@ def test_runs_below_the_least_priority_for_offloading_are_not_copied() -> None:
     assert moves(manager) == []
 
 
-def test_a_run_that_finds_no_room_on_the_disk_costs_no_shadow_on_the_host() -> None:
+def test_a_run_that_finds_no_room_on_the_disk_costs_no_host_copy_on_the_host() -> None:
     manager = make_manager(gpu_blocks=12, host_blocks=12, disk_blocks=4, eviction_policy="priority")
     important = cached(manager, 16, retention=keeping(90))
     manager.cache.evict(4)
@@ -171,14 +171,14 @@ def test_a_run_that_finds_no_room_on_the_disk_costs_no_shadow_on_the_host() -> N
     manager.cache.evict(4)
     assert [tiers(manager, prompt) for prompt in (important, below)] == [{"DISK": 4}, {"HOST": 4}]
     cached(manager, 16, 200, retention=keeping(10))
-    cached(manager, 32, 300, retention=keeping(30))  # its shadow takes the place of the run on the host
+    cached(manager, 32, 300, retention=keeping(30))  # its host copy takes the place of the run on the host
     assert [tiers(manager, prompt) for prompt in (important, below)] == [{"DISK": 4}, {}]
     manager.take_copies()
     manager.cache.evict(4)
-    assert moves(manager) == []  # the shadow of the least important one is still there
+    assert moves(manager) == []  # the host copy of the least important one is still there
 
 
-def test_a_shadow_pushes_out_no_other_shadow_also_where_important_runs_stay() -> None:
+def test_a_host_copy_pushes_out_no_other_host_copy_also_where_important_runs_stay() -> None:
     manager = make_manager(gpu_blocks=12, eviction_policy="priority")
     cached(manager, 16, retention=keeping(90))
     manager.cache.evict(4)
@@ -197,10 +197,10 @@ def test_without_a_host_tier_nothing_is_copied_ahead() -> None:
     assert tiers(manager, tokens) == {"DISK": 4}
 
 
-# --- what happens to a run happens to its shadow ---------------------------------------------------------------------
+# --- what happens to a run happens to its host copy ---------------------------------------------------------------------
 
 
-def test_a_run_is_cut_with_its_shadow() -> None:
+def test_a_run_is_cut_with_its_host_copy() -> None:
     manager = make_manager()
     tokens = cached(manager, 16)
     manager.take_copies()
@@ -215,7 +215,7 @@ def test_a_run_is_cut_with_its_shadow() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_invalidated_runs_lose_their_shadow_at_once(reads: bool) -> None:
+def test_invalidated_runs_lose_their_host_copy_at_once(reads: bool) -> None:
     manager = make_manager(gpu_blocks=8)
     tokens = cached(manager, 16)
     if reads:
@@ -228,7 +228,7 @@ def test_invalidated_runs_lose_their_shadow_at_once(reads: bool) -> None:
     assert host(manager) == (8, 0)
 
 
-def test_a_pinned_run_keeps_its_place_and_its_shadow_may_go() -> None:
+def test_a_pinned_run_keeps_its_place_and_its_host_copy_may_go() -> None:
     manager = make_manager(max_pinned_tokens=64)
     tokens = cached(manager, 16)
     manager.cache.pin(tokens)
@@ -238,7 +238,7 @@ def test_a_pinned_run_keeps_its_place_and_its_shadow_may_go() -> None:
     assert host(manager) == (2, 0)
 
 
-def test_shadows_move_with_their_pool() -> None:
+def test_host_copies_move_with_their_pool() -> None:
     manager = make_manager(host_blocks=12)
     first = cached(manager, 16)
     manager.cache.evict(4)
@@ -255,7 +255,7 @@ def test_shadows_move_with_their_pool() -> None:
     assert tiers(manager, second) == {"HOST": 4}
 
 
-def test_a_shadow_is_seen_as_cached_blocks_of_the_host() -> None:
+def test_a_host_copy_is_seen_as_cached_blocks_of_the_host() -> None:
     manager = make_manager()
     cached(manager, 16)
     (op,) = manager.take_copies()
@@ -263,7 +263,7 @@ def test_a_shadow_is_seen_as_cached_blocks_of_the_host() -> None:
     assert (block.state.value, block.position, block.is_published) == ("cached", 4, True)
 
 
-def test_subscribers_hear_of_a_shadow_when_its_run_is_evicted() -> None:
+def test_subscribers_hear_of_a_host_copy_when_its_run_is_evicted() -> None:
     manager = make_manager()
     subscription = manager.subscribe()
     cached(manager, 16)
@@ -299,7 +299,7 @@ def test_of_windows_only_what_the_end_of_a_run_needs_is_copied() -> None:
     manager.check()
 
 
-def test_windowed_blocks_that_leave_the_gpu_alone_leave_the_shadow_too() -> None:
+def test_windowed_blocks_that_leave_the_gpu_alone_leave_the_host_copy_too() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=24, host_blocks=24)
     first = cached(manager, 20)
     ops = manager.take_copies()
