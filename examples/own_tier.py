@@ -1,5 +1,6 @@
 """A tier of your own: one file for each value. Derive KeyedTier, and let kvpool.testing.TierContract test it."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ class FileTier(KeyedTier):
     def __init__(self, directory: Path, capacity_bytes: int = 2**30) -> None:
         super().__init__("files")
         self._directory, self._capacity = directory, capacity_bytes
+        self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
     def _path(self, key: bytes) -> Path:
@@ -39,27 +41,32 @@ class FileTier(KeyedTier):
         return [self._store_one(key, view) for key, view in zip(keys, data, strict=True)]
 
     def _store_one(self, key: bytes, view: memoryview) -> Outcome:
-        if sum(self._sizes()) + view.nbytes > self._capacity:
-            return Outcome.REFUSED
-        new = self._path(key).with_suffix(".new")
-        new.write_bytes(view)
-        new.rename(self._path(key))  # a reader sees all of a value, or nothing
-        return Outcome.OK
+        with self._lock:  # several threads may store at once
+            if sum(self._sizes()) + view.nbytes > self._capacity:
+                return Outcome.REFUSED
+            new = self._path(key).with_suffix(".new")
+            new.write_bytes(view)
+            new.rename(self._path(key))  # a reader sees all of a value, or nothing
+            return Outcome.OK
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
-        found = self._contains(keys, deadline)
-        for key in keys:
-            self._path(key).unlink(missing_ok=True)
+        with self._lock:
+            found = self._contains(keys, deadline)
+            for key in keys:
+                self._path(key).unlink(missing_ok=True)
         return [Outcome.OK if there else Outcome.MISS for there in found]
 
     def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
-        found = [path for path in self._directory.iterdir() if pattern.matches(bytes.fromhex(path.stem))]
-        for path in found:
-            path.unlink()
+        with self._lock:
+            found = [path for path in self._directory.iterdir() if pattern.matches(bytes.fromhex(path.stem))]
+            for path in found:
+                path.unlink(missing_ok=True)
         return Purged(len(found), is_complete=True)
 
     def _look(self) -> Room:
-        return Room(len(self._sizes()), sum(self._sizes()), self._capacity)
+        with self._lock:
+            sizes = self._sizes()
+        return Room(len(sizes), sum(sizes), self._capacity)
 
     def _sizes(self) -> list[int]:
         return [path.stat().st_size for path in self._directory.iterdir()]

@@ -35,7 +35,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
 def test_given_engines_one_after_another_then_the_layers_of_their_model_are_compiled_once(graphs: list[Any]) -> None:
-    model, prompts = tiny_model("llama"), [random_prompt(5, seed=1), random_prompt(3, seed=2)]
+    model, prompts = tiny_model("llama"), [random_prompt(5, seed=1)]  # one: every engine runs steps of the same sizes
     outputs, counts = [], []
     for _ in range(3):
         with Engine(model, kv_blocks=64, compile=True) as engine:
