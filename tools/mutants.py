@@ -177,7 +177,8 @@ class _Finder:
         if isinstance(node.value, bool):
             yield self._replace(node, str(not node.value).encode(), "constant")
         elif isinstance(node.value, (int, float)):
-            for other in (node.value + 1, node.value - 1) if node.value > 0 else (node.value + 1,):
+            step = 1 if isinstance(node.value, int) else max(1.0, node.value / 2)  # one more than 2e10 changes nothing
+            for other in (node.value + step, node.value - step) if node.value > 0 else (node.value + step,):
                 yield self._replace(node, str(other).encode(), "constant")
 
     def _opposite(self, called: ast.expr) -> Iterator[Mutant]:
@@ -220,6 +221,8 @@ def _can_be_left_out(node: ast.stmt) -> bool:
 def _relevant(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes that a mutant may change."""
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # of zip: an assertion too
         return
     yield node
     if isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)):
@@ -294,7 +297,7 @@ class Workplace:
         self._environment = {
             **os.environ,
             "CI": "true",
-            "PYTHONPATH": str(folder / "src"),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "src"), os.environ.get("PYTHONPATH")))),
             "OMP_NUM_THREADS": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to start than most mutants to be noticed
             "CUDA_VISIBLE_DEVICES": "",
@@ -490,13 +493,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for outcome in run_all(root, sample, options.processes, options.limit, options.minutes, options.measured):
             outcomes.append(outcome)
             _report(outcome, sources[outcome.mutant.path])
+            if options.json is not None:  # after each, for a run that is cut short
+                _write(options.json, outcomes, sources)
     except RuntimeError as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
-    outcomes.sort()
     print("\n" + _summary(outcomes))
-    if options.json is not None:
-        options.json.write_text(json.dumps([_plain(outcome, sources) for outcome in outcomes], indent=2) + "\n")
     return 1 if any(outcome.result == SURVIVED for outcome in outcomes) else 0
 
 
@@ -524,6 +526,10 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
         results = ", ".join(f"{counts[result]} {result}" for result in (KILLED, TIMED_OUT, SURVIVED))
         lines.append(f"{name:<12} {counts.total():4} mutants: {results}; {rate:.0f} % noticed")
     return "\n".join(lines)
+
+
+def _write(path: Path, outcomes: Sequence[Outcome], sources: dict[str, bytes]) -> None:
+    path.write_text(json.dumps([_plain(outcome, sources) for outcome in sorted(outcomes)], indent=2) + "\n")
 
 
 def _plain(outcome: Outcome, sources: dict[str, bytes]) -> dict[str, Any]:
