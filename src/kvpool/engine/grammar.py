@@ -153,7 +153,6 @@ class _Matching:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = str(self._matcher.get_error()).partition("<state>")[
-                0
-            ]  # behind it is what only its developers read
+            # What follows "<state>" is for the developers of llguidance.
+            reason, _, _ = str(self._matcher.get_error()).partition("<state>")
             raise StepError(f"the answer could not be kept in the form that was asked for: {' '.join(reason.split())}")

@@ -58,8 +58,8 @@ def route(
     """Send each request to the server that has most of its prompt cached and least to do.
 
     \b
-    kvpool serve --model DIR --port 8001 --publish tcp://127.0.0.1:5557
-    kvpool serve --model DIR --port 8002 --publish tcp://127.0.0.1:5567
+    kvpool serve DIR --port 8001 --publish tcp://127.0.0.1:5557
+    kvpool serve DIR --port 8002 --publish tcp://127.0.0.1:5567
     kvpool route --backend http://127.0.0.1:8001=tcp://127.0.0.1:5557 --backend http://127.0.0.1:8002=tcp://127.0.0.1:5567
 
     \b
