@@ -164,7 +164,7 @@ def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_o
     waiting = engine.submit(PROMPT, params(4))  # the engine's thread has not looked at it when it ends
     closer = threading.Thread(target=engine.close)
     closer.start()
-    assert engine._thread._closed.wait(SECONDS)
+    assert engine._thread._inbox.closed.wait(SECONDS)
     step.may_end.set()
     for generation in (running, waiting):
         with pytest.raises(SequenceStateError, match="closed before"):
@@ -233,7 +233,7 @@ def test_given_an_engine_that_fails_by_itself_then_all_requests_end_and_the_memo
     for generation in generations:
         with pytest.raises(KVPoolError, match="on fire"):
             generation.result(SECONDS)
-    assert engine._thread._closed.wait(SECONDS)
+    assert engine._thread._inbox.closed.wait(SECONDS)
     with pytest.raises(SequenceStateError, match="on fire"):
         engine.submit(PROMPT)
     engine.cancel(generations[0])

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kvpool.engine.inbox import Inbox  # noqa: E402
 from kvpool.engine.thread import EngineThread  # noqa: E402
 
 
@@ -23,7 +24,7 @@ def idle_loop() -> Any:
 @pytest.mark.usefixtures("eager_thread_switches")
 def test_given_many_callers_at_the_start_then_one_thread_answers_all() -> None:
     for _ in range(100):
-        engine_thread = EngineThread(idle_loop())
+        engine_thread = EngineThread(idle_loop(), Inbox())
         answers: list[int] = []
         together = threading.Barrier(6)
 

@@ -78,13 +78,11 @@ class Engine:
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
         parts = assemble(self.model, chosen, limits, model_tiers)
-        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop = parts
+        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox = parts
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
         self._closing = threading.Lock()
-        self._thread = EngineThread(self._loop)  # which does not hold the engine
-        if self._tiers is not None:
-            self._tiers.tell = self._tiers.handovers.tell = self._thread.tell
+        self._thread = EngineThread(self._loop, inbox)  # which does not hold the engine
         self._requests = self._make_requests()
         self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig
+from kvpool.engine.inbox import Inbox
+from kvpool.engine.live_requests import LiveRequests
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
@@ -36,6 +38,7 @@ class Parts(NamedTuple):
     plane: DataPlane
     tiers: TierLink | None
     loop: EngineLoop
+    inbox: Inbox
 
 
 def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> Parts:
@@ -68,16 +71,18 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         opened = model_tiers.open(model, config)
-        tiers = None if opened is None else TierLink(opened, scheduler, plane)
+        requests, inbox = LiveRequests(scheduler), Inbox()
+        tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
         loop = EngineLoop(
             scheduler,
+            requests,
             runner,
             shape.vocab_size,
             num_draft_tokens=settings.draft_tokens,
             overlap=settings.overlap,
             tiers=tiers,
         )
-    return Parts(shape, config, manager, plane, tiers, loop)
+    return Parts(shape, config, manager, plane, tiers, loop, inbox)
 
 
 def _prepared(model: Any, compile: bool) -> ModelShape:

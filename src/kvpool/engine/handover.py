@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.engine.generation import Generation
+from kvpool.engine.inbox import Inbox
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import BatchPlan, Request, ScheduledSequence, Scheduler
@@ -34,7 +35,6 @@ from kvpool.tiers.transport.storing import Storer
 from kvpool.tiers.transport.tier_transport import HandoverStats, TierTransport
 
 log = logging.getLogger("kvpool")
-Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
 
 
 class Collector:
@@ -110,6 +110,7 @@ class Prefill:
         prompt: PromptKeys,
         keys: BlockKeys,
         storer: Storer,
+        count: Callable[[Prefill], None],
         on_progress: Callable[[int], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
@@ -129,7 +130,7 @@ class Prefill:
         self._num_telling = 0  # threads that tell of progress
         self._error: KVPoolError | None = None
         self._over = threading.Event()
-        self.after: Callable[[Prefill], None] = lambda prefill: None  # set by who counts
+        self._count = count
 
     # --- for its caller ----------------------------------------------------------------------------------------------
 
@@ -240,7 +241,7 @@ class Prefill:
                 self._generation.result(0)
             except KVPoolError as error:
                 self._error = error
-        self.after(self)
+        self._count(self)
         self._over.set()
         if self._on_end is not None:
             _contained(self._on_end)
@@ -249,8 +250,8 @@ class Prefill:
 class Handovers:
     """Both halves of one engine, and their counts."""
 
-    def __init__(self, transport: TierTransport, collector: Collector, manager: KVCacheManager) -> None:
-        self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
+    def __init__(self, transport: TierTransport, collector: Collector, manager: KVCacheManager, inbox: Inbox) -> None:
+        self._inbox = inbox
         self._transport = transport
         self._collector = collector
         self._manager = manager
@@ -275,11 +276,11 @@ class Handovers:
         shared = next(renamed, own.num_blocks)
         num_tokens = min(own.num_tokens, shared * keys.block_size + 1)
         prompt = PromptKeys(num_tokens, tuple(of_group[:shared] for of_group in own.keys), own.version)
-        return Prefill(own.num_tokens, prompt, keys, self._transport.storer, on_progress, on_end)
+        count = partial(self._count_prefill, request)
+        return Prefill(own.num_tokens, prompt, keys, self._transport.storer, count, on_progress, on_end)
 
     def start(self, prefill: Prefill, generation: Generation, request: Request, queue: Callable[[], None]) -> None:
         """Has it computed; `queue` hands its request to the engine."""
-        prefill.after = partial(self._count_prefill, request)
         self._collector.demand(request.id)
         lane = self._transport.lane
         if not lane.submit(partial(prefill.begin, generation, queue), prefill.drop):
@@ -315,7 +316,7 @@ class Handovers:
             done(0)
 
         try:
-            self.tell(partial(self._arrived, request, done, fetch), give_up)
+            self._inbox.put(partial(self._arrived, request, done, fetch), give_up)
         except KVPoolError:  # the engine has ended
             give_up()
 

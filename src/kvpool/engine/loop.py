@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
+from kvpool.engine.live_requests import LiveRequests
 from kvpool.engine.runner import ModelRunner, PlannedCopies
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
 from kvpool.engine.tier_link import TierLink
@@ -53,6 +54,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
+        requests: LiveRequests,
         runner: ModelRunner,
         vocabulary: int,
         *,
@@ -66,8 +68,7 @@ class EngineLoop:
         max_sequences = scheduler.config.max_sequences
         self._sampler = StepSampler(vocabulary, max_sequences, runner.device)
         self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
-        self._generations: dict[Hashable, Generation] = {}
-        self._beams: dict[Hashable, BeamSearch] = {}
+        self._requests = requests
         self._flying: deque[_Launched] = deque()
         self._broken: list[Generation] = []  # requests whose grammar failed in this step
         self._copies = PlannedCopies(scheduler, runner.plane)
@@ -75,8 +76,6 @@ class EngineLoop:
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
         self.tiers = tiers
-        if tiers is not None:
-            tiers.enqueue = self.enqueue
 
     @property
     def has_work(self) -> bool:
@@ -102,22 +101,12 @@ class EngineLoop:
     def add(self, generation: Generation, request: Request, prompt: PromptKeys | None = None) -> None:
         """Queues a request, once its prefix has come from tiers if its keys are given; raises if it can never run."""
         if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
-            self.enqueue(generation, request)
-
-    def enqueue(self, generation: Generation, request: Request) -> None:
-        """Hands a request to the scheduler; raises if it can never run."""
-        self.scheduler.add(request)
-        self._register(generation, request)
-
-    def _register(self, generation: Generation, request: Request) -> None:
-        self._generations[request.id] = generation
-        if request.steered:
-            self._beams[request.id] = BeamSearch(generation.params, request)
+            self._requests.enqueue(generation, request)
 
     def fork(self, other: Generation, generation: Generation, request: Request) -> None:
         """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
         live: tuple[ScheduledSequence, ...] = ()
-        if self._runs(other):
+        if self._requests.includes(other):
             with suppress(UnknownRequestError):  # it is over, and is just being told its last tokens
                 live = self.scheduler.sequences(other.id)
         parent = next((sequence for sequence in live if sequence.index == 0 and not sequence.is_finished), None)
@@ -125,7 +114,7 @@ class EngineLoop:
             self.add(generation, request)
             return
         shares = self.scheduler.fork(parent, request)
-        self._register(generation, request)
+        self._requests.register(generation, request)
         if shares:
             (child,) = self.scheduler.sequences(request.id)
             generation.admit(child.live_handle().num_cached_tokens)
@@ -135,19 +124,12 @@ class EngineLoop:
         """Ends a request that is not over; nothing happens if it is."""
         if self.tiers is not None:
             self.tiers.release(generation)
-        if self._runs(generation):
+        if self._requests.includes(generation):
             self._end(self.scheduler.cancel(generation.id))
-
-    def _runs(self, generation: Generation) -> bool:
-        """Whether this request is ours and not over. Ids alone do not tell: another engine may have one of the same id."""
-        return self._generations.get(generation.id) is generation
 
     def fail(self, error: KVPoolError) -> None:
         """Ends every request with an error."""
-        for generation in self._generations.values():
-            generation.end(error)
-        self._generations.clear()
-        self._beams.clear()
+        self._requests.fail(error)
         self._flying.clear()
         if self.tiers is not None:
             self.tiers.fail(error)
@@ -197,7 +179,7 @@ class EngineLoop:
         began = time.perf_counter()
         self._copies.start(plan)  # first of all: whatever happens to the step, other sequences rely on them
         for sequence in plan.admitted:
-            generation = self._generations.get(sequence.request.id)
+            generation = self._requests.generations.get(sequence.request.id)
             if generation is not None and not generation.samples:
                 generation.admit(sequence.live_handle().num_cached_tokens)
         for sequence in (*plan.admitted, *plan.resumed):
@@ -207,7 +189,7 @@ class EngineLoop:
         logits = self.runner.run(plan, self._inputs(plan))
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
-        sampled = self._sampler.sample(plan, logits, self._generations, self._catch_up)
+        sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up)
         self._remember(plan, sampled.tokens)
         rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
         if self.runner.device.type == "cpu":
@@ -230,7 +212,7 @@ class EngineLoop:
         row_of_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
         mine: dict[BeamSearch, list[int]] = {}
         for at in np.flatnonzero(plan.is_steered[rows]).tolist():
-            mine.setdefault(self._beams[plan.sequences[int(rows[at])].request.id], []).append(at)
+            mine.setdefault(self._requests.searches[plan.sequences[int(rows[at])].request.id], []).append(at)
         return [
             (
                 search,
@@ -342,7 +324,7 @@ class EngineLoop:
             if plan.is_steered[row]:
                 searches[sequence].forked(sequence, children.get(sequence, []))
                 continue
-            generation = self._generations.get(sequence.request.id)
+            generation = self._requests.generations.get(sequence.request.id)
             if generation is None or generation.has_ended(sequence.index):
                 continue
             if plan.num_samples[row] > 1:
@@ -356,9 +338,8 @@ class EngineLoop:
             with suppress(UnknownRequestError):  # it was its last token: the step ends it
                 self._end(self.scheduler.cancel(broken.id))
         self._broken.clear()
-        for (
-            sequence
-        ) in stopped:  # only now: the last of a request ends it, and all of its samples must have their tokens
+        # Only now, when all samples have their tokens: the last sample that stops ends its request.
+        for sequence in stopped:
             done = self.scheduler.finish(sequence.request.id, sequence.index)
             if done is not None:
                 self._end(done)
@@ -390,7 +371,7 @@ class EngineLoop:
         return False
 
     def _track(self, sequence: ScheduledSequence) -> None:
-        generation = self._generations.get(sequence.request.id)
+        generation = self._requests.generations.get(sequence.request.id)
         if generation is not None and generation.params.has_penalties:
             self._sampler.track(sequence, generation, self.scheduler.token_ids(sequence))
 
@@ -398,10 +379,10 @@ class EngineLoop:
         """A request is over, by itself or because of a failure."""
         if self.tiers is not None:
             self.tiers.ended(done.request.id)
-        generation = self._generations.pop(done.request.id, None)
+        generation = self._requests.generations.pop(done.request.id, None)
         if generation is None:
             return
-        search = self._beams.pop(done.request.id, None)
+        search = self._requests.searches.pop(done.request.id, None)
         if search is not None:
             generation.replace_samples(search.results(done.reason.value))
         else:
@@ -414,7 +395,7 @@ class EngineLoop:
     def _propose(self, plan: BatchPlan) -> None:
         """Guesses for the sequences of the step, to be verified in the next one."""
         for sequence in plan.sequences:
-            generation = self._generations.get(sequence.request.id)
+            generation = self._requests.generations.get(sequence.request.id)
             if generation is None or not sequence.is_running:
                 continue
             if generation.params.has_penalties or generation.params.grammar is not None:  # they follow each token

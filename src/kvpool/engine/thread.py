@@ -7,11 +7,11 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.layout import current
@@ -23,23 +23,13 @@ _alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()  # of those that have 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-class _Action(NamedTuple):
-    """What a caller wants done, and whom to tell if the thread ends before."""
-
-    run: Callable[[], None]
-    fail: Callable[[KVPoolError], None]
-
-
 class EngineThread:
     """Starts with the first thing to do. It ends when it is closed, or, once abandoned, when nothing is left to do."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, inbox: Inbox) -> None:
         self._loop = loop
-        self._wake = threading.Condition()
-        self._inbox: deque[_Action] = deque()  # to be done before the next step
-        self._closed = threading.Event()
+        self._inbox = inbox
         self._abandoned = False
-        self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
         self._thread: threading.Thread | None = None
         self._process = 0  # that has the thread: a fork of the process does not
 
@@ -50,7 +40,7 @@ class EngineThread:
     @property
     def is_closed(self) -> bool:
         """Whether it does nothing more: it was closed, or something ended it."""
-        return self._closed.is_set()
+        return self._inbox.closed.is_set()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -69,18 +59,14 @@ class EngineThread:
                 f"this engine runs in process {self._process}, of which this one is a fork; make an engine of its own here, "
                 "or start processes with the method 'spawn'"
             )
-        with self._wake:
-            if self._closed.is_set():
-                why = "" if self._failure is None else f": {self._failure}"
-                raise SequenceStateError(f"this engine is closed{why}") from self._failure
-            self._inbox.append(_Action(run, fail))
+        with self._inbox.changed:
+            self._inbox.put(run, fail)
             if self._thread is None:
                 self._process = os.getpid()  # first: others look at both without the lock
                 self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
                 _alive.add(self)
                 _threads.add(self._thread)  # too: it goes on for a moment when nobody has the object any more
                 self._thread.start()
-            self._wake.notify_all()
 
     def ask(self, question: Callable[[], _Answer]) -> _Answer:
         """The answer as of between two steps; raises what `question` raises, or what ended the thread."""
@@ -107,9 +93,7 @@ class EngineThread:
         """Ends it after the step that it is in."""
         if self.is_elsewhere:
             return
-        with self._wake:
-            self._closed.set()
-            self._wake.notify_all()
+        self._inbox.close()
 
     def abandon(self) -> None:
         """Nobody has the engine any more. The thread ends when the requests are over for which somebody may still wait.
@@ -118,9 +102,9 @@ class EngineThread:
         """
         if self.is_elsewhere:
             return
-        with self._wake:
+        with self._inbox.changed:
             self._abandoned = True
-            self._wake.notify_all()
+            self._inbox.changed.notify_all()
             is_idle = not self._has_work and not self._loop.num_held
         if is_idle and self._thread is not None and not self.is_current:
             self._thread.join(_EXIT_SECONDS)
@@ -128,32 +112,28 @@ class EngineThread:
     # --- in the thread itself ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
+        failure: KVPoolError | None = None
         try:
             with current(self._loop.runner.device):
                 while self._waited_for_work():
-                    while self._inbox:
-                        self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
-                        self._inbox.popleft()
+                    self._inbox.run_all()
                     self._loop.tend()
                     if self._loop.has_work:
                         self._loop.step()
         except BaseException as error:
-            ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
-            ended.__cause__ = error
-        with self._wake:
-            self._closed.set()  # nobody writes to the inbox from here on
-        for action in self._inbox:
-            action.fail(ended)
-        self._inbox.clear()
+            failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        self._inbox.close(failure)
+        ended = failure or SequenceStateError("the engine was closed before this request was over")
+        self._inbox.fail_all(ended)
         self._loop.fail(ended)
 
     def _waited_for_work(self) -> bool:
         """Waits until there is something to do; False at the end."""
-        with self._wake:
-            while not (self._has_work or self._closed.is_set() or (self._abandoned and not self._loop.num_held)):
-                self._wake.wait(self._loop.patience)
-            return self._has_work and not self._closed.is_set()
+        with self._inbox.changed:
+            while not (self._has_work or self.is_closed or (self._abandoned and not self._loop.num_held)):
+                self._inbox.changed.wait(self._loop.patience)
+            return self._has_work and not self.is_closed
 
     @property
     def _has_work(self) -> bool:

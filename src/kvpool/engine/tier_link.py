@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.handover import Collector, Handovers
+from kvpool.engine.inbox import Inbox
+from kvpool.engine.live_requests import LiveRequests
 from kvpool.errors import KVPoolError
 from kvpool.quiet import QuietErrors
 from kvpool.scheduling import BatchPlan, Request, Scheduler
@@ -35,7 +37,6 @@ from kvpool.tiers.transport.prefix_options import next_query
 from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, Forgetting, TieringStats, TierTransport
 
 _quiet = QuietErrors(logging.getLogger("kvpool"))
-Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
 
 
 class _WaitingRequest:
@@ -54,15 +55,17 @@ class _WaitingRequest:
 class TierLink:
     """Joins one engine to keyed tiers, fastest first."""
 
-    def __init__(self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane) -> None:
+    def __init__(
+        self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane, requests: LiveRequests, inbox: Inbox
+    ) -> None:
         self.keys = opened.keys
-        self.enqueue: Callable[[Generation, Request], None] = lambda generation, request: None  # set by the loop
-        self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
+        self._requests = requests
+        self._inbox = inbox
         self._scheduler = scheduler
         self._manager = scheduler.manager
         self._transport = TierTransport(opened, self._manager, plane)
         self._collector = Collector(scheduler, self._transport.offers)
-        self.handovers = Handovers(self._transport, self._collector, self._manager)
+        self.handovers = Handovers(self._transport, self._collector, self._manager, inbox)
         self._leases = Leases(self._manager)
         self._held: dict[Hashable, _WaitingRequest] = {}
         self._leaders: dict[bytes, _WaitingRequest] = {}
@@ -117,7 +120,7 @@ class TierLink:
     def _tell_arrived(self, held: _WaitingRequest, fetch: Fetch) -> None:
         """In a thread that fetches: hands over to the engine's."""
         try:
-            self.tell(partial(self._arrived, held, fetch), lambda error: fetch.release())
+            self._inbox.put(partial(self._arrived, held, fetch), lambda error: fetch.release())
         except KVPoolError:  # the engine has ended
             fetch.release()
 
@@ -144,7 +147,7 @@ class TierLink:
         """The request goes to the scheduler; those that waited for its load look again."""
         followers = self._forget(held)
         try:
-            self.enqueue(held.generation, replace(held.request, arrival=held.arrival))
+            self._requests.enqueue(held.generation, replace(held.request, arrival=held.arrival))
         except KVPoolError as error:
             held.generation.end(error)
         for follower in followers:
