@@ -22,8 +22,14 @@ from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
-from kvpool.kernels.layout import Runs
+from kvpool.kernels.layout import Runs, Selection, SlotStates
 from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.states_triton import (
+    convolve_one_triton,
+    convolve_triton,
+    delta_rule_one_triton,
+    select_one_triton,
+)
 from kvpool.kernels.write_triton import write_slots_triton
 
 HALF: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
@@ -94,6 +100,27 @@ def copy() -> None:
     copy_words(ids, ids)
 
 
+def update_states() -> None:
+    """One token of a layer of Qwen3-Next and of one of Falcon-H1, and a chunk of a prompt through their convolution."""
+    half, rows = {"dtype": torch.bfloat16}, torch.zeros(2, dtype=torch.int64)
+
+    def states(*shape: int, dtype: torch.dtype = torch.float32) -> SlotStates:
+        return SlotStates(torch.zeros(3, *shape, dtype=dtype), rows, rows)
+
+    x, inputs, taps = torch.zeros(2, 8192, **half), states(8192, 4, **half), torch.zeros(8192, 4, **half)
+    convolve_one_triton(x, inputs, taps, None, True)
+    convolve_triton(x, torch.zeros(3, dtype=torch.int64), 100, inputs, taps, taps[:, 0], True)
+    heads, numbers = torch.zeros(2, 32, 128, **half), torch.zeros(2, 32)
+    for decay in (numbers, torch.zeros(2, 32, 128)):
+        delta_rule_one_triton(heads, heads, heads, decay, numbers, states(32, 128, 128), True)
+    channels, b = torch.zeros(1, 1).expand(24, 128), torch.zeros(2, 2, 256, **half)
+    a, dt = channels[:, :, None].expand(-1, -1, 256), channels.expand(2, -1, -1)
+    x = torch.zeros(2, 24, 128, **half)
+    select_one_triton(x, Selection(dt, a, b, b, channels, channels, True), states(24, 128, 256), x)
+    a, b, channels = torch.zeros(1, 8192, 16), torch.zeros(2, 1, 16, **half), torch.zeros(2, 1, 8192, **half)
+    select_one_triton(channels, Selection(channels, a, b, b, None, None, True), states(1, 8192, 16), None)
+
+
 def main() -> None:
     case = ""
 
@@ -107,6 +134,8 @@ def main() -> None:
     JITFunction.run = compile_only
     case = "copies"
     copy()
+    case = "states"
+    update_states()
     for name, kind in SPECS.items():
         case = name
         attend(kind)

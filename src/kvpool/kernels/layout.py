@@ -1,10 +1,11 @@
-"""What kernels see: K and V of one layer as strided views, blocks as rows of bytes, and which GPU is the current one."""
+"""What kernels see: K and V as strided views, blocks as rows of bytes, states in slots, and which GPU is the current one."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,57 @@ class Runs(NamedTuple):
     stride: int
     num_stretches: int
     token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStates:
+    """The states of a batch's sequences where they lie: sequence i reads slot `sources[i]` and writes slot `targets[i]`.
+
+    `stored` is [slot, *shape], and a slot is contiguous. The slots of a batch are int64 on the same device and are trusted; a
+    sequence may read and write the same slot, but no slot that another one writes. A module of transformers takes it for the
+    tensor [sequence, *shape] of its cache, as long as it only hands it to the functions of `kvpool.kernels.states`.
+    """
+
+    stored: Tensor
+    sources: Tensor
+    targets: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.sources), *self.stored.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.stored.device
+
+    def __getitem__(self, index: Any) -> SlotStates:
+        """A part of every state; `index` keeps the sequences."""
+        return SlotStates(self.stored[index], self.sources, self.targets)
+
+    def gather(self) -> Tensor:
+        """A copy of the states that are read."""
+        return self.stored.index_select(0, self.sources)
+
+    def scatter(self, values: Tensor) -> None:
+        """Writes the states."""
+        self.stored.index_copy_(0, self.targets, values.to(self.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a state space model makes of its tokens besides their values, as Mamba names it; expanded tensors are welcome."""
+
+    dt: Tensor  # [sequence, head, channel]: the time step
+    a: Tensor  # [head, channel, state]
+    b: Tensor  # [sequence, group, state], of which each group serves equally many heads
+    c: Tensor
+    d: Tensor | None  # [head, channel]: what of a value goes by the state
+    dt_bias: Tensor | None  # [head, channel]
+    softplus: bool  # of the time step
 
 
 def widest_view(data: Tensor) -> Tensor:
