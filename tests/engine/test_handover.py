@@ -257,7 +257,7 @@ def test_given_a_prefetch_that_somebody_wants_to_cancel_then_the_engine_goes_on_
 def test_given_too_many_that_wait_for_tiers_then_a_prefill_is_refused_and_says_why() -> None:
     with make(Store()) as engine:
         assert engine._tiers is not None
-        engine._tiers._transport.lane.max_waiting = 0
+        engine._tiers._transport.fetch_threads.max_waiting = 0
         with pytest.raises(SequenceStateError, match="ask again later"):
             engine.prefill(PROMPT).result(SECONDS)
         assert engine.prefetch(PROMPT).result(SECONDS) == 0

@@ -59,7 +59,7 @@ class SlowLink:
         self.num_steps = self.num_waits = 0
         self.rows: list[list[Any]] = []  # the requests in each step
         loop, transfers = engine._loop, engine.plane.transfers
-        loop.scheduler._roster.running.arrivals = Arrivals()
+        loop.scheduler._queues.running.arrivals = Arrivals()
         start, step, run = transfers._start, loop.step, loop.runner.run
 
         def slow_start(copies: TransferStep) -> Any:

@@ -115,7 +115,7 @@ def serve(scheduler: Scheduler, workload: Workload, num_requests: int, num_draft
         for done in result.finished:
             workload.finished(done.request, done.outputs[0].token_ids.tolist())
         for sequence in plan.sequences if num_drafts else ():
-            if sequence in scheduler._roster.running.decoding and random.random() < 0.5:
+            if sequence in scheduler._queues.running.decoding and random.random() < 0.5:
                 scheduler.propose(sequence, workload.some(num_drafts))
     raise AssertionError("the workload does not end")
 

@@ -294,7 +294,7 @@ def test_given_a_pool_that_shrinks_when_waiting_samples_can_no_longer_fit_then_t
     manager = make_manager(gpu_blocks=8)
     engine = make_engine(manager, depth=2)
     add(engine, request("a", 8, 22, n=4))
-    while len(engine.scheduler._roster.resuming) < 2:
+    while len(engine.scheduler._queues.resuming) < 2:
         engine.step()
     while engine.launched:
         engine.complete()

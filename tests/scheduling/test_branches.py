@@ -106,7 +106,7 @@ def test_given_beams_of_two_requests_that_hold_what_the_others_need_then_the_low
     for _ in range(3):
         engine.step()
     for each in requests:  # as if each had lost one beam
-        engine.scheduler._roster.preempt(engine.scheduler.sequences(each.id)[1], 0)
+        engine.scheduler._queues.preempt(engine.scheduler.sequences(each.id)[1], 0)
     room = engine.manager.can_allocate(num_tokens=1).blocks_available[0]
     outsider = engine.manager.allocate("outsider", num_tokens=4 * room)
     plan = engine.step()

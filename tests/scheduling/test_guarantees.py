@@ -78,11 +78,11 @@ def test_when_a_waiting_sample_no_longer_fits_then_its_request_leaves_the_step_t
     engine = make_engine(manager, max_chunk_tokens=chunk)
     other = request("b", 4, 6, first=100)
     add(engine, request("a", 8, 21, n=2, scope=YOURS))
-    while not len(engine.scheduler._roster.resuming):
+    while not len(engine.scheduler._queues.resuming):
         engine.step()
     if chunk is not None:  # the sample that stayed gives way too, and computes its tokens again in chunks
         (running,) = [sequence for sequence in engine.scheduler.sequences("a") if sequence.is_running]
-        engine.scheduler._roster.preempt(running, 0)
+        engine.scheduler._queues.preempt(running, 0)
         manager.cache.evict(8)
         assert engine.step().num_decode == 0
     manager.cache.set_quota("mine", guaranteed=4)

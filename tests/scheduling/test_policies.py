@@ -129,7 +129,7 @@ def test_given_fair_share_when_a_tenant_comes_back_from_a_pause_then_it_has_save
 def test_given_fair_share_when_a_request_stops_early_then_its_tenant_is_charged_only_what_it_used() -> None:
     policy = FairShare()
     engine = make_engine(max_sequences=1, policy=lambda: policy)
-    policy_of_engine = engine.scheduler._roster.policy
+    policy_of_engine = engine.scheduler._queues.policy
     assert isinstance(policy_of_engine, FairShare)
     add(engine, of_tenant("a", "long", max_new_tokens=40))
     engine.step()

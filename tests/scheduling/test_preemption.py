@@ -165,7 +165,7 @@ def test_given_drafts_in_flight_when_their_sequence_gives_way_then_it_is_compute
     assert plan.num_drafts.tolist() == [3]
     engine.launched.append((plan, *engine.launch(plan)))
     (sequence,) = plan.sequences
-    engine.scheduler._roster.preempt(sequence, 0)
+    engine.scheduler._queues.preempt(sequence, 0)
     assert sequence.state is SequenceState.WAITING
     engine.complete()
     engine.drain()
@@ -178,7 +178,7 @@ def swapped_urgent(engine: ToyEngine, *others: Request) -> None:
     (sequence,) = engine.step().sequences
     plan = engine.scheduler.step()
     engine.launched.append((plan, *engine.launch(plan)))
-    engine.scheduler._roster.preempt(sequence, 0)
+    engine.scheduler._queues.preempt(sequence, 0)
     assert sequence.state is SequenceState.SWAPPED
     add(engine, *others)
     plan = engine.scheduler.step()
@@ -252,7 +252,7 @@ def test_given_a_victim_with_a_sample_in_flight_when_there_is_room_then_it_resum
     engine.step()
     plan = scheduler.step()
     engine.launched.append((plan, *engine.launch(plan)))
-    scheduler._roster.preempt(plan.sequences[0], 0)
+    scheduler._queues.preempt(plan.sequences[0], 0)
     assert scheduler.step().is_empty
     engine.complete()
     assert names(scheduler.step().resumed) == ["a"]
@@ -263,7 +263,7 @@ def test_given_a_chunk_in_flight_when_its_sequence_left_and_came_back_then_it_is
     only = request("a", 12, 3)
     add(engine, only)
     (sequence,) = engine.step().sequences
-    engine.scheduler._roster.preempt(sequence, 0)
+    engine.scheduler._queues.preempt(sequence, 0)
     engine.drain()
     engine.assert_right(only)
 

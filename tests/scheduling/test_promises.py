@@ -60,7 +60,7 @@ def test_given_a_fork_for_several_or_steered_sequences_then_it_waits_like_any_ot
 
 def outstanding(engine: ToyEngine) -> list[int]:
     scheduler = engine.scheduler
-    return scheduler._capacity.outstanding(scheduler._roster.running.lanes)
+    return scheduler._capacity.outstanding(scheduler._queues.running.lanes)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_given_requests_that_ended_then_nothing_stays_promised(options: dict[str
     while engine.scheduler.has_work:
         engine.step()
     assert outstanding(engine) == [0]
-    lanes = engine.scheduler._roster.running.lanes
+    lanes = engine.scheduler._queues.running.lanes
     assert [int(numbers.sum()) for numbers in (lanes.promised, lanes.places, lanes.spare_blocks)] == [0, 0, 0]
 
 
@@ -180,7 +180,7 @@ def preempted_in_flight(engine: ToyEngine) -> Any:
     plan = scheduler.step()
     engine.launched.append((plan, *engine.launch(plan)))
     (sequence,) = plan.sequences
-    scheduler._roster.preempt(sequence, 0)
+    scheduler._queues.preempt(sequence, 0)
     return sequence
 
 

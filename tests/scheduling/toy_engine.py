@@ -233,14 +233,14 @@ class ToyEngine:
 
     def _propose(self, plan: BatchPlan) -> None:
         for sequence in plan.sequences:
-            lanes = self.scheduler._roster.running.lanes
+            lanes = self.scheduler._queues.running.lanes
             if not self.drafts or not sequence.is_running or lanes.in_flight[sequence.lane]:
                 continue
             history = self.scheduler.token_ids(sequence).tolist()
             for _ in range(self.drafts[0]):
                 history.append(next_token(np.array(history, np.int32)))
             drafts = [*history[len(history) - self.drafts[0] :], VOCABULARY + 1] if self.drafts[0] else [VOCABULARY + 1]
-            if sequence in self.scheduler._roster.running.decoding:
+            if sequence in self.scheduler._queues.running.decoding:
                 self.scheduler.propose(sequence, drafts)
                 self.drafts.append(self.drafts.pop(0))
 

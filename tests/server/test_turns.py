@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.server.answers import HOLE, EventForm, as_event
 from kvpool.server.limits import AT_ONCE, Turns
-from kvpool.server.served_model import Handover
+from kvpool.server.served_model import LoopNotifier
 
 
 def test_given_a_crowd_then_it_begins_in_order_and_others_come_between() -> None:
@@ -72,17 +72,17 @@ class _Woken:
 def test_given_a_step_with_news_for_many_then_the_loop_is_called_once_and_wakes_some_at_a_turn() -> None:
     async def step() -> list[int]:
         engine: Any = _Engine()
-        handover = Handover(asyncio.get_running_loop(), engine)
+        notifier = LoopNotifier(asyncio.get_running_loop(), engine)
         requests: list[Any] = [_Woken() for _ in range(40)]
         for request in requests:
-            handover.put(request)
+            notifier.put(request)
         (call,) = engine.calls
         call()
         seen = []
         while not seen or seen[-1] < 40:
             await asyncio.sleep(0)
             seen.append(sum(request.wake.is_set() for request in requests))
-        handover.put(requests[0])
+        notifier.put(requests[0])
         assert len(engine.calls) == 2
         return seen
 
@@ -92,12 +92,12 @@ def test_given_a_step_with_news_for_many_then_the_loop_is_called_once_and_wakes_
 def test_given_a_loop_that_is_closed_then_what_has_news_for_it_is_cancelled() -> None:
     engine: Any = _Engine()
     loop = asyncio.new_event_loop()
-    handover = Handover(loop, engine)
+    notifier = LoopNotifier(loop, engine)
     before: Any = _Woken()
     after: Any = _Woken()
-    handover.put(before)
+    notifier.put(before)
     loop.close()
-    handover.put(after)
+    notifier.put(after)
     engine.calls[0]()
     assert (before.is_cancelled, after.is_cancelled) == (True, True)
 

@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def places_are_what_the_manager_reserved(self) -> None:
         if hasattr(self, "scheduler"):
-            running = self.scheduler._roster.running
+            running = self.scheduler._queues.running
             for sequence in running.members:
                 ahead = sequence.live_handle().num_reserved - running.lanes.places[sequence.lane]
                 # One that waits for its blocks, or did until now, keeps the place of its only token.

@@ -13,8 +13,8 @@ from kvpool.testing import key, value
 from kvpool.tiers import KeyPattern, MemoryTier, Outcome, Purged
 from kvpool.tiers.transport import chain as watching
 from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, call_seconds
-from kvpool.tiers.transport.lanes import Lane, Pending
 from kvpool.tiers.transport.prefix_options import NOWHERE
+from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 SECONDS = 30.0
 SIZE = 64
@@ -120,14 +120,14 @@ def test_given_a_purge_that_answers_nonsense_then_it_counts_as_incomplete() -> N
     assert watched.purge(KeyPattern(), SECONDS) == Purged()
 
 
-def test_given_calls_that_hang_then_a_lane_is_stuck_once_all_its_own_threads_are_in_them(
+def test_given_calls_that_hang_then_threads_are_stuck_once_all_its_own_threads_are_in_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watching, "GRACE_SECONDS", -1.0)
     tier = HangingTier()
     (watched,) = TierChain([tier]).watched
-    fetching = Lane("fetch", 2, 8, [watched])
-    storing = Lane("store", 1, 8, [watched])
+    fetching = ThreadPool("fetch", 2, 8, [watched])
+    storing = ThreadPool("store", 1, 8, [watched])
 
     def look_up() -> None:
         watched.contains([key(0)], 0.01)

@@ -20,9 +20,9 @@ from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import KnownKeys, WatchedTier
 from kvpool.tiers.transport.deciding import DecisionStats
 from kvpool.tiers.transport.fetching import FetchStats
-from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
+from kvpool.tiers.transport.threads import ThreadPool
 from kvpool.tiers.transport.tier_transport import HandoverStats
 
 SECONDS = 30.0
@@ -99,7 +99,7 @@ def test_given_fresh_memory_then_it_is_private_and_asks_for_huge_pages() -> None
 
 
 def test_given_a_full_lane_then_more_is_refused_and_stopping_drops_what_waits() -> None:
-    lane, gate, begun = Lane("test", 1, 2), threading.Event(), threading.Event()
+    threads, gate, begun = ThreadPool("test", 1, 2), threading.Event(), threading.Event()
     done: list[str] = []
 
     def first() -> None:
@@ -107,25 +107,25 @@ def test_given_a_full_lane_then_more_is_refused_and_stopping_drops_what_waits() 
         gate.wait(SECONDS)
         done.append("first")
 
-    assert lane.submit(first, nothing)
+    assert threads.submit(first, nothing)
     assert begun.wait(SECONDS)
-    assert lane.submit(lambda: done.append("second"), lambda: done.append("dropped"))
-    assert lane.submit(lambda: done.append("third"), lambda: done.append("dropped"))
-    assert not lane.submit(nothing, nothing)
-    assert not lane.flush(0.0)
-    assert not lane.stop(0.0)
+    assert threads.submit(lambda: done.append("second"), lambda: done.append("dropped"))
+    assert threads.submit(lambda: done.append("third"), lambda: done.append("dropped"))
+    assert not threads.submit(nothing, nothing)
+    assert not threads.flush(0.0)
+    assert not threads.stop(0.0)
     gate.set()
-    assert lane.stop(SECONDS)
+    assert threads.stop(SECONDS)
     assert done == ["dropped", "dropped", "first"]
-    assert not lane.submit(nothing, nothing)
+    assert not threads.submit(nothing, nothing)
 
 
 def test_given_a_job_that_raises_then_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
-    lane, done = Lane("test"), threading.Event()
-    lane.submit(lambda: 1 // 0, nothing)  # type: ignore[arg-type, return-value]
-    lane.submit(done.set, nothing)
+    threads, done = ThreadPool("test"), threading.Event()
+    threads.submit(lambda: 1 // 0, nothing)  # type: ignore[arg-type, return-value]
+    threads.submit(done.set, nothing)
     assert done.wait(SECONDS)
-    assert lane.stop(SECONDS)
+    assert threads.stop(SECONDS)
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -26,7 +26,7 @@ _FA3_ROWS = 128  # of queries × heads in one of its tiles
 _TENSOR_CORE_GROUP = 4  # query heads of a KV head from which on its tensor-core decode is the faster one
 
 
-class _Part(NamedTuple):
+class _WrapperRows(NamedTuple):
     """Sequences that one wrapper attends to: decode rows, or chunks of prompts."""
 
     wrapper: Any
@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 class _FlashInferPlan(AttentionPlan):
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec, num_query_tokens: int, block_size: int) -> None:
         super().__init__(backend, spec, num_query_tokens, block_size)
-        self.parts: list[_Part] = []
+        self.parts: list[_WrapperRows] = []
         self.empty: Tensor | None = None  # query rows of sequences without keys
 
 
@@ -166,13 +166,13 @@ class FlashInferBackend(AttentionBackend):
             wrapper = wrappers.take()
             wrapper.plan(*_lists(batch, decode), **_decode_options(spec, batch))
             wrappers.lend_to(plan, wrapper)
-            plan.parts.append(_Part(wrapper, self._rows(starts[decode], batch.query_lens[decode])))
+            plan.parts.append(_WrapperRows(wrapper, self._rows(starts[decode], batch.query_lens[decode])))
         if len(chunks):
             wrappers = self._prefill[self._prefill_kernels(spec, int(batch.query_lens[chunks].sum()))]
             wrapper = wrappers.take()
             self._plan_chunks(wrapper, spec, batch, chunks)
             wrappers.lend_to(plan, wrapper)
-            plan.parts.append(_Part(wrapper, self._rows(starts[chunks], batch.query_lens[chunks])))
+            plan.parts.append(_WrapperRows(wrapper, self._rows(starts[chunks], batch.query_lens[chunks])))
         if len(empty):
             rows = self._rows(starts[empty], batch.query_lens[empty])
             plan.empty = torch.arange(plan.num_query_tokens, device=self.device)[rows]
@@ -235,7 +235,7 @@ class FlashInferBackend(AttentionBackend):
         buffers.planned = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
         buffers.planned.record()
         plan = _FlashInferPlan(self, spec, buffers.max_sequences, batch.block_size)
-        plan.parts.append(_Part(buffers.wrapper, slice(0, buffers.max_sequences)))
+        plan.parts.append(_WrapperRows(buffers.wrapper, slice(0, buffers.max_sequences)))
         return plan
 
     def _rows(self, starts: Int64Array, lens: Int64Array) -> slice | Tensor:

@@ -43,7 +43,7 @@ class _Launch(NamedTuple):
     partials: Partials | None
 
 
-class _Room(NamedTuple):
+class _LaunchSize(NamedTuple):
     """How much one launch of fixed size has room for."""
 
     shape: TileShape
@@ -90,7 +90,7 @@ class _TritonBuffers(PlanBuffers):
             )
             self.launches.append(_Launch(room.shape, room.tile_tokens, items, tiles, partials))
 
-    def _partials_of(self, other: PlanBuffers | None, number: int, room: _Room) -> Partials | None:
+    def _partials_of(self, other: PlanBuffers | None, number: int, room: _LaunchSize) -> Partials | None:
         """Memory of other buffers for the partial results of a launch, where they have enough."""
         if not isinstance(other, _TritonBuffers) or other.spec != self.spec or number >= len(other.rooms):
             return None
@@ -171,17 +171,17 @@ class TritonBackend(AttentionBackend):
         self.require(spec)
         return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks, beside)
 
-    def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _Room:
+    def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _LaunchSize:
         """What a launch needs for any batch of such a size: single queries (`short`), or longer runs of them."""
         shape = self.tile_shape(spec, short=short)
         if short:  # all of the queries, or one for each sequence and one that stands behind them
             tiles, tile_tokens = min(max_query_tokens, max_sequences + 1), 1
             count = max_items(tiles, self.target_items(spec, shape, tile_tokens))
-            return _Room(shape, tile_tokens, count, tiles, count)
+            return _LaunchSize(shape, tile_tokens, count, tiles, count)
         tile_tokens = self.tile_tokens(spec, shape)
         tiles = min(max_sequences, max_query_tokens // 2) + 1 + max_query_tokens // tile_tokens
         partials = max_partials(spec, tiles, self.target_items(spec, shape, tile_tokens), _waves(shape))
-        return _Room(shape, tile_tokens, tiles + partials, min(tiles, partials // 2), partials)
+        return _LaunchSize(shape, tile_tokens, tiles + partials, min(tiles, partials // 2), partials)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
         """Divides the work and copies it to the device, asynchronously; nothing waits for the GPU."""

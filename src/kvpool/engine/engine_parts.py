@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig
 from kvpool.engine.inbox import Inbox
-from kvpool.engine.live_requests import LiveRequests
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.runner import ModelRunner
+from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tier_link import TierLink
@@ -71,7 +71,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         opened = model_tiers.open(model, config)
-        requests, inbox = LiveRequests(scheduler), Inbox()
+        requests, inbox = ScheduledRequests(scheduler), Inbox()
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
         loop = EngineLoop(
             scheduler,

@@ -282,10 +282,10 @@ class Handovers:
     def start(self, prefill: Prefill, generation: Generation, request: Request, queue: Callable[[], None]) -> None:
         """Has it computed; `queue` hands its request to the engine."""
         self._collector.demand(request.id)
-        lane = self._transport.lane
-        if not lane.submit(partial(prefill.begin, generation, queue), prefill.drop):
+        threads = self._transport.fetch_threads
+        if not threads.submit(partial(prefill.begin, generation, queue), prefill.drop):
             prefill.drop(
-                f"{lane.num_waiting} others wait for the tiers of this engine, or it is closed; ask again later"
+                f"{threads.num_waiting} others wait for the tiers of this engine, or it is closed; ask again later"
             )
 
     def _count_prefill(self, request: Request, prefill: Prefill) -> None:
@@ -305,7 +305,7 @@ class Handovers:
         fetch = Fetch(prompt, match.num_blocks, now, now + self._transport.timeout, is_asked_for=True)
         arrived = partial(self._tell_arrived, request, done)
         nothing = partial(done, match.num_tokens)
-        if missing <= 0 or self._transport.lane.is_stuck or not self._transport.fetch(fetch, arrived, nothing):
+        if missing <= 0 or self._transport.fetch_threads.is_stuck or not self._transport.fetch(fetch, arrived, nothing):
             nothing()
 
     def _tell_arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
-from kvpool.engine.live_requests import LiveRequests
 from kvpool.engine.runner import ModelRunner, PlannedCopies
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
+from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
@@ -54,7 +54,7 @@ class EngineLoop:
     def __init__(
         self,
         scheduler: Scheduler,
-        requests: LiveRequests,
+        requests: ScheduledRequests,
         runner: ModelRunner,
         vocabulary: int,
         *,

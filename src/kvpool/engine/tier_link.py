@@ -23,7 +23,7 @@ from functools import partial
 from kvpool.engine.generation import Generation
 from kvpool.engine.handover import Collector, Handovers
 from kvpool.engine.inbox import Inbox
-from kvpool.engine.live_requests import LiveRequests
+from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.errors import KVPoolError
 from kvpool.quiet import QuietErrors
 from kvpool.scheduling import BatchPlan, Request, Scheduler
@@ -32,14 +32,14 @@ from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.cache_blocks import Leases
 from kvpool.tiers.transport.fetching import Fetch
-from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.threads import Pending
 from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, Forgetting, TieringStats, TierTransport
 
 _quiet = QuietErrors(logging.getLogger("kvpool"))
 
 
-class _WaitingRequest:
+class _HeldRequest:
     """A request that waits for its prefix: for a fetch of its own, or for that of a request before it."""
 
     def __init__(self, generation: Generation, request: Request, prompt: PromptKeys, arrival: float) -> None:
@@ -49,14 +49,14 @@ class _WaitingRequest:
         self.arrival = arrival  # by the scheduler's clock
         self.pending: Pending[Fetch] = Pending(math.inf)  # until it waits for something
         self.missing: list[bytes] = []  # keys for which others wait on this one
-        self.followers: list[_WaitingRequest] = []
+        self.followers: list[_HeldRequest] = []
 
 
 class TierLink:
     """Joins one engine to keyed tiers, fastest first."""
 
     def __init__(
-        self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane, requests: LiveRequests, inbox: Inbox
+        self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane, requests: ScheduledRequests, inbox: Inbox
     ) -> None:
         self.keys = opened.keys
         self._requests = requests
@@ -67,8 +67,8 @@ class TierLink:
         self._collector = Collector(scheduler, self._transport.offers)
         self.handovers = Handovers(self._transport, self._collector, self._manager, inbox)
         self._leases = Leases(self._manager)
-        self._held: dict[Hashable, _WaitingRequest] = {}
-        self._leaders: dict[bytes, _WaitingRequest] = {}
+        self._held: dict[Hashable, _HeldRequest] = {}
+        self._leaders: dict[bytes, _HeldRequest] = {}
         self._joined = self._timed_out = self._crowded = 0
         self._closed = False
 
@@ -84,15 +84,15 @@ class TierLink:
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
         """Lets a request wait while its prefix is fetched; False: there is nothing to wait for."""
-        return self._hold(_WaitingRequest(generation, request, prompt, self._scheduler.clock()))
+        return self._hold(_HeldRequest(generation, request, prompt, self._scheduler.clock()))
 
-    def _hold(self, held: _WaitingRequest) -> bool:
+    def _hold(self, held: _HeldRequest) -> bool:
         if held.prompt.version != self.keys.forgotten.version:
             held.prompt = self.prompt_keys(held.request)
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
-        if missing <= 0 or self._closed or self._transport.lane.is_stuck:
+        if missing <= 0 or self._closed or self._transport.fetch_threads.is_stuck:
             return False
         now = time.monotonic()
         due = held.pending.due if math.isfinite(held.pending.due) else now + self._transport.patience(missing)
@@ -117,14 +117,14 @@ class TierLink:
         self._held[held.request.id] = held
         return True
 
-    def _tell_arrived(self, held: _WaitingRequest, fetch: Fetch) -> None:
+    def _tell_arrived(self, held: _HeldRequest, fetch: Fetch) -> None:
         """In a thread that fetches: hands over to the engine's."""
         try:
             self._inbox.put(partial(self._arrived, held, fetch), lambda error: fetch.release())
         except KVPoolError:  # the engine has ended
             fetch.release()
 
-    def _arrived(self, held: _WaitingRequest, fetch: Fetch) -> None:
+    def _arrived(self, held: _HeldRequest, fetch: Fetch) -> None:
         held.pending.end(fetch)
         if held.pending.is_given_up:
             return
@@ -143,7 +143,7 @@ class TierLink:
         self._transport.give_back(fetch, waits)
         return handle is not None
 
-    def _let_go(self, held: _WaitingRequest) -> None:
+    def _let_go(self, held: _HeldRequest) -> None:
         """The request goes to the scheduler; those that waited for its load look again."""
         followers = self._forget(held)
         try:
@@ -157,13 +157,13 @@ class TierLink:
             if not self._hold(follower):
                 self._let_go(follower)
 
-    def _forget_keys(self, held: _WaitingRequest) -> None:
+    def _forget_keys(self, held: _HeldRequest) -> None:
         for key in held.missing:
             if self._leaders.get(key) is held:
                 del self._leaders[key]
         held.missing = []
 
-    def _forget(self, held: _WaitingRequest) -> list[_WaitingRequest]:
+    def _forget(self, held: _HeldRequest) -> list[_HeldRequest]:
         held.pending.give_up()
         self._held.pop(held.request.id, None)
         self._forget_keys(held)

@@ -45,7 +45,7 @@ class EventBatch(NamedTuple):
     next_id: int  # id of the next live event that this subscriber will read
 
 
-class _Buffer:
+class _NewestEvents:
     """The newest events, found by id: at most `capacity` of them, naming at most `max_blocks` blocks (or one event)."""
 
     __slots__ = ("_blocks_before", "_capacity", "_events", "_max_blocks", "_num_blocks", "first_id", "next_id")
@@ -118,7 +118,7 @@ class EventLog:
         self._lock = threading.Lock()  # guards everything below and every subscription
         self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._buffer = _Buffer(1, 1, next_id=1)  # of full size only while somebody listens
+        self._buffer = _NewestEvents(1, 1, next_id=1)  # of full size only while somebody listens
         self._subscriptions: list[Subscription] = []
         self._removal_key: tuple[Tier, int, str] | None = None
         self._removed_digests: list[bytes] = []
@@ -227,7 +227,7 @@ class EventLog:
             raise InvalidArgumentError("this event log has no snapshot source: use subscribe(snapshot=False)")
         with self._lock:
             if not self._subscriptions:
-                self._buffer = _Buffer(self._capacity, self._max_blocks, self._buffer.next_id)
+                self._buffer = _NewestEvents(self._capacity, self._max_blocks, self._buffer.next_id)
             self._flush_removals()
             subscription = Subscription(self, self._buffer.next_id)
             self._subscriptions.append(subscription)
@@ -306,7 +306,7 @@ class EventLog:
                 self.listening = False
                 self._removal_key = None
                 self._removed_digests = []
-                self._buffer = _Buffer(1, 1, self._buffer.next_id)
+                self._buffer = _NewestEvents(1, 1, self._buffer.next_id)
             self._wake()
 
 

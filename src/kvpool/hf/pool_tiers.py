@@ -21,8 +21,8 @@ from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.cache_blocks import OfferProgress
 from kvpool.tiers.transport.fetching import Fetch
-from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.threads import Pending
 from kvpool.tiers.transport.tier_transport import TieringStats, TierTransport
 
 _quiet = QuietErrors(logging.getLogger("kvpool"))
@@ -96,7 +96,7 @@ class PoolTiers:
         match = self._manager.match_prefix(request.prompt, request.scope)
         num_tokens = len(request.prompt)
         missing = next_query(num_tokens // size, num_tokens, size) - match.num_tokens
-        if missing <= 0 or self._closed or transport.lane.is_stuck or latest <= now:
+        if missing <= 0 or self._closed or transport.fetch_threads.is_stuck or latest <= now:
             return None
 
         def make() -> Fetch:

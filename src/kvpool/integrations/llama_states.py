@@ -196,7 +196,7 @@ class StateStore:
         self.count(lookups=1)
         self._too_large.clear()
         due = time.monotonic() + self._timeout
-        wanted = _Wanted(tokens, self._signpost_keys(tokens), num_live + self._min_tokens, due, take)
+        wanted = _StateQuery(tokens, self._signpost_keys(tokens), num_live + self._min_tokens, due, take)
         known = [(watched, self._found(watched, wanted.keys, due)) for watched in self._tiers.watched]
         for watched, found in sorted(known, key=lambda each: -_num_tokens(each[1])):  # the fastest of equal ones first
             try:
@@ -210,7 +210,7 @@ class StateStore:
                 return num_tokens
         return 0
 
-    def _load_from(self, watched: WatchedTier, wanted: _Wanted, found: list[int]) -> int:
+    def _load_from(self, watched: WatchedTier, wanted: _StateQuery, found: list[int]) -> int:
         """Takes the state of the longest prefix that is right; signposts to what is wrong for everybody are taken out."""
         keys, due = wanted.keys, wanted.due
         for _ in range(_TRIES):
@@ -234,7 +234,7 @@ class StateStore:
             found = [index for index in found if index not in useless]
         return 0
 
-    def _taken(self, watched: WatchedTier, wanted: _Wanted, signpost: Signpost | None, num_tokens: int) -> int:
+    def _taken(self, watched: WatchedTier, wanted: _StateQuery, signpost: Signpost | None, num_tokens: int) -> int:
         """How many tokens llama.cpp took of a state. What it refuses is not tried again.
 
         It is replaced by what llama.cpp computes then; if that is refused as well, it stays, for others and another day.
@@ -367,7 +367,7 @@ class StateStore:
         return self._space.keys(named(_SCOPE, (hashlib.sha256(name).digest() for name in names)), _PIECES)
 
 
-class _Wanted(NamedTuple):
+class _StateQuery(NamedTuple):
     """A prompt, the keys of its blocks, and how many of its tokens a state must bring by when to be taken."""
 
     tokens: Tokens

@@ -23,7 +23,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, Storag
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
-from kvpool.model.self_check import ContiguousAttention, Kept, check_against_eager
+from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.states import (
     StateModule,
     StateStep,
@@ -160,7 +160,9 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
         with _errors_of(model):
             shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
             rotary.freeze(model)
-            check_against_eager(model, forward, shape.max_positions, Kept(frozenset(shape.attending), shape.states))
+            check_against_eager(
+                model, forward, shape.max_positions, CachedLayers(frozenset(shape.attending), shape.states)
+            )
     except BaseException:
         model.set_attn_implementation(own_attention)
         own_states(model)

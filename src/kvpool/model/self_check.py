@@ -40,14 +40,14 @@ class _Text(NamedTuple):
         return len(self.token_ids)
 
 
-class Kept(NamedTuple):
+class CachedLayers(NamedTuple):
     """What the layers of a model keep, by their numbers: those that attend, and the states of those that have one."""
 
     attention: frozenset[int]
     states: Mapping[int, StateSpec]
 
 
-def check_against_eager(model: Any, forward: Forward, max_positions: int | None, kept: Kept) -> None:
+def check_against_eager(model: Any, forward: Forward, max_positions: int | None, cached: CachedLayers) -> None:
     """UnsupportedModelError unless flattened steps with our attention give the logits of the model's own eager attention.
 
     Random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K and V,
@@ -63,21 +63,21 @@ def check_against_eager(model: Any, forward: Forward, max_positions: int | None,
         longest = _SHORT_WINDOW + 2 * max(windows, default=0)
         lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
         sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
-        _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), kept, sees_all)
+        _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), cached, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
         # And only now: a model that counts its positions otherwise may leave its tables there
-        if last > 1 and kept.attention:
+        if last > 1 and cached.attention:
             texts = _random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
-            _require_equal(model, forward, texts, kept, by_position)
+            _require_equal(model, forward, texts, cached, by_position)
 
 
-def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], kept: Kept, reason: str) -> None:
+def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers, reason: str) -> None:
     """UnsupportedModelError with this reason unless flattened steps give the logits that the model gives by itself."""
-    got = _flattened_logits(model, forward, texts, kept)
+    got = _flattened_logits(model, forward, texts, cached)
     whole = all(weight.dtype == torch.float32 for weight in model.parameters())  # some give float32 logits in any case
     tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
-    differences = _relative_difference(got, _eager_logits(model, texts, kept))
+    differences = _relative_difference(got, _eager_logits(model, texts, cached))
     difference = differences.quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
     if not difference <= tolerance:  # also when it is not a number
         raise UnsupportedModelError(
@@ -132,10 +132,10 @@ def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> 
     ]
 
 
-def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], kept: Kept) -> Tensor:
+def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers) -> Tensor:
     """The logits of all texts, one after another, computed in two steps that cut each text at a third."""
     attention = ContiguousAttention()
-    slots = StateSlots.allocate(kept.states, len(texts), model.device) if kept.states else None
+    slots = StateSlots.allocate(cached.states, len(texts), model.device) if cached.states else None
     cuts = [text.length // 3 for text in texts]
     heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
     positions = positions_of([text.start for text in texts], cuts).to(heads.device)
@@ -154,18 +154,18 @@ def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], kept
     return torch.cat([part for pair in parts for part in pair])
 
 
-def _eager_logits(model: Any, texts: Sequence[_Text], kept: Kept) -> Tensor:
+def _eager_logits(model: Any, texts: Sequence[_Text], cached: CachedLayers) -> Tensor:
     """The logits of all texts, one after another, each computed whole by the model itself."""
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            outputs = [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text, kept)) for text in texts]
+            outputs = [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text, cached)) for text in texts]
             return torch.cat([output.logits[0] for output in outputs])
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _past_of(model: Any, text: _Text, kept: Kept) -> dict[str, Any]:
+def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
     """How `generate` would tell the model where a text begins: by its positions, and a cache that has seen what is before.
 
     The cache holds none of those tokens, as that of a sliding layer does not hold what has left the window.
@@ -195,9 +195,9 @@ def _past_of(model: Any, text: _Text, kept: Kept) -> dict[str, Any]:
         """One that keeps a state, too."""
 
     def layer(number: int) -> Any:
-        if number not in kept.states:
+        if number not in cached.states:
             return FarLayer()
-        return FarHybrid() if number in kept.attention else LinearAttentionLayer()
+        return FarHybrid() if number in cached.attention else LinearAttentionLayer()
 
     num_layers = model.config.get_text_config().num_hidden_layers
     positions = torch.arange(text.start, text.start + text.length, device=model.device).unsqueeze(0)

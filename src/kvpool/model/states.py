@@ -40,7 +40,7 @@ class _Step(Protocol):
 _STEP: ContextVar[_Step | None] = ContextVar("kvpool_state_step", default=None)
 
 
-class _Run(NamedTuple):
+class _EqualSequences(NamedTuple):
     """Sequences that are computed in one call: they have equally many tokens, and all of them a state or none."""
 
     num_sequences: int
@@ -58,7 +58,11 @@ class StateStep:
     """
 
     def __init__(
-        self, slots: StateSlots, runs: Sequence[_Run], order: Tensor | None = None, back: Tensor | None = None
+        self,
+        slots: StateSlots,
+        runs: Sequence[_EqualSequences],
+        order: Tensor | None = None,
+        back: Tensor | None = None,
     ) -> None:
         self.slots = slots
         self._runs = runs  # one after another
@@ -85,7 +89,7 @@ class StateStep:
         runs, start = [], 0
         for (count, begins), group in groups.items():
             part = at[:, start : start + len(group)]
-            runs.append(_Run(len(group), count, None if begins else part[0], part[1]))
+            runs.append(_EqualSequences(len(group), count, None if begins else part[0], part[1]))
             start += len(group)
         starts = np.cumsum(counts) - counts
         places = [(starts[group][:, None] + np.arange(count)).ravel() for (count, _), group in groups.items()]
@@ -101,7 +105,7 @@ class StateStep:
         The slots are int64 on the device and trusted; a graph that is replayed finds those that they hold then. Rows
         that only fill a graph up all name one slot that nobody uses.
         """
-        return cls(slots, [_Run(len(targets), 1, sources, targets)])
+        return cls(slots, [_EqualSequences(len(targets), 1, sources, targets)])
 
     def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs:
         """What a module makes of the packed tokens `hidden`, [1, token, ...]; the states are in their slots afterwards."""

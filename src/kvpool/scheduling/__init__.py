@@ -15,9 +15,9 @@ from kvpool.scheduling.policies import (
     ShortestRemaining,
     SoonestFirstToken,
 )
+from kvpool.scheduling.queues import SchedulerStats
 from kvpool.scheduling.request import Finished, FinishReason, Output, Request, ScheduledSequence, SequenceState
 from kvpool.scheduling.results import Fork
-from kvpool.scheduling.roster import SchedulerStats
 from kvpool.scheduling.scheduler import Scheduler, StepResult
 from kvpool.scheduling.scheduler_config import CapacityMode, PreemptionMode, SchedulerConfig
 

@@ -1,4 +1,4 @@
-"""Who comes in: waiting requests are admitted, preempted ones resumed, offloaded prefixes brought up ahead."""
+"""Admission: admits waiting requests, resumes preempted ones, and brings offloaded prefixes up ahead of time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from enum import Enum, auto
 from kvpool.config import Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.scheduling.capacity import Capacity
+from kvpool.scheduling.plan_builder import PlanBuilder, PromptChunk
+from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
-from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.round import PromptChunk, Round
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission
 
-SPARE_CANDIDATES = 16  # looked at beyond the free lanes: some only wait for a prefix and let others pass
-RETRY_STEPS = 8  # while nobody came or left, a full pool is asked again only so often: windows may have moved on
+SPARE_CANDIDATES = 16  # tried beyond the free lanes, because some only wait for a prefix and let others pass
+RETRY_STEPS = 8  # a full pool is tried again so often even if no sequence came or left: windows free blocks, too
 
 
 class Verdict(Enum):
@@ -28,26 +28,26 @@ class Verdict(Enum):
     BLOCKED = auto()  # no memory or lane: nobody behind it goes first
 
 
-class Outlook:
-    """What is known of a sequence that waits, for policies."""
+class Estimates:
+    """Answers what a scheduling policy asks about a waiting sequence (`CachedTokens`)."""
 
-    def __init__(self, roster: Roster) -> None:
-        self.roster = roster
-        self.manager = roster.manager
+    def __init__(self, queues: Queues) -> None:
+        self.queues = queues
+        self.manager = queues.manager
 
     def __call__(self, sequence: ScheduledSequence) -> int:
         return self._match(sequence).num_tokens
 
     def first_token_seconds(self, sequence: ScheduledSequence) -> float:
-        """Its first token if it were alone: what is cached below the GPU comes up, the rest is computed."""
-        match, costs = self._match(sequence), self.roster.costs
+        """Seconds to its first token if it were alone: load what lower tiers have, compute what is not cached."""
+        match, costs = self._match(sequence), self.queues.costs
         below = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU)
         loaded = costs.transfer_seconds(below * self.manager.config.bytes_per_token)
         return loaded + costs.prefill_seconds(len(sequence.tokens) - match.num_tokens, match.num_tokens)
 
     def waited_seconds(self, sequence: ScheduledSequence) -> float:
-        """Since its request arrived."""
-        return self.roster.clock() - sequence.group.arrival
+        """Seconds since its request arrived."""
+        return self.queues.clock() - sequence.group.arrival
 
     def _match(self, sequence: ScheduledSequence) -> PrefixMatch:
         return self.manager.match_prefix(sequence.prompt)
@@ -56,28 +56,28 @@ class Outlook:
 class Admissions:
     """Brings sequences onto the GPU, in the order of the policy."""
 
-    def __init__(self, roster: Roster, capacity: Capacity) -> None:
-        self.roster = roster
+    def __init__(self, queues: Queues, capacity: Capacity) -> None:
+        self.queues = queues
         self.capacity = capacity
-        self.manager = roster.manager
-        self.config = roster.config
-        self._outlook = Outlook(roster)
+        self.manager = queues.manager
+        self.config = queues.config
+        self._estimates = Estimates(queues)
         self.num_arrivals = 0  # raised by the scheduler whenever a request is added
-        self._blocked_at = (-1, -1)  # departures and arrivals when somebody was last found to be blocked
+        self._blocked_at = (-1, -1)  # departures and arrivals when a candidate was last blocked
         self._retry_in = 0
 
-    def run(self, round: Round) -> None:
+    def run(self, builder: PlanBuilder) -> None:
         """Admits and resumes for one step."""
-        roster, running = self.roster, self.roster.running
-        if round.preempted or not (len(roster.resuming) or len(roster.policy)):
-            return  # where some just gave way there is no room for others
+        queues, running = self.queues, self.queues.running
+        if builder.preempted or not (len(queues.resuming) or len(queues.policy)):
+            return  # a step that had to preempt has no room for others
         self._retry_in -= 1
         if running.members and self._retry_in > 0 and self._blocked_at == (running.departures, self.num_arrivals):
             return
         self._blocked_at = (-1, -1)
         candidates = self._candidates()
         for position, sequence in enumerate(candidates):
-            verdict = self._try(sequence, round)
+            verdict = self._try(sequence, builder)
             if verdict is Verdict.BLOCKED:
                 self._blocked_at, self._retry_in = (running.departures, self.num_arrivals), RETRY_STEPS
             if verdict in (Verdict.BLOCKED, Verdict.OUT_OF_TOKENS):
@@ -85,49 +85,49 @@ class Admissions:
                 return
 
     def _candidates(self) -> list[ScheduledSequence]:
-        """Those to try, in order: more urgent ones first, preempted ones before new ones."""
-        limit = self.roster.running.lanes.num_free + SPARE_CANDIDATES
-        waiting = self.roster.policy.candidates(limit, self._outlook)
-        return sorted([*self.roster.resuming, *waiting], key=lambda sequence: sequence.urgency)
+        """The sequences to try, in order: more urgent ones first, preempted ones before new ones."""
+        limit = self.queues.running.lanes.num_free + SPARE_CANDIDATES
+        waiting = self.queues.policy.candidates(limit, self._estimates)
+        return sorted([*self.queues.resuming, *waiting], key=lambda sequence: sequence.urgency)
 
-    def _try(self, sequence: ScheduledSequence, round: Round) -> Verdict:
-        if sequence.is_finished:  # refused with a sibling before it
+    def _try(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Verdict:
+        if sequence.is_finished:  # refused together with a sequence of the same request
             return Verdict.PASSED_OVER
         if sequence.in_flight:  # preempted while a plan that samples for it is under way
             return Verdict.PASSED_OVER
         if self.capacity.has_shrunk() and (reason := self.capacity.why_never(sequence.request)) is not None:
-            round.refuse(sequence.group, reason)
+            builder.refuse(sequence.group, reason)
             return Verdict.PASSED_OVER
-        running = self.roster.running
+        running = self.queues.running
         lanes_needed = 1 if sequence.group.branched else sequence.request.n
         while running.num_free_lanes < lanes_needed:
-            if not self._preempt_for(sequence, round):
+            if not self._preempt_for(sequence, builder):
                 return Verdict.BLOCKED
         if sequence.state is SequenceState.SWAPPED:
-            return self._resume_swapped(sequence, round)
-        return self._allocate(sequence, round)
+            return self._resume_swapped(sequence, builder)
+        return self._allocate(sequence, builder)
 
     def _is_alone(self, sequence: ScheduledSequence) -> bool:
-        """Whether nobody else is on the GPU (other beams of the same request do not count): then it must go on."""
+        """Whether no other request is on the GPU. Then nobody would free memory for it, so it must go on with less."""
         if not sequence.request.steered:
-            return not self.roster.running.members
-        return all(other.group is sequence.group for other in self.roster.running.members)
+            return not self.queues.running.members
+        return all(other.group is sequence.group for other in self.queues.running.members)
 
-    def _preempt_for(self, sequence: ScheduledSequence, round: Round) -> bool:
-        """Makes a less urgent sequence give way; whether there was one."""
+    def _preempt_for(self, sequence: ScheduledSequence, builder: PlanBuilder) -> bool:
+        """Preempts a less urgent sequence; returns whether there was one."""
         if self.capacity.guaranteed:
             return False
-        victim = self.roster.victim(sequence, only_less_urgent=True)
+        victim = self.queues.victim(sequence, only_less_urgent=True)
         if victim is None:
             return False
-        round.preempt(victim)
+        builder.preempt(victim)
         return True
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _has_room(self, sequence: ScheduledSequence, admission: Admission, future: list[int]) -> bool:
         """Whether it fits beside everything that running sequences were promised."""
-        running = self.roster.running
+        running = self.queues.running
         promised = self.capacity.outstanding(running.lanes)
         room = self.capacity.supply.room(admission, sequence.request.scope.tenant, running.members)
         numbers = zip(room, admission.blocks_needed, future, promised, strict=True)
@@ -135,7 +135,7 @@ class Admissions:
 
     def _could_make_room(self, sequence: ScheduledSequence, admission: Admission, future: list[int]) -> bool:
         """Whether all less urgent sequences together hold what is missing."""
-        blocks = sum(s.live_handle().num_blocks for s in self.roster.running.members if s.urgency > sequence.urgency)
+        blocks = sum(s.live_handle().num_blocks for s in self.queues.running.members if s.urgency > sequence.urgency)
         missing = (
             need + later - have
             for have, need, later in zip(admission.blocks_available, admission.blocks_needed, future, strict=True)
@@ -146,7 +146,7 @@ class Admissions:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _allocate(self, sequence: ScheduledSequence, round: Round) -> Verdict:
+    def _allocate(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Verdict:
         """Admits a waiting sequence with the first chunk of its tokens."""
         request, prompt = sequence.request, sequence.prompt
         num_tokens = len(sequence.tokens)
@@ -155,28 +155,28 @@ class Admissions:
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waits_for_prefix:
                 sequence.waits_for_prefix = True
-                self.roster.stats.prefix_waits += 1
+                self.queues.stats.prefix_waits += 1
             return Verdict.PASSED_OVER
-        if round.is_full:
+        if builder.is_full:
             return Verdict.OUT_OF_TOKENS
         decodes_last = match.has_last_logits or (request.steered and sequence.group.branched)
         if decodes_last and num_tokens > 1 and not request.ends_with_item(num_tokens):
             num_tokens -= 1  # all is cached, or other beams must be there too: it decodes its last token
             prompt = Prompt(sequence.tokens[:-1], request.scope, request.items, request.cross_tokens, copy=False)
         start = min(match.num_tokens, num_tokens - 1)
-        stop = round.chunk_stop(start, num_tokens)
+        stop = builder.chunk_stop(start, num_tokens)
         if not alone:
             future = self.capacity.future(sequence, stop)
             while not self._has_room(sequence, admission := self._ask(sequence, stop), future):
-                if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
+                if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, builder):
                     return Verdict.BLOCKED
         handle = self._allocate_at_most(sequence, prompt, start, stop, alone)
         if handle is None:
             return Verdict.BLOCKED
         self._enter(sequence, handle)
-        (round.resumed if sequence.num_preemptions else round.admitted).append(sequence)
-        self.roster.stats.cached_tokens += handle.num_cached_tokens
-        self._start_prompt(sequence, handle, round)
+        (builder.resumed if sequence.num_preemptions else builder.admitted).append(sequence)
+        self.queues.stats.cached_tokens += handle.num_cached_tokens
+        self._start_prompt(sequence, handle, builder)
         return Verdict.ENTERED
 
     def _ask(self, sequence: ScheduledSequence, stop: int) -> Admission:
@@ -185,7 +185,7 @@ class Admissions:
     def _allocate_at_most(
         self, sequence: ScheduledSequence, prompt: Prompt, start: int, stop: int, alone: bool
     ) -> KVCacheHandle | None:
-        """Blocks for tokens up to `stop`; a sequence that has the GPU for itself takes less if it must, but begins."""
+        """Blocks for tokens up to `stop`; None if there are too few. A sequence alone on the GPU also begins with fewer."""
         request = sequence.request
         while True:
             try:
@@ -203,25 +203,25 @@ class Admissions:
                 stop = start + (stop - start) // 2
 
     def _enter(self, sequence: ScheduledSequence, handle: KVCacheHandle) -> None:
-        """Onto the GPU, with what that promises."""
+        """Moves a sequence onto the GPU, and records what it is promised."""
         sequence.waits_for_prefix = False
-        self.roster.enter(sequence, handle)
-        self.capacity.promise(self.roster.running.lanes, sequence)
+        self.queues.enter(sequence, handle)
+        self.capacity.promise(self.queues.running.lanes, sequence)
 
-    def _start_prompt(self, sequence: ScheduledSequence, handle: KVCacheHandle, round: Round) -> None:
-        """Plans the first chunk of what the cache does not have, unless what it has is on its way."""
-        running = self.roster.running
+    def _start_prompt(self, sequence: ScheduledSequence, handle: KVCacheHandle, builder: PlanBuilder) -> None:
+        """Plans the first chunk of what is not cached, unless cached blocks are still being copied to the GPU."""
+        running = self.queues.running
         start, stop = handle.num_written, handle.num_reserved
         if start == len(sequence.tokens):  # a prompt with stored logits, of one token or with an image at its end
             self.manager.rewind(handle, 1)
             start = stop = start - 1
-        excess = stop - start - round.budget
-        if excess > 0:  # under pressure less was reused than had been found
+        excess = stop - start - builder.budget
+        if excess > 0:  # memory was short, so less was reused than had been found
             self.manager.rewind(handle, excess)
             stop -= excess
         decodes = start == len(sequence.tokens) - 1 and stop == start
-        if round.hold_back(sequence, decodes=decodes):
-            if stop - start > 1:  # it takes them again when it begins; one alone may lie in a block that others read
+        if builder.hold_back(sequence, decodes=decodes):
+            if stop - start > 1:  # reserved again when it begins; a single place may lie in a block that others read
                 self.manager.rewind(handle, stop - start)
             running.lanes.places[sequence.lane] = start
             return
@@ -229,17 +229,17 @@ class Admissions:
         running.begin(sequence, decodes=decodes)
         if decodes:
             return
-        round.plan_chunk(sequence, PromptChunk(start, stop, self.manager.slot_mapping([handle], start, stop)))
+        builder.plan_chunk(sequence, PromptChunk(start, stop, self.manager.slot_mapping([handle], start, stop)))
 
     # --- swapped -----------------------------------------------------------------------------------------------------
 
-    def _resume_swapped(self, sequence: ScheduledSequence, round: Round) -> Verdict:
+    def _resume_swapped(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Verdict:
         """Brings a sequence back from the host. It takes no tokens of the step: it goes on in the next one."""
-        running, handle = self.roster.running, sequence.live_handle()
+        running, handle = self.queues.running, sequence.live_handle()
         if running.members:
             future = self.capacity.future(sequence, handle.num_reserved)
             while not self._has_room(sequence, admission := self.manager.can_swap_in(handle), future):
-                if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
+                if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, builder):
                     return Verdict.BLOCKED
         try:
             self.manager.swap_in(handle)
@@ -249,10 +249,10 @@ class Admissions:
         if written > committed:  # computed by plans that were in flight when it left
             self.manager.commit(handle, sequence.tokens[committed:written])
         self._enter(sequence, handle)
-        self.roster.stats.swapped_in += 1
-        round.resumed.append(sequence)
+        self.queues.stats.swapped_in += 1
+        builder.resumed.append(sequence)
         decodes = handle.num_reserved >= len(sequence.tokens) - 1
-        if not round.hold_back(sequence, decodes=decodes):
+        if not builder.hold_back(sequence, decodes=decodes):
             running.begin(sequence, decodes=decodes)
         return Verdict.ENTERED
 
@@ -261,7 +261,8 @@ class Admissions:
     def _prefetch(self, candidates: list[ScheduledSequence]) -> None:
         """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised.
 
-        All that a request needs must fit there: otherwise it would wait for room, and what came up be evicted before it runs.
+        It does so only where all that a request needs fits. Otherwise the request would wait for room, and its prefix would
+        be evicted again before the request runs.
         """
         for sequence in candidates if self.manager.inspect.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
@@ -273,6 +274,6 @@ class Admissions:
             if not self._has_room(sequence, admission, future):
                 continue
             try:
-                self.roster.stats.prefetched_blocks += self.manager.cache.onboard(sequence.prompt)
+                self.queues.stats.prefetched_blocks += self.manager.cache.onboard(sequence.prompt)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue

@@ -50,7 +50,7 @@ class BatchPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute (there may be copies): everybody waits for a plan in flight, for memory, or is done."""
+        """Nothing to compute (there may be copies): all sequences wait for a plan in flight or for memory, or are done."""
         return not self.sequences
 
     @property
@@ -95,7 +95,7 @@ class BatchPlan:
         return current
 
     def seconds(self, costs: CostModel, config: KVCacheConfig) -> float:
-        """What a cost model expects of this step: for simulated time."""
+        """Seconds that this step takes by a cost model; simulators add them up."""
         seconds = costs.transfer_seconds(transferred_bytes(self.copies, config))
         seconds += costs.decode_seconds(self.num_decode, int(self.kv_lengths[: self.num_decode].sum()))
         return seconds + sum(costs.prefill_seconds(num_tokens, context) for num_tokens, context in self.prefills())

@@ -1,6 +1,6 @@
-"""How much memory is promised to whom, and what can never fit. Numbers only; nothing here changes the manager.
+"""How many blocks running sequences are promised, and which requests can never fit. Nothing here changes the manager.
 
-Blocks that are guaranteed to one tenant are not there for requests of others.
+Requests cannot use blocks that are guaranteed to another tenant.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SPARE_WINDOW_BLOCKS = 2  # a window moves on when a step is committed: until the
 
 
 class Supply:
-    """Blocks per GPU pool that are free or evictable, with every tenant's guarantee kept. Numbers only."""
+    """How many blocks of each GPU pool are free or evictable, beside what is guaranteed to tenants."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.manager = manager
         self.num_pools = len(manager.config.pools)
 
     def guaranteed_to_others(self, tenant: str, pool: int) -> dict[str, int]:
-        """Blocks of a pool that may never be there for requests of a tenant, by the tenants that they are guaranteed to."""
+        """Blocks of a pool that a tenant cannot use, by the tenant that they are guaranteed to."""
         quotas = self.manager.cache.quotas().items()
         return {other: quota.guaranteed[pool] for other, quota in quotas if other != tenant and quota.guaranteed[pool]}
 
@@ -40,10 +40,10 @@ class Supply:
         return self.manager.can_allocate(num_tokens=1, scope=ReuseScope(tenant=tenant)).blocks_available
 
     def room(self, admission: Admission, tenant: str, running: Iterable[ScheduledSequence]) -> tuple[int, ...]:
-        """What is left of an admission's supply for all promises together, also those made to other tenants.
+        """Blocks per pool into which an admission and all promises, also those to other tenants, must fit together.
 
-        Whoever takes a block takes a free one first, also if some of his own idle ones could give way. So the promises
-        must fit into what is there for each tenant that was given one.
+        A tenant takes free blocks before it evicts cached blocks of its own. So all promises together must fit into what is
+        available to each tenant that has one.
         """
         have = admission.blocks_available
         quotas = self.manager.cache.quotas()
@@ -58,7 +58,7 @@ class Supply:
         return tuple(least)
 
     def num_served(self, needs: list[tuple[str, tuple[int, ...]]]) -> int:
-        """How many of these needs, each of a tenant and per pool, can be met in this order."""
+        """How many of these needs, (tenant, blocks per pool) each, can be met in this order."""
         quotas = self.manager.cache.quotas()
         pools = range(self.num_pools)
         own = {tenant: [quota.protected(pool) for pool in pools] for tenant, quota in quotas.items()}
@@ -96,7 +96,7 @@ class Capacity:
         return sequence.request.num_places if self.guaranteed else len(sequence.tokens)
 
     def promise(self, lanes: Lanes, sequence: ScheduledSequence) -> None:
-        """Notes what a sequence on the GPU is promised."""
+        """Records what a sequence on the GPU is promised."""
         lanes.promised[sequence.lane] = self.horizon(sequence)
         lanes.spare_blocks[sequence.lane] = self.spare_blocks(sequence)
 
@@ -128,7 +128,7 @@ class Capacity:
         return self._per_pool(np.array([blocks + self.spare_blocks(sequence)]))
 
     def _per_pool(self, blocks: Int64Array) -> list[int]:
-        """Columns of the block table, as blocks of every pool: a window gives back blocks while it takes new ones."""
+        """Converts columns of the block table to blocks of each pool. A window holds a limited number of blocks."""
         needs = [0] * self.num_pools
         for group in self._growing:
             limit = self._window_limit(group)

@@ -1,4 +1,4 @@
-"""What a step, a prompt or a transfer costs in seconds: the scheduler's only idea of the hardware.
+"""What a step, a prompt or a transfer costs in seconds. Nothing else tells the scheduler about the hardware.
 
 `kvpool bench --json FILE` times real steps of a model and writes a `Measurement`; `--costs FILE` reads it. Measured costs
 hold for the model and the machine they were measured with.
@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.float64]
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Predicts times. The scheduler compares them to choose victims and how they give way; a simulator adds them up."""
+    """Predicts times. The scheduler chooses whom to preempt, and how, by these; a simulator adds them up."""
 
     def prefill_seconds(self, num_tokens: int, context: int) -> float:
         """Computing `num_tokens` tokens of one prompt behind `context` tokens that are there already."""
@@ -69,8 +69,8 @@ class LinearCostModel:
     """Linear costs with a correction that follows what is measured (an exponentially weighted mean).
 
     Attention makes a prompt's cost grow with its context: `seconds_per_token_pair` times the tokens that each token sees.
-    The defaults describe an 8-billion-parameter model on one large GPU; call `Scheduler.observe` and
-    `observe_transfer` with measured times and they stop mattering.
+    The defaults describe an 8-billion-parameter model on one large GPU. Measured times, given to `Scheduler.observe` and
+    `observe_transfer`, correct them.
 
     >>> costs = LinearCostModel(prefill_seconds_per_token=1e-4, seconds_per_token_pair=0.0)
     >>> costs.observe_step([(100, 0)], 0, 0, seconds=0.02)  # twice as slow as thought: the next guess moves towards it
@@ -137,7 +137,7 @@ class LinearCostModel:
     def observe_step(
         self, prefills: Sequence[tuple[int, int]], num_sequences: int, context: int, seconds: float
     ) -> None:
-        """Steps that only decode correct the decode cost; what others take on top of it corrects the prefill cost."""
+        """A step that only decodes corrects the decode cost. Of other steps, what exceeds it corrects the prefill cost."""
         decode = self.decode_seconds(num_sequences, context)
         if not prefills:
             self.decode_scale *= self._correction(seconds, decode)

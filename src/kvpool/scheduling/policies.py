@@ -1,4 +1,4 @@
-"""Who is served next: an order of waiting sequences behind one small interface, and the six orders that come with kvpool."""
+"""Scheduling policies: the order in which waiting sequences are served. Six come with kvpool."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class CachedTokens(Protocol):
     """What a policy may ask about a waiting sequence."""
 
     def __call__(self, sequence: ScheduledSequence, /) -> int:
-        """How many tokens of it the prefix cache has now."""
+        """How many of its tokens are cached now."""
 
     def first_token_seconds(self, sequence: ScheduledSequence) -> float:
-        """How long its first token would take if it were alone: cached blocks come up, the rest is computed."""
+        """Seconds to its first token if it were alone: load what lower tiers have, compute what is not cached."""
 
     def waited_seconds(self, sequence: ScheduledSequence) -> float:
-        """How long ago its request arrived."""
+        """Seconds since its request arrived."""
 
 
 class OrderedQueue:
@@ -128,16 +128,16 @@ class Priority(FirstComeFirstServed):
 
 
 class ShortestRemaining(RankedPolicy):
-    """What needs the fewest tokens to completion first: the best mean latency; long requests may wait long."""
+    """The request with the fewest tokens left goes first. Mean latency is best; long requests may wait long."""
 
     def key(self, sequence: ScheduledSequence) -> tuple[int, float]:
         return sequence.request.num_places - len(sequence.tokens), sequence.group.arrival
 
 
 class LongestPrefixMatch(FirstComeFirstServed):
-    """What the cache can serve best first, among the `window` requests that have waited longest; then in order of arrival.
+    """The request with the most cached tokens goes first, among the `window` requests that have waited longest.
 
-    Looking at all of a long queue in every step would cost more than it wins.
+    The others follow in order of arrival: looking at a whole long queue in every step would cost more than it gains.
     """
 
     def __init__(self, window: int = 64) -> None:
@@ -151,10 +151,10 @@ class LongestPrefixMatch(FirstComeFirstServed):
 
 
 class SoonestFirstToken(FirstComeFirstServed):
-    """What would have its first token soonest goes first, among the `window` requests that have waited longest.
+    """The request that would have its first token soonest goes first, among the `window` that have waited longest.
 
-    That is what is on the GPU already, before what must come up from a lower tier, before what must be computed: by the
-    cost model. Nobody is overtaken any more once it has waited for `patience` seconds.
+    The cost model says how long loading from a lower tier and computing take. A request that has waited for `patience`
+    seconds is not overtaken any more.
     """
 
     def __init__(self, patience: float = 4.0, window: int = 64) -> None:
@@ -175,8 +175,8 @@ class SoonestFirstToken(FirstComeFirstServed):
 class FairShare(SchedulingPolicy):
     """The tenant that was granted the least work, relative to its weight, goes next; inside a tenant in order of arrival.
 
-    Work is counted in tokens, granted at admission and corrected at the end. Who comes back after a pause starts level with
-    the least served tenant that waits: nobody saves up credit.
+    Work is counted in tokens, granted at admission and corrected at the end. A tenant that comes back after a pause starts
+    level with the least served tenant that waits, so it saves up no credit.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:

@@ -108,7 +108,7 @@ class Request:
             check_hint(self.hint)
 
     def hint_at_end(self, answer: Int32Array) -> ReuseHint | None:
-        """What is known about its continuation now that it has stopped with this answer; what fails says nothing."""
+        """The hint about a continuation, now that the request stopped with this answer. A function that fails gives none."""
         if not callable(self.hint):
             return self.hint
         try:
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def items(self) -> tuple[MultimodalItem, ...] | None:
-        """What the manager is told of the images in the prompt: nothing if there are none."""
+        """The images in the prompt, as the manager takes them; None if there are none."""
         return self.multimodal or None
 
     def ends_with_item(self, num_tokens: int) -> bool:
@@ -131,7 +131,7 @@ class Request:
 
     @property
     def num_places(self) -> int:
-        """Tokens whose keys and values are stored when it is complete: the last sample's never are."""
+        """Tokens whose keys and values are stored when it is complete. Those of the last sample never are."""
         return len(self.prompt) + self.max_new_tokens - 1
 
 
@@ -183,7 +183,7 @@ class ScheduledSequence:
         self.lane = -1
         self.residence = 0  # grows whenever it leaves the GPU: rows of older plans are stale then
         self.urgency = 0  # from the policy: smaller goes first and may preempt larger
-        self.seniority = 0  # order of first admission: among equally urgent ones, juniors give way to seniors
+        self.seniority = 0  # order of first admission: of equally urgent sequences, the later one is preempted
         self.num_preemptions = 0
         self.drafts: Int32Array | None = None  # proposed for the next step
         self.num_drafts_in_flight = 0
@@ -197,7 +197,7 @@ class ScheduledSequence:
 
     @property
     def prompt(self) -> Prompt:
-        """Its tokens as the manager is asked about them: the same object for as long as they stay the same."""
+        """Its tokens as a `Prompt`: the same object for as long as the tokens stay the same."""
         prompt = self._prompt
         if prompt is None or prompt.tokens is not self.tokens:
             request = self.request
@@ -215,7 +215,7 @@ class ScheduledSequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Who may take memory from whom: smaller from larger, never the other way round."""
+        """A sequence may take memory from one with a larger rank, never from one with a smaller rank."""
         return self.urgency, self.seniority, self.index
 
     @property

@@ -1,4 +1,4 @@
-"""What a step brought: tokens are committed, drafts accepted or taken back, samples branch off, sequences end."""
+"""Applies the samples of a step: commits tokens, accepts or rewinds drafts, forks sequences, ends sequences."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
+from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
-from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.running import make_rows
 
 
@@ -25,10 +25,10 @@ class Fork(NamedTuple):
 class Results:
     """Carries out one `Scheduler.complete`."""
 
-    def __init__(self, roster: Roster, capacity: Capacity, plan: BatchPlan, tokens: Int32Array) -> None:
-        self.roster = roster
-        self.manager = roster.manager
-        self.running = roster.running
+    def __init__(self, queues: Queues, capacity: Capacity, plan: BatchPlan, tokens: Int32Array) -> None:
+        self.queues = queues
+        self.manager = queues.manager
+        self.running = queues.running
         self.capacity = capacity
         self.plan = plan
         self.tokens = tokens
@@ -75,7 +75,7 @@ class Results:
         else:
             self._apply_by_row(rows, counts)
         for reason, sequences in self.ended.items():
-            self.roster.finish(sequences, reason)
+            self.queues.finish(sequences, reason)
 
     def _apply_by_row(self, rows: Int64Array, counts: Int64Array) -> None:
         plan = self.plan
@@ -94,13 +94,13 @@ class Results:
     # --- commit ------------------------------------------------------------------------------------------------------
 
     def _commit_all(self) -> None:
-        """The inputs of all rows that decoded are final now."""
+        """Commits the inputs of all rows that decoded."""
         if self.plan.decode_batch is not None:
             lanes = self.plan.lanes[: self.plan.num_decode]
             self.manager.commit_batch(self.plan.decode_batch, self.running.lanes.last_token[lanes])
 
     def _commit_decode(self, chosen: BoolArray) -> None:
-        """The inputs of some rows that decoded one token are final now."""
+        """Commits the inputs of some rows that decoded one token."""
         if chosen.all():
             self._commit_all()
         elif chosen.any():
@@ -116,7 +116,7 @@ class Results:
                 self.manager.commit(plan.sequences[row].live_handle(), num_tokens)
 
     def _settle_drafts(self, sequence: ScheduledSequence, num_drafts: int, samples: Int32Array) -> None:
-        """Rejected drafts are rewound, the input and the accepted ones are final. `samples` are these and one more."""
+        """Rewinds rejected drafts, commits the input and the accepted ones. `samples` are the accepted ones and one more."""
         lanes, lane, handle = self.running.lanes, sequence.lane, sequence.live_handle()
         num_rejected = num_drafts + 1 - len(samples)
         if num_rejected:
@@ -124,12 +124,12 @@ class Results:
             lanes.places[lane] -= num_rejected
         self.manager.commit(handle, joined([lanes.last_token[lane]], samples[:-1]))
         sequence.num_drafts_in_flight = 0
-        self.roster.stats.accepted_draft_tokens += len(samples) - 1
+        self.queues.stats.accepted_draft_tokens += len(samples) - 1
 
     # --- samples -----------------------------------------------------------------------------------------------------
 
     def _advance(self, rows: Int64Array, samples: Int32Array) -> None:
-        """One sample for each of these running sequences, all at once."""
+        """Gives each of these running sequences one sample, in array operations."""
         plan, lanes = self.plan, self.running.lanes
         row_lanes = plan.lanes if plan.is_uniform and len(rows) == len(plan.lanes) else plan.lanes[rows]
         lanes.last_token[row_lanes] = samples
@@ -139,7 +139,7 @@ class Results:
             self._end(plan.sequences[int(rows[at])], int(samples[at]))
 
     def _advance_singly(self, rows: Int64Array, first: Int64Array, counts: Int64Array, current: BoolArray) -> None:
-        """Rows with drafts, with several samples, and those whose sequence is no longer on the GPU."""
+        """Gives samples to rows with drafts, rows with several samples, and rows whose sequence has left the GPU."""
         plan = self.plan
         given = [
             self.tokens[start : start + count] for start, count in zip(first.tolist(), counts.tolist(), strict=True)
@@ -165,7 +165,7 @@ class Results:
     def _prune(self, sequence: ScheduledSequence) -> None:
         """Ends a beam that is not continued. Its output is kept only if it is the last beam of its request."""
         if not sequence.is_finished:
-            self.roster.finish([sequence], FinishReason.PRUNED)
+            self.queues.finish([sequence], FinishReason.PRUNED)
             self.groups[sequence.group] = None
             if len(sequence.group.sequences) > 1:
                 sequence.group.sequences.remove(sequence)
@@ -196,7 +196,7 @@ class Results:
                 self.capacity.promise(self.running.lanes, child)
                 self.running.decoding.add(child)
             else:
-                self.roster.resuming.push(child)
+                self.queues.resuming.push(child)
         self.capacity.promise(self.running.lanes, sequence)
         self._put(sequence, samples[:1])
 
@@ -210,17 +210,17 @@ class Results:
             for sample in samples[1:].tolist():
                 child = self._new_child(sequence, joined(known, [sample]))
                 if not child.is_finished:
-                    self.roster.resuming.push(child)
+                    self.queues.resuming.push(child)
         if _is_over(sequence):
             self._end(sequence, int(sequence.tokens[-1]))
 
     def _new_child(self, parent: ScheduledSequence, tokens: Int32Array) -> ScheduledSequence:
         child = parent.group.new_sequence(tokens)
         child.urgency, child.seniority = parent.urgency, parent.seniority
-        self.roster.policy.charge(child, child.request.num_places + 1 - len(tokens))
+        self.queues.policy.charge(child, child.request.num_places + 1 - len(tokens))
         self.forks.append(Fork(parent, child))
         if _is_over(child):
-            self.roster.end(child, _reason(child, int(tokens[-1])))
+            self.queues.end(child, _reason(child, int(tokens[-1])))
             self.groups[child.group] = None
         return child
 

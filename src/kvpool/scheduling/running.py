@@ -1,8 +1,10 @@
-"""The sequences on the GPU: per-lane arrays for everything that is asked in every step, and the batch that decodes.
+"""The sequences on the GPU: arrays with what every step reads of them, and the batch that decodes.
+
+A running sequence has a lane: a small number that indexes these arrays and stays the same while the sequence runs.
 
 Planned copies may still be bringing blocks from a lower tier (`Arrivals`). A sequence that reads such blocks would make the
 whole step wait. It is held back instead: it has its memory and its lane, and joins the first step after the copies are done.
-Where nothing else is left to compute, it joins at once, and the device waits.
+If no other sequence computes anything, it joins at once, and the device waits for the copies.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from kvpool.sequences.handle import KVCacheHandle
 
 
 class _HeldBack(NamedTuple):
-    """A sequence that waits."""
+    """What a sequence waits for, and what it does then."""
 
-    plans: frozenset[int]  # that bring its blocks
-    decodes: bool  # how it goes on: it decodes, or its prompt does
+    plans: frozenset[int]  # whose copies bring its blocks
+    decodes: bool  # it decodes next; otherwise the rest of its prompt is computed
 
 
 class Arrivals:
-    """Blocks on their way, by the number of the plan whose copies bring them, and the sequences that wait for them."""
+    """Blocks that are being copied to the GPU, by the number of the plan that copies them, and who waits for them."""
 
     def __init__(self) -> None:
         self._incoming: dict[int, list[tuple[int, Int32Array]]] = {}  # plan -> (layer group, blocks)
@@ -39,7 +41,7 @@ class Arrivals:
         return len(self._held)
 
     def note(self, number: int, copies: Iterable[CopyOp]) -> None:
-        """The copies of a plan: some may bring blocks from a lower tier."""
+        """Remembers the blocks that the copies of a plan bring from a lower tier."""
         found = [(op.group, op.dst) for op in copies if op.dst_tier == Tier.GPU != op.src_tier]
         if found:
             self._incoming.setdefault(number, []).extend(found)
@@ -81,7 +83,7 @@ def _reads(handle: KVCacheHandle, parts: list[tuple[int, Int32Array]]) -> bool:
 
 
 class Lanes:
-    """One number per lane and question, so that a step of the whole batch is a few array operations."""
+    """Arrays with one entry per lane, so that a step of the whole batch is a few array operations."""
 
     def __init__(self, num_lanes: int) -> None:
         self.last_token: Int32Array = np.zeros(num_lanes, np.int32)  # the newest sample that came back: the next input
@@ -137,7 +139,7 @@ class Lanes:
 
 
 class DecodeSet:
-    """Sequences that get one token in every step. Its batch is made again only when somebody joins or leaves."""
+    """Sequences that get one token in every step. Its batch is made anew only when a sequence joins or leaves."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -179,15 +181,15 @@ def make_rows(
 
 
 class Running:
-    """Who is on the GPU: those that decode, those whose prompt goes on, and those that wait for a result or for blocks."""
+    """The sequences on the GPU. Some decode, some compute their prompt, some wait for a sample or for blocks."""
 
     def __init__(self, manager: KVCacheManager, max_sequences: int) -> None:
-        self.arrivals: Arrivals | None = None  # where the engine says what has landed
+        self.arrivals: Arrivals | None = None  # None unless the engine reports when copies are done
         self.lanes = Lanes(max_sequences)
         self.members: dict[ScheduledSequence, None] = {}
         self.decoding = DecodeSet(manager)
         self.prefilling: dict[ScheduledSequence, None] = {}
-        self.departures = 0  # grows whenever somebody leaves: plans made before must look at their rows again
+        self.departures = 0  # grows whenever a sequence leaves: rows of plans made before may be stale
         self.lanes_kept = 0  # lanes promised to samples that are not forked yet
         self.num_steered = 0
         self.proposals: set[ScheduledSequence] = set()  # those with drafts for the next step
@@ -237,7 +239,7 @@ class Running:
             self.lanes_kept -= sequence.request.n - 1
 
     def begin(self, sequence: ScheduledSequence, *, decodes: bool) -> None:
-        """A sequence with blocks on the GPU decodes from here on, or its prompt goes on."""
+        """From here on, a sequence with blocks on the GPU decodes, or computes the rest of its prompt."""
         if decodes:
             self.decoding.add(sequence)
         else:
@@ -250,7 +252,7 @@ class Running:
         self.lanes_kept -= sequence.request.n - 1
 
     def known_tokens(self, sequence: ScheduledSequence) -> Int32Array:
-        """Prompt and samples of a running sequence, as far as they have come back."""
+        """Prompt and samples of a running sequence, without the samples in flight."""
         request, lane = sequence.request, sequence.lane
         total = len(request.prompt) + int(self.lanes.generated[lane])
         if total == len(sequence.tokens):

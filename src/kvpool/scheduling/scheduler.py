@@ -38,6 +38,7 @@ from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.cost_model import CostModel, LearningCostModel, LinearCostModel
 from kvpool.scheduling.planning import Planner
+from kvpool.scheduling.queues import Queues, SchedulerStats
 from kvpool.scheduling.request import (
     Finished,
     FinishReason,
@@ -48,7 +49,6 @@ from kvpool.scheduling.request import (
     SequenceState,
 )
 from kvpool.scheduling.results import Fork, Results
-from kvpool.scheduling.roster import Roster, SchedulerStats
 from kvpool.scheduling.running import Arrivals
 from kvpool.scheduling.scheduler_config import SchedulerConfig
 from kvpool.scope import ReuseHint, check_hint
@@ -64,12 +64,12 @@ class StepResult(NamedTuple):
 class Scheduler:
     """Continuous batching over a `KVCacheManager`: `add` requests, then `step` and `complete` until nothing is left.
 
-    `step()` may be called again before the plan before was completed, so that the next step is prepared while the device
-    works: token ids that are not known yet are -1 in the plan, to be taken from the device. Plans are run and completed in
-    the order in which they were made. Not for several threads at once.
+    `step()` may be called before the last plan is completed, so that the next step is prepared while the device works. Token
+    ids that are not known yet are -1 in the plan; the engine takes them from the device. Run and complete plans in the order
+    in which they were made. One thread at a time may call a scheduler.
 
-    Blocks that come back from a lower tier are on their way for a while. An engine that says when they are there (`landed`)
-    passes `reports_landings`: sequences that read them then join the steps behind, and nobody else waits for them.
+    Copies from a lower tier take a while. With `reports_landings`, the engine says when they are done (`landed`): a sequence
+    that reads these blocks joins a later step, and the others do not wait for it.
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8))
@@ -109,10 +109,10 @@ class Scheduler:
         self.costs: CostModel = cost_model if cost_model is not None else LinearCostModel()
         self.clock = clock
         self._capacity = Capacity(manager, self.config)
-        self._roster = Roster(manager, self.config, self.costs, clock)
+        self._queues = Queues(manager, self.config, self.costs, clock)
         if reports_landings:
-            self._roster.running.arrivals = Arrivals()
-        self._planner = Planner(self._roster, self._capacity)
+            self._queues.running.arrivals = Arrivals()
+        self._planner = Planner(self._queues, self._capacity)
         self._groups: dict[Hashable, RequestGroup] = {}
         self._deadlines: list[tuple[float, int, Hashable]] = []
         self._in_flight: deque[BatchPlan] = deque()
@@ -140,7 +140,7 @@ class Scheduler:
         self._num_added += 1
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, self._num_added, request.id))
-        self._roster.wait(group.sequences[0])
+        self._queues.wait(group.sequences[0])
         self._planner.admissions.num_arrivals += 1
 
     def fork(self, parent: ScheduledSequence, request: Request) -> bool:
@@ -157,14 +157,14 @@ class Scheduler:
                 f"request {request.id!r}: its prompt is not what {parent!r} has; see token_ids()"
             )
         self.add(request)
-        running, (child,) = self._roster.running, self._group(request.id).sequences
+        running, (child,) = self._queues.running, self._group(request.id).sequences
         can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane] and parent.drafts is None
         same = request.scope == parent.request.scope and request.multimodal == parent.request.multimodal
         plain = request.n == 1 and not request.steered and same
         if not (can_share and plain) or running.num_free_lanes < 1 or self._capacity.guaranteed:
             return False
         (handle,) = self.manager.fork(parent.live_handle(), child.id)
-        self._roster.enter(child, handle)
+        self._queues.enter(child, handle)
         self._capacity.promise(running.lanes, child)
         running.decoding.add(child)
         return True
@@ -184,8 +184,8 @@ class Scheduler:
     def finish(self, request_id: Hashable, index: int | None = None, hint: ReuseHint | None = None) -> Finished | None:
         """The engine found a reason to stop (a stop string): ends one sequence of a request, or all of them.
 
-        A `hint` tells the eviction policy more than that it stopped, as that the answer is a call of a tool. Returns the
-        request's outputs if that was its last sequence.
+        A `hint` tells the eviction policy more, for example that the answer calls a tool. Returns the outputs of the request
+        if that was its last sequence.
         """
         if hint is not None:
             check_hint(hint)
@@ -196,23 +196,23 @@ class Scheduler:
         chosen = [sequence for sequence in group.sequences if sequence.index == index]
         if not chosen or chosen[0].is_finished:
             raise UnknownRequestError(f"request {request_id!r} has no live sequence {index}")
-        self._roster.finish(chosen, FinishReason.STOP, hint)
+        self._queues.finish(chosen, FinishReason.STOP, hint)
         return self._report(group)
 
     def propose(self, sequence: ScheduledSequence, drafts: Any) -> None:
         """Draft tokens that the next step should verify behind this sequence's newest token (speculative decoding).
 
-        As many as fit are planned: never more than `max_draft_tokens`, and none at the expense of others. The sequence
-        must have no sample in flight.
+        The step verifies as many as fit beside the other sequences, at most `max_draft_tokens`. The sequence must have no
+        sample in flight.
         """
         _check_sequence(sequence)
         ids = as_token_array(drafts, "drafts")
-        lanes, lane = self._roster.running.lanes, sequence.lane
-        if sequence not in self._roster.running.decoding or lanes.in_flight[lane]:
+        lanes, lane = self._queues.running.lanes, sequence.lane
+        if sequence not in self._queues.running.decoding or lanes.in_flight[lane]:
             raise SequenceStateError(f"{sequence!r} cannot take drafts: it does not decode, or its sample is in flight")
         if not len(ids) or not self.config.max_draft_tokens or sequence.request.steered or lanes.samples[lane] > 1:
             return
-        self._roster.running.proposals.add(sequence)
+        self._queues.running.proposals.add(sequence)
         sequence.drafts = ids[: self.config.max_draft_tokens].copy()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ class Scheduler:
         """Plans the next step and takes the memory for it. An empty plan may still have copies; it need not be completed."""
         finished = self._expire()
         self._num_plans += 1
-        plan, round = self._planner.plan(self._num_plans, len(self._in_flight))
-        refused = (self._report(group, reason) for group, reason in round.refused)
+        plan, builder = self._planner.plan(self._num_plans, len(self._in_flight))
+        refused = (self._report(group, reason) for group, reason in builder.refused)
         plan.finished = [*finished, *(report for report in refused if report is not None)]
         if not plan.is_empty:
             self._in_flight.append(plan)
@@ -231,22 +231,22 @@ class Scheduler:
     def complete(self, plan: BatchPlan, tokens: Any = (), counts: Any = None) -> StepResult:
         """The plan has run, and `tokens` are its samples: `plan.num_samples[row]` for each of `plan.sampling_rows`.
 
-        `counts` says otherwise how many tokens each of these rows got. For a row with drafts: the accepted ones and one
-        more. For a steered request: its continuations, of which the first goes on in the same sequence and each further
-        one in a fork; 0 ends it. Sequences that were cancelled or preempted meanwhile are taken care of.
+        Where that differs, `counts` says how many tokens each of these rows got. A row with drafts gets the accepted ones
+        and one more. A row of a steered request gets its continuations: the first goes on in the same sequence, each further
+        one in a fork, and 0 ends it. Sequences may have been cancelled or preempted meanwhile.
         """
         if _check_plan(plan).is_empty:
             return StepResult([], [])
         self._require_oldest(plan)
         ids = as_token_array(tokens)
-        results = Results(self._roster, self._capacity, plan, ids)
+        results = Results(self._queues, self._capacity, plan, ids)
         results.apply(results.checked_counts(None if counts is None else _as_counts(counts)))
         self._in_flight.popleft()
         reports = (self._report(group) for group in results.groups)
         return StepResult([report for report in reports if report is not None], results.forks)
 
     def abandon(self, plan: BatchPlan) -> list[Finished]:
-        """The plan could not run (its copies were): ends all requests in it; what they computed before stays cached."""
+        """The forward pass of a plan failed after its copies ran: ends all its requests. What they computed stays cached."""
         if _check_plan(plan).is_empty:
             return []
         self._require_oldest(plan)
@@ -257,8 +257,8 @@ class Scheduler:
 
     def landed(self, plan: BatchPlan) -> None:
         """The copies of a plan are done. Sequences that waited for the blocks join the next step (`reports_landings`)."""
-        if self._roster.running.arrivals is not None:
-            self._roster.running.arrivals.landed(_check_plan(plan).number)
+        if self._queues.running.arrivals is not None:
+            self._queues.running.arrivals.landed(_check_plan(plan).number)
 
     def _require_oldest(self, plan: BatchPlan) -> None:
         if not self._in_flight or plan is not self._in_flight[0]:
@@ -286,24 +286,24 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold nothing: new ones, and those preempted by recompute."""
-        preempted = sum(sequence.state is SequenceState.WAITING for sequence in self._roster.resuming)
-        return len(self._roster.policy) + preempted
+        preempted = sum(sequence.state is SequenceState.WAITING for sequence in self._queues.resuming)
+        return len(self._queues.policy) + preempted
 
     def waiting(self, limit: int) -> list[ScheduledSequence]:
-        """At most `limit` of them, those that ran before first."""
+        """At most `limit` of the waiting sequences, preempted ones first."""
         limit = as_count(limit, "limit")
-        preempted = [sequence for sequence in self._roster.resuming if sequence.state is SequenceState.WAITING]
-        return [*preempted, *islice(self._roster.policy, limit)][:limit]
+        preempted = [sequence for sequence in self._queues.resuming if sequence.state is SequenceState.WAITING]
+        return [*preempted, *islice(self._queues.policy, limit)][:limit]
 
     @property
     def num_running(self) -> int:
         """Sequences with blocks on the GPU."""
-        return len(self._roster.running)
+        return len(self._queues.running)
 
     @property
     def num_swapped(self) -> int:
         """Sequences whose blocks are on the host."""
-        return sum(sequence.state is SequenceState.SWAPPED for sequence in self._roster.resuming)
+        return sum(sequence.state is SequenceState.SWAPPED for sequence in self._queues.resuming)
 
     @property
     def num_in_flight(self) -> int:
@@ -313,25 +313,25 @@ class Scheduler:
     @property
     def num_arriving(self) -> int:
         """Running sequences that are held back until their blocks have come from a lower tier."""
-        return len(self._roster.running.arrivals or ())
+        return len(self._queues.running.arrivals or ())
 
     @property
     def stats(self) -> SchedulerStats:
         """Counters, live."""
-        return self._roster.stats
+        return self._queues.stats
 
     def current_rows(self, plan: BatchPlan) -> BoolArray:
         """Rows of a plan in flight whose sequence has not left the GPU since: its blocks hold what the plan computes."""
-        return _check_plan(plan).current_rows(self._roster.running.departures)
+        return _check_plan(plan).current_rows(self._queues.running.departures)
 
     def sequences(self, request_id: Hashable) -> tuple[ScheduledSequence, ...]:
         """The sequences of a request that is not over."""
         return tuple(self._group(request_id).sequences)
 
     def token_ids(self, sequence: ScheduledSequence) -> Int32Array:
-        """Prompt and samples of a sequence, as far as they came back."""
+        """Prompt and samples of a sequence, without the samples in flight."""
         _check_sequence(sequence)
-        return self._roster.running.known_tokens(sequence) if sequence.is_running else sequence.tokens
+        return self._queues.running.known_tokens(sequence) if sequence.is_running else sequence.tokens
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
@@ -351,13 +351,13 @@ class Scheduler:
         self, group: RequestGroup, reason: FinishReason, hint: ReuseHint | None = None, detail: str = ""
     ) -> Finished:
         """Ends all sequences of a request, wherever they are."""
-        self._roster.finish(group.sequences, reason, hint)
+        self._queues.finish(group.sequences, reason, hint)
         report = self._report(group, detail)
         assert report is not None
         return report
 
     def _report(self, group: RequestGroup, detail: str = "") -> Finished | None:
-        """The outputs of a request that is over, once."""
+        """The outputs of a request that is over; None if it is not, or if they were reported before."""
         request = group.request
         if not group.is_finished or self._groups.pop(request.id, None) is None:
             return None
@@ -376,7 +376,9 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, _, request_id = heappop(self._deadlines)
             group = self._groups.get(request_id)
-            if group is not None and group.request.deadline == deadline:  # and not over, its id used again
+            if (
+                group is not None and group.request.deadline == deadline
+            ):  # else it is over, and another request has its id
                 expired.append(self._stop(group, FinishReason.DEADLINE))
         return expired
 

@@ -1,4 +1,4 @@
-"""SchedulerConfig: how much may run at once, in which order, and what gives way."""
+"""SchedulerConfig: how much may run at once, in which order, and how sequences are preempted."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class CapacityMode(str, Enum):
 
 
 class PreemptionMode(str, Enum):
-    """What happens to a sequence that gives way."""
+    """What happens to a preempted sequence."""
 
-    AUTO = "auto"  # what costs less for this one, by the cost model
+    AUTO = "auto"  # swap or recompute: whichever costs less for this sequence, by the cost model
     SWAP = "swap"  # to the host while it has room, otherwise recompute
     RECOMPUTE = "recompute"
 
@@ -40,15 +40,14 @@ class SchedulerConfig:
     max_tokens_per_step: int = 2048  # shared by decode (first) and prefill
     max_sequences: int = 256  # on the GPU at once
     max_chunk_tokens: int | None = None  # of one prompt in one step; None: as many as the step allows
-    max_step_seconds: float | None = (
-        None  # of a step in which somebody decodes: prompts get what is left by the cost model
-    )
+    # Of a step in which sequences decode: prompts get the time that is left, by the cost model. None: no limit.
+    max_step_seconds: float | None = None
     policy: str | Callable[[], SchedulingPolicy] = "fcfs"
     capacity: CapacityMode | str = CapacityMode.MAX_UTILISATION
     preemption: PreemptionMode | str = PreemptionMode.AUTO
     max_draft_tokens: int = 0  # of one sequence in one step (speculative decoding)
     wait_for_prefix: bool = True  # do not compute a prefix that a running request computes already
-    prefetch_requests: int = 2  # so many requests next in line get their offloaded prefixes brought up ahead
+    prefetch_requests: int = 2  # this many requests next in line get their offloaded prefixes onboarded ahead of time
 
     def __post_init__(self) -> None:
         check_int(self.max_tokens_per_step, "max_tokens_per_step", 1, MAX_TOKENS_PER_STEP)

@@ -15,7 +15,7 @@ from kvpool.server.errors import Problem, problem_of
 from kvpool.server.served_model import ServedModel
 
 
-class _Kept(NamedTuple):
+class _TenantPin(NamedTuple):
     """A pin that was asked for."""
 
     tenant: str
@@ -31,7 +31,7 @@ class PinBook:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._pins: dict[str, _Kept] = {}
+        self._pins: dict[str, _TenantPin] = {}
         self._making: Counter[str] = Counter()  # pins that are on their way, by tenant
         self._numbers = itertools.count(1)
 
@@ -55,7 +55,7 @@ class PinBook:
             self._making[tenant] -= 1
             self._making += Counter()  # keeps those above 0
         name = f"pin-{next(self._numbers)}"
-        self._pins[name] = _Kept(tenant, model, pin)
+        self._pins[name] = _TenantPin(tenant, model, pin)
         return self._told(name)
 
     async def unpin(self, tenant: str, name: str) -> dict[str, Any]:

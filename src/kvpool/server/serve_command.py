@@ -153,7 +153,7 @@ def bound(host: str, port: int) -> list[socket.socket]:
 def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
     """A server that says where it listens once it does."""
 
-    class Announced(uvicorn.Server):  # type: ignore[misc]
+    class AnnouncedServer(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             for server in self.servers:
@@ -170,7 +170,7 @@ def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
                 opt.tell(f"finishing {gate.under_way} requests, for up to {GRACE_SECONDS} s; Ctrl-C ends them", quiet)
             await super().shutdown(sockets)
 
-    return Announced(config)
+    return AnnouncedServer(config)
 
 
 def _print_key(tenant: str) -> None:

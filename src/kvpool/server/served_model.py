@@ -28,7 +28,7 @@ class ServedModel:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
-        self._handover: Handover | None = None
+        self._notifier: LoopNotifier | None = None
 
     async def tokens(self, prompt: Prompt) -> Int32Array:
         """Token ids."""
@@ -48,12 +48,12 @@ class ServedModel:
     def start(self, tokens: Int32Array, params: SamplingParams, **options: Any) -> LiveRequest:
         """Queues a request."""
         loop = asyncio.get_running_loop()
-        if self._handover is None or self._handover.loop is not loop:
-            self._handover = Handover(loop, self.engine)
-        return LiveRequest(self._handover, self.engine, tokens, params, **options)
+        if self._notifier is None or self._notifier.loop is not loop:
+            self._notifier = LoopNotifier(loop, self.engine)
+        return LiveRequest(self._notifier, self.engine, tokens, params, **options)
 
 
-class Handover:
+class LoopNotifier:
     """From an engine's thread to the event loop: one call for all requests that a step has news for.
 
     They are woken some at a turn, so that what else the loop has to do, such as /health, never waits for all of them.
@@ -96,9 +96,9 @@ class LiveRequest:
     """One request: iterate over what it adds, several chunks at a time where they come faster than they are sent."""
 
     def __init__(
-        self, handover: Handover, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any
+        self, notifier: LoopNotifier, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any
     ) -> None:
-        self._handover = handover
+        self._notifier = notifier
         self._news: deque[Chunk] = deque()
         self.wake = asyncio.Event()
         self._woken = False
@@ -116,11 +116,11 @@ class LiveRequest:
         self._news.append(chunk)
         if not self._woken:  # once for all that is there when the event loop comes to look
             self._woken = True
-            self._handover.put(self)
+            self._notifier.put(self)
 
     def _on_end(self) -> None:
         self._ended = True
-        self._handover.put(self)
+        self._notifier.put(self)
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         """What came since the last time; at the end raises the `Problem` that ended it, if one did."""

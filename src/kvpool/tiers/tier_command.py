@@ -20,7 +20,7 @@ from kvpool.tiers.opening import open_tier
 from kvpool.tiers.options import TierURL
 from kvpool.tiers.settings import PREFIX, read_tiers
 from kvpool.tiers.upkeep import (
-    Wanted,
+    PurgeRequest,
     innermost,
     listed,
     opened_store,
@@ -229,7 +229,7 @@ def purge(
     kvpool tier purge DIR --tokens ids.json
     """
     where = _place(address, config)
-    wanted = Wanted.of(space, tenant, adapter, salt, tokens, fingerprints, unused_days, everything)
+    wanted = PurgeRequest.of(space, tenant, adapter, salt, tokens, fingerprints, unused_days, everything)
     if isinstance(where, Path):
         purge_directory(where, wanted, quiet)
     else:

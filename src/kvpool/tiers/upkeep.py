@@ -136,7 +136,7 @@ def _batches(sizes: dict[bytes, int]) -> Iterator[list[bytes]]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PurgeRequest:
     """What to take out, as it was asked for."""
 
     pattern: KeyPattern
@@ -157,7 +157,7 @@ class Wanted:
         fingerprints: Path | None,
         unused_days: float | None,
         everything: bool,
-    ) -> Wanted:
+    ) -> PurgeRequest:
         """Checks the options of the command."""
         named = [space, tenant, adapter or None, salt or None, tokens]
         if everything and (unused_days is not None or any(each is not None for each in named)):
@@ -203,7 +203,7 @@ class Wanted:
         return [each["description"] for each in spaces or [] if isinstance(each, dict) and each.get("description")]
 
 
-def purge_directory(path: Path, wanted: Wanted, quiet: bool) -> None:
+def purge_directory(path: Path, wanted: PurgeRequest, quiet: bool) -> None:
     """Takes values out of a directory that nobody else uses."""
     out = console(to_stderr=False)
     if wanted.everything:
@@ -225,7 +225,7 @@ def purge_directory(path: Path, wanted: Wanted, quiet: bool) -> None:
     _end_with(problems)
 
 
-def purge_store(address: str, wanted: Wanted) -> None:
+def purge_store(address: str, wanted: PurgeRequest) -> None:
     """Takes values out of a store that others may use meanwhile."""
     if wanted.unused_days is not None:
         raise InvalidArgumentError("--unused-days is for directories: a store has a time to live or rules of its own")

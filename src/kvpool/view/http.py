@@ -125,7 +125,7 @@ class LiveView:
 
     def __init__(self, hub: Hub, host: str, port: int, key: str | None) -> None:
         self.hub = hub
-        self._server = _Server((host, port), hub, key)
+        self._server = _ViewServer((host, port), hub, key)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvpool-view-http", daemon=True
         )
@@ -213,7 +213,7 @@ def has_key(authorization: str, wanted: bytes) -> bool:
     return hmac.compare_digest(digest, wanted) and scheme.lower() == "bearer"
 
 
-class _Server(ThreadingHTTPServer):
+class _ViewServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], hub: Hub, key: str | None) -> None:
@@ -227,7 +227,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: _ViewServer
     timeout = _SEND_SECONDS
     server_version = "kvpool"
     sys_version = ""

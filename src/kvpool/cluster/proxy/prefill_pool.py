@@ -67,7 +67,7 @@ class PrefillPool:
             return
         route.first_token()  # until it decodes, its node has nothing to do for it
         passed = credentials(headers)
-        loading = _Loading(self._client, str(route.node), asked, passed, self._silence)
+        loading = _TierLoading(self._client, str(route.node), asked, passed, self._silence)
         try:
             await asyncio.wait_for(self._follow(str(own.node), asked, passed, loading), self._seconds)
             await loading.finish()
@@ -85,7 +85,7 @@ class PrefillPool:
             self._counts["tokens"] += loading.num_loaded
             self._counts["blocks"] += loading.num_loaded // self.index.block_size
 
-    async def _follow(self, node: str, asked: Asked, headers: dict[str, str], loading: _Loading) -> None:
+    async def _follow(self, node: str, asked: Asked, headers: dict[str, str], loading: _TierLoading) -> None:
         """Has a server compute the prompt, and has every chunk loaded as it comes. Raises if not everything came."""
         body = {**asked.named, "prompt": list(asked.tokens), "stream": True}
         try:
@@ -138,7 +138,7 @@ class _HandoverError(Exception):
         self.reason = reason
 
 
-class _Loading:
+class _TierLoading:
     """Tells a decode server to load a prompt from the shared tier, again each time the tier has more of it."""
 
     def __init__(

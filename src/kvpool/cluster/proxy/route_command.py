@@ -95,7 +95,7 @@ def route(
 def _announced(uvicorn: Any, config: Any, proxy: Any, quiet: bool) -> Any:
     """A server that says where it listens once it does, and waits for no page at its end."""
 
-    class Announced(uvicorn.Server):  # type: ignore[misc]
+    class AnnouncedProxy(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             for server in self.servers:
@@ -113,7 +113,7 @@ def _announced(uvicorn: Any, config: Any, proxy: Any, quiet: bool) -> Any:
             proxy.view.is_closing = True
             await super().shutdown(sockets)
 
-    return Announced(config)
+    return AnnouncedProxy(config)
 
 
 def _uvicorn() -> Any:

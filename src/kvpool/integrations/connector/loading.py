@@ -20,7 +20,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
-from kvpool.tiers.transport.lanes import Lane, Pending
+from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 
 @dataclass
@@ -196,7 +196,7 @@ class TierLookups:
         self._spaces = [KeySpace(worker.fingerprint) for worker in workers]
         self._chains = [TierChain(open_worker_tiers(settings, worker, is_reader=True)) for worker in workers]
         watched = [each for chain in self._chains for each in chain.watched]
-        self._lane = Lane("look-up", _THREADS, 1024, watched)
+        self._threads = ThreadPool("look-up", _THREADS, 1024, watched)
 
     def num_blocks(self, tracked: TrackedRequest, first: int, last: int) -> int | None:
         """How many leading blocks of a prompt tiers have, if the host has the `first` ones; None: ask again later."""
@@ -205,7 +205,7 @@ class TierLookups:
             lookup = tracked.lookup = Pending(time.monotonic() + self._timeout)
             tracked.asked_from = first
             ask = partial(self._ask, lookup, tracked.tier_digests(first, last))
-            if self._lane.is_stuck or not self._lane.submit(ask, lookup.end):
+            if self._threads.is_stuck or not self._threads.submit(ask, lookup.end):
                 lookup.end()
         elif not lookup.has_ended and lookup.is_overdue:  # a tier hangs, and knows nothing of deadlines
             return first
@@ -229,6 +229,6 @@ class TierLookups:
 
     def close(self) -> None:
         """Lets go of the tiers."""
-        self._lane.stop(1.0)
+        self._threads.stop(1.0)
         for chain in self._chains:
             chain.close()

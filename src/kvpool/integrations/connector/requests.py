@@ -26,7 +26,7 @@ from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers.identity import files_id, read_files, settings_id
 from kvpool.tiers.keys import scope_tag
-from kvpool.tiers.transport.lanes import Pending
+from kvpool.tiers.transport.threads import Pending
 
 _log = logging.getLogger("kvpool")
 

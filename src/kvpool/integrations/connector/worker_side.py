@@ -27,9 +27,9 @@ from kvpool.integrations.connector.settings import ConnectorSettings, open_worke
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
 from kvpool.tiers.transport.chain import TierChain
-from kvpool.tiers.transport.lanes import Lane, Pending
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
+from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
 CLOSE_SECONDS = 10.0
@@ -41,7 +41,7 @@ _COUNT_SECONDS = 1.0
 _log = logging.getLogger("kvpool")
 
 
-class _Fetch(NamedTuple):
+class _TierLoad(NamedTuple):
     """A load whose rows come from tiers: `rows` will say how many from the first on are there."""
 
     load: Load
@@ -62,8 +62,8 @@ class WorkerSide:
         self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
         stores = self._tiers and not is_reader and not settings.read_only
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
-        self._lane = Lane("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
-        self._fetches: list[_Fetch] = []
+        self._threads = ThreadPool("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
+        self._fetches: list[_TierLoad] = []
         self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there
         self._ended = threading.Event()  # set when a fetch ends
         self._report = Report()
@@ -111,8 +111,8 @@ class WorkerSide:
         self._ended.clear()
         if is_idle and self._fetches and not any(fetch.rows.has_ended for fetch in self._fetches):
             self._ended.wait(IDLE_WAIT)
-        over: list[_Fetch] = []
-        in_flight: list[_Fetch] = []
+        over: list[_TierLoad] = []
+        in_flight: list[_TierLoad] = []
         for fetch in self._fetches:
             (over if fetch.rows.has_ended else in_flight).append(fetch)
         self._fetches = in_flight
@@ -210,13 +210,13 @@ class WorkerSide:
             self._storer.store([keys[index] for index in chosen], rows, stage, lambda: None)
 
     def _begin(self, load: Load) -> None:
-        fetch = _Fetch(load, Pending(time.monotonic() + self._settings.timeout, on_end=self._ended.set))
+        fetch = _TierLoad(load, Pending(time.monotonic() + self._settings.timeout, on_end=self._ended.set))
         self._fetches.append(fetch)
         begin, drop = partial(self._fetch, fetch), partial(self._end, fetch)
-        if self._lane.is_stuck or not load.digests or not self._lane.submit(begin, drop):
+        if self._threads.is_stuck or not load.digests or not self._threads.submit(begin, drop):
             drop()
 
-    def _fetch(self, fetch: _Fetch) -> None:
+    def _fetch(self, fetch: _TierLoad) -> None:
         """In a thread of its own: fills rows from the first tier that has each of them."""
         load, came = fetch.load, 0
         try:
@@ -227,7 +227,7 @@ class WorkerSide:
         finally:
             self._end(fetch, came)
 
-    def _end(self, fetch: _Fetch, came: int = 0) -> None:
+    def _end(self, fetch: _TierLoad, came: int = 0) -> None:
         fetch.rows.end(fetch.load.num_present + came if fetch.load.rows else 0)
 
     def _warn(self, what: str) -> None:
@@ -235,7 +235,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stores what waits, within some seconds, and lets go of the tiers."""
-        self._lane.stop(1.0)
+        self._threads.stop(1.0)
         if self._storer is not None:
             self._storer.close(CLOSE_SECONDS)
         self._tiers.close()

@@ -57,7 +57,7 @@ async def called(app: Any, scope: dict[str, Any], content: bytes) -> AsyncIterat
     Whoever stops to listen cancels the application's work, as a client does that hangs up. Whoever does not take what comes
     makes the application wait in its `send`, as a client does that does not read.
     """
-    messages = _Messages()
+    messages = _SentMessages()
     given = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive() -> Message:
@@ -94,7 +94,7 @@ async def called(app: Any, scope: dict[str, Any], content: bytes) -> AsyncIterat
             _quiet.error(error, "%s failed", scope["path"])
 
 
-class _Messages:
+class _SentMessages:
     """What an application has sent and nobody has taken, `MOST_WAITING` at most; its end needs no room."""
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ from typing import TypeAlias
 from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import WatchedTier
-from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
+from kvpool.tiers.transport.threads import ThreadPool
 
 STORE_TIMEOUT = 10.0  # nobody waits for it
 _MAX_BATCHES = 256
@@ -39,19 +39,19 @@ class StoreStats:
 
 
 class Storer:
-    """Stores in tiers, with one lane each, so that a slow tier does not hold up a fast one."""
+    """Stores in tiers, each with a thread of its own, so that a slow tier does not hold up a fast one."""
 
     def __init__(self, tiers: Sequence[WatchedTier], memory: StagingMemory) -> None:
         self.tiers = tiers
         self.memory = memory
-        self._lanes = [Lane(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
+        self._threads = [ThreadPool(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
         self._in_flight: list[set[bytes]] = [set() for _ in tiers]
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._stats = StoreStats()
 
     def listen(self, listener: Listener) -> None:
-        """Calls this from now on, in threads of the lanes, whenever stores have ended."""
+        """Calls this from now on, in the thread of a tier, whenever stores have ended."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -113,14 +113,14 @@ class Storer:
             data = [rows[i] for i in lacking]
             job = partial(self._store, index, chosen, data, stage, wait)
             drop = partial(self._drop, index, chosen, stage)
-            if not self._lanes[index].submit(job, drop):
+            if not self._threads[index].submit(job, drop):
                 drop()
         stage.release()
 
     def _store(
         self, index: int, keys: list[bytes], rows: list[Bytes], stage: SharedStage, wait: Callable[[], None]
     ) -> None:
-        """In a thread of the tier's lane."""
+        """In the thread of the tier."""
         outcomes: list[Outcome] = []
         try:
             wait()
@@ -147,28 +147,28 @@ class Storer:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Removes values from all tiers, after the stores that are in flight."""
-        for index, lane in enumerate(self._lanes):
+        for index, threads in enumerate(self._threads):
             for at in range(0, len(keys), _REMOVE_AT_ONCE):
                 part = keys[at : at + _REMOVE_AT_ONCE]
                 drop = partial(self._count_removed, 0, len(part))
-                if not lane.submit(partial(self._remove, index, part), drop):
+                if not threads.submit(partial(self._remove, index, part), drop):
                     drop()
 
     def _remove(self, index: int, keys: Sequence[bytes]) -> None:
-        """In a thread of the tier's lane."""
+        """In the thread of the tier."""
         outcomes = self.tiers[index].remove(keys, STORE_TIMEOUT)
         left = sum(outcome not in (Outcome.OK, Outcome.MISS) for outcome in outcomes)
         self._count_removed(outcomes.count(Outcome.OK), left)
 
     def purge(self, pattern: KeyPattern) -> None:
         """Removes all values with such keys from all tiers, after the stores that are in flight."""
-        for index, lane in enumerate(self._lanes):
+        for index, threads in enumerate(self._threads):
             drop = partial(self._count_removed, 0, 1)
-            if not lane.submit(partial(self._purge, index, pattern), drop):
+            if not threads.submit(partial(self._purge, index, pattern), drop):
                 drop()
 
     def _purge(self, index: int, pattern: KeyPattern) -> None:
-        """In a thread of the tier's lane."""
+        """In the thread of the tier."""
         purged = self.tiers[index].purge(pattern, PURGE_TIMEOUT)
         self._count_removed(purged.removed, not purged.is_complete)
 
@@ -196,12 +196,12 @@ class Storer:
     def flush(self, seconds: float) -> bool:
         """Waits until no store is in flight, for `seconds` at most; returns whether that is so."""
         deadline = time.monotonic() + seconds
-        flushed = [lane.flush(max(0.0, deadline - time.monotonic())) for lane in self._lanes]
+        flushed = [threads.flush(max(0.0, deadline - time.monotonic())) for threads in self._threads]
         return all(flushed)
 
     def close(self, seconds: float) -> None:
         """Stores what waits, for `seconds` at most, and drops the rest."""
         deadline = time.monotonic() + seconds
         self.flush(seconds)
-        for lane in self._lanes:
-            lane.stop(max(0.0, deadline - time.monotonic()))
+        for threads in self._threads:
+            threads.stop(max(0.0, deadline - time.monotonic()))

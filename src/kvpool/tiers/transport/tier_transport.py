@@ -27,9 +27,9 @@ from kvpool.tiers.transport.cache_blocks import Importer, Lease, Offers
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
-from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
+from kvpool.tiers.transport.threads import ThreadPool
 
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests; more are not held but computed
@@ -90,7 +90,7 @@ class TierTransport:
         self.memory = StagingMemory(staging, allocate)
         self.storer = Storer(self.chain.watched, StagingMemory(staging, allocate))
         self.fetcher = Fetcher(self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer)
-        self.lane = Lane("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
+        self.fetch_threads = ThreadPool("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
         self.offers = Offers(plane, keys, self.storer, opened.min_uses)
         self.forgetting = Forgetting(keys, self.offers.lineage, self.storer)
         self._importer = Importer(manager, plane, keys)
@@ -114,7 +114,7 @@ class TierTransport:
 
     def fetch(self, fetch: Fetch, done: Callable[[Fetch], None], drop: Callable[[], None]) -> bool:
         """Has a prefix fetched in the background; False if too many wait. Closing before calls `drop` and not `done`."""
-        return self.lane.submit(partial(self.fetcher.run, fetch, done), drop)
+        return self.fetch_threads.submit(partial(self.fetcher.run, fetch, done), drop)
 
     def import_prefix(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
         """Writes fetched blocks into the cache, unless they were forgotten meanwhile; returns what `Importer` does."""
@@ -138,7 +138,7 @@ class TierTransport:
             stage = fetch.stage
             stage.share()
             release = partial(_release_after, waits, stage)
-            if not self.lane.submit(release, release):
+            if not self.fetch_threads.submit(release, release):
                 release()
         fetch.release()
 
@@ -174,9 +174,9 @@ class TierTransport:
 
     def close(self) -> None:
         """Ends the stores in flight, within a few seconds, and closes threads and owned tiers."""
-        self.lane.stop(0.0)
+        self.fetch_threads.stop(0.0)
         self.storer.close(FLUSH_SECONDS)
-        self.lane.stop(self.timeout + GRACE_SECONDS)
+        self.fetch_threads.stop(self.timeout + GRACE_SECONDS)
         for tier in self._owned:
             tier.close()
 

@@ -1,6 +1,6 @@
-"""What one step has decided so far: rows that decode, chunks of prompts, who came and who went.
+"""Collects what one step computes: rows that decode, chunks of prompts, sequences that were admitted or preempted.
 
-`plan_of` makes a `BatchPlan` of it: flat arrays for the forward pass. From then on its tokens are in flight.
+`plan_of` makes a `BatchPlan` of it: flat arrays for the forward pass. From then on the samples of the plan are in flight.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.batch_plan import BatchPlan
+from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
-from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.running import Lanes, Running, make_rows
 from kvpool.sequences.batch import SequenceBatch
 
@@ -47,14 +47,14 @@ class DecodeRows(NamedTuple):
         return DecodeRows(*make_rows(manager, sequences), counts, self.slots[:, columns])
 
 
-class Round:
-    """The step being planned."""
+class PlanBuilder:
+    """The step that is being planned."""
 
-    def __init__(self, roster: Roster, number: int) -> None:
-        self.roster = roster
+    def __init__(self, queues: Queues, number: int) -> None:
+        self.queues = queues
         self.number = number  # of the plan that it becomes
         self.copies: list[CopyOp] = []
-        self.budget = roster.config.max_tokens_per_step
+        self.budget = queues.config.max_tokens_per_step
         self.seconds: float | None = None  # left for prompts; None: as long as they take
         self.decode: DecodeRows | None = None
         self.chunks: dict[ScheduledSequence, PromptChunk] = {}
@@ -69,36 +69,36 @@ class Round:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is computed and nobody came in."""
+        """Nothing is computed, and no sequence was admitted or resumed."""
         return self.computes_nothing and not (self.admitted or self.resumed)
 
     @property
     def is_full(self) -> bool:
-        """No more prompt tokens fit. The first chunk always does: prompts go on however long the others take to decode."""
+        """No more prompt tokens fit. The first chunk always fits into the time limit, so that prompts make progress."""
         return self.budget <= 0 or (self.seconds is not None and self.seconds <= 0 and bool(self.chunks))
 
     def limit_prompts(self) -> None:
         """Limits the prompt tokens of a step in which sequences decode to what `max_step_seconds` leaves."""
-        goal, rows, roster = self.roster.config.max_step_seconds, self.decode, self.roster
+        goal, rows, queues = self.queues.config.max_step_seconds, self.decode, self.queues
         if goal is not None and rows is not None:
-            context = int(roster.running.lanes.places[rows.lanes].sum())
-            self.seconds = goal - roster.costs.decode_seconds(len(rows.lanes), context)
+            context = int(queues.running.lanes.places[rows.lanes].sum())
+            self.seconds = goal - queues.costs.decode_seconds(len(rows.lanes), context)
 
     def take_copies(self) -> None:
-        """Takes over what the manager planned so far; notes what that brings to the GPU."""
-        copies = self.roster.manager.take_copies()
+        """Takes the copies that the manager has planned so far, and remembers which blocks they bring to the GPU."""
+        copies = self.queues.manager.take_copies()
         self.copies += copies
-        if self.roster.running.arrivals is not None:
-            self.roster.running.arrivals.note(self.number, copies)
+        if self.queues.running.arrivals is not None:
+            self.queues.running.arrivals.note(self.number, copies)
 
     def hold_back(self, sequence: ScheduledSequence, *, decodes: bool) -> bool:
         """Keeps a sequence out of steps until its blocks are on the GPU; False if they are."""
-        arrivals = self.roster.running.arrivals
+        arrivals = self.queues.running.arrivals
         if arrivals is None:
             return False
         self.take_copies()
         held = arrivals.hold_back(sequence, decodes=decodes)
-        self.roster.stats.arrival_waits += held
+        self.queues.stats.arrival_waits += held
         return held
 
     def plan_chunk(self, sequence: ScheduledSequence, chunk: PromptChunk) -> None:
@@ -108,12 +108,12 @@ class Round:
 
     def _spend(self, chunk: PromptChunk, sign: int = 1) -> None:
         if self.seconds is not None:
-            self.seconds -= sign * self.roster.costs.prefill_seconds(chunk.stop - chunk.start, chunk.start)
+            self.seconds -= sign * self.queues.costs.prefill_seconds(chunk.stop - chunk.start, chunk.start)
 
     def chunk_stop(self, start: int, target: int) -> int:
-        """Where the next chunk of a prompt ends: at a block's end unless it is the last one or smaller than a block."""
-        size = self.roster.manager.config.block_size
-        limit = min(self.budget, self.roster.config.chunk_tokens)
+        """Where the next chunk of a prompt ends: at the end of a block, unless it is the last chunk or within one block."""
+        size = self.queues.manager.config.block_size
+        limit = min(self.budget, self.queues.config.chunk_tokens)
         if self.seconds is not None:
             limit = min(limit, max(size, self._num_tokens_in_time(start, limit)))
         stop = min(target, start + limit)
@@ -123,32 +123,32 @@ class Round:
     def _num_tokens_in_time(self, start: int, limit: int) -> int:
         """How many tokens of a prompt behind `start` can be computed in the seconds that are left, up to `limit`."""
         assert self.seconds is not None
-        prefill_seconds = self.roster.costs.prefill_seconds
+        prefill_seconds = self.queues.costs.prefill_seconds
         return bisect_right(range(1, limit + 1), self.seconds, key=lambda count: prefill_seconds(count, start))
 
     def preempt(self, sequence: ScheduledSequence) -> None:
-        """Takes a sequence off the GPU, out of this step too if it was in it; beams go together."""
+        """Takes a sequence off the GPU and out of this step. The beams of a request are preempted together."""
         together = [other for other in sequence.group.sequences if other.is_running] if sequence.request.steered else []
         for leaving in together or [sequence]:
             self._preempt_one(leaving)
 
     def _preempt_one(self, sequence: ScheduledSequence) -> None:
         num_planned = self._withdraw(sequence)
-        self.roster.preempt(sequence, num_planned)
+        self.queues.preempt(sequence, num_planned)
         self.preempted.append(sequence)
 
     def refuse(self, group: RequestGroup, reason: str) -> None:
-        """Ends a request that can never fit; those of its sequences that are in this step leave it."""
+        """Ends a request that can never fit, and takes its sequences out of this step."""
         for sequence in group.sequences:
             if sequence.is_running:
                 self._withdraw(sequence)
-        self.roster.finish(group.sequences, FinishReason.REFUSED)
+        self.queues.finish(group.sequences, FinishReason.REFUSED)
         self.refused.append((group, reason))
 
     def _withdraw(self, sequence: ScheduledSequence) -> int:
         """Gives back what this step planned for a running sequence; returns how many of its places that was.
 
-        The rows that decode are sorted out when all is decided: those behind them would have to move.
+        Its row in `decode` stays for now. `Planner` removes such rows together once the whole step is decided.
         """
         num_planned = 0
         chunk = self.chunks.pop(sequence, None)
@@ -162,32 +162,32 @@ class Round:
         return num_planned
 
 
-def plan_of(round: Round) -> BatchPlan:
-    """The plan of a round."""
-    roster = round.roster
-    round.take_copies()
-    running, stats, decode = roster.running, roster.stats, round.decode
-    uniform = not round.chunks and decode is not None and decode.counts is None and not running.num_special
-    rows = _uniform_rows(decode, running.lanes) if uniform and decode is not None else _mixed_rows(round)
+def plan_of(builder: PlanBuilder) -> BatchPlan:
+    """Makes the plan, and marks its samples as in flight."""
+    queues = builder.queues
+    builder.take_copies()
+    running, stats, decode = queues.running, queues.stats, builder.decode
+    uniform = not builder.chunks and decode is not None and decode.counts is None and not running.num_special
+    rows = _uniform_rows(decode, running.lanes) if uniform and decode is not None else _mixed_rows(builder)
     plan = BatchPlan(
-        number=round.number,
+        number=builder.number,
         is_uniform=uniform,
-        copies=round.copies,
-        admitted=round.admitted,
-        resumed=round.resumed,
-        preempted=round.preempted,
+        copies=builder.copies,
+        admitted=builder.admitted,
+        resumed=builder.resumed,
+        preempted=builder.preempted,
         departures=running.departures,
-        chunk_residences=tuple(sequence.residence for sequence in round.chunks),
+        chunk_residences=tuple(sequence.residence for sequence in builder.chunks),
         decode_batch=decode.batch if decode is not None else None,
-        manager=roster.manager,
+        manager=queues.manager,
         **rows,
     )
     if uniform:
         _depart_uniform(plan, running)
     else:
-        _depart_mixed(plan, running, list(round.chunks.values()))
+        _depart_mixed(plan, running, list(builder.chunks.values()))
         stats.draft_tokens += int(plan.num_drafts.sum())
-    for sequence in running.proposals:  # they were for this step, planned or not
+    for sequence in running.proposals:  # drafts are for this step only, also those that were not planned
         sequence.drafts = None
     running.proposals.clear()
     stats.steps += 1
@@ -215,13 +215,13 @@ def _uniform_rows(decode: DecodeRows, lanes: Lanes) -> dict[str, Any]:
     )
 
 
-def _mixed_rows(round: Round) -> dict[str, Any]:
+def _mixed_rows(builder: PlanBuilder) -> dict[str, Any]:
     """Rows that decode, with or without drafts, and chunks of prompts behind them."""
-    decode, lanes, config = round.decode, round.roster.running.lanes, round.roster.manager.config
-    chunks = list(round.chunks.items())
+    decode, lanes, config = builder.decode, builder.queues.running.lanes, builder.queues.manager.config
+    chunks = list(builder.chunks.items())
     decoding = () if decode is None else decode.sequences
     num_decode = len(decoding)
-    row_lanes = np.array([sequence.lane for sequence in round.chunks], np.int64)
+    row_lanes = np.array([sequence.lane for sequence in builder.chunks], np.int64)
     if decode is not None:
         row_lanes = np.concatenate([decode.lanes, row_lanes])
     counts = np.ones(len(row_lanes), np.int64)
@@ -238,7 +238,7 @@ def _mixed_rows(round: Round) -> dict[str, Any]:
     token_ids = [] if decode is None else [_inputs(decode, lanes)]
     slots = [np.empty((len(config.groups), 0), np.int32)] if decode is None else [decode.slots]
     return dict(
-        sequences=(*decoding, *round.chunks),
+        sequences=(*decoding, *builder.chunks),
         num_decode=num_decode,
         token_ids=joined(*token_ids, *(sequence.tokens[chunk.start : chunk.stop] for sequence, chunk in chunks)),
         positions=np.repeat(kv_lengths - query_start[1:], counts) + np.arange(int(query_start[-1])),
@@ -253,7 +253,7 @@ def _mixed_rows(round: Round) -> dict[str, Any]:
 
 
 def _newest_samples(rows: DecodeRows, lanes: Lanes) -> Int32Array:
-    """The input of each row that decodes; -1 if it is not back yet."""
+    """The input of each row that decodes; -1 if its sample is still in flight."""
     samples = lanes.last_token[rows.lanes]
     samples[lanes.in_flight[rows.lanes] > 0] = -1
     return samples
@@ -270,13 +270,13 @@ def _inputs(rows: DecodeRows, lanes: Lanes) -> Int32Array:
 
 
 def _depart_uniform(plan: BatchPlan, running: Running) -> None:
-    """Notes all samples as in flight. A sequence whose last one is among them leaves the batch that decodes."""
+    """Marks all samples as in flight. A sequence whose last sample is among them leaves the batch that decodes."""
     running.lanes.in_flight[plan.lanes] += 1
     _step_aside(plan, running, running.lanes.has_its_last_in_flight(plan.lanes))
 
 
 def _depart_mixed(plan: BatchPlan, running: Running, chunks: list[PromptChunk]) -> None:
-    """Notes samples as in flight. Sequences that need the result to go on leave the batch; prompts that end here join it."""
+    """Marks samples as in flight. Sequences that wait for their sample leave the batch; prompts that end here join it."""
     lanes = running.lanes
     samples = plan.num_samples > 0
     lanes.in_flight[plan.lanes] += samples

@@ -10,7 +10,7 @@ from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, Scheduler
 
 
-class LiveRequests:
+class ScheduledRequests:
     """What the engine knows of each request in its scheduler: its generation, and its beam search if it has one."""
 
     def __init__(self, scheduler: Scheduler) -> None:

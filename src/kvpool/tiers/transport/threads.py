@@ -1,7 +1,7 @@
-"""Threads that do jobs in the background, and the wait for what a job brings.
+"""Threads for calls to tiers, and the wait for what a call brings.
 
-A lane does jobs one after the other, with a limit to how many may wait. `Pending` joins a job to whoever waits for it: an
-engine, a pool of transformers or a connector. The waiter never waits longer than its deadline, whatever the job does.
+A `ThreadPool` does jobs in the background, in order; only so many may wait. `Pending` is the result of a job: an engine, a
+`CachePool` or a connector waits for it, but never longer than its deadline, whatever the job does.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _log = logging.getLogger("kvpool")
 
 
 class Pending(Generic[_T]):
-    """What a job in flight will bring, and somebody waits for until `due`, by `time.monotonic`.
+    """The result of a job, for which a waiter waits until `due`, by `time.monotonic`.
 
-    The job says `end`, once, with what it brings. A waiter that goes on before says `give_up`: then `discard` gets it.
-    `on_end` is called when the job has ended, in its thread.
+    The job calls `end` once, with the result. A waiter that goes on before that calls `give_up`; then `discard` gets the
+    result. `on_end` is called when the job has ended, in its thread.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Pending(Generic[_T]):
         return self.value
 
 
-class Lane:
-    """Jobs in their order, for `num_threads` threads that start with the first one. What a job raises is logged.
+class ThreadPool:
+    """Up to `num_threads` threads that do jobs in order. Threads start when they are needed. What a job raises is logged.
 
-    `tiers` are those that jobs call: a lane is stuck while all its threads are in calls that do not come back.
+    `tiers` are those that the jobs call. The pool is stuck while all its threads are in calls that do not come back.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Lane:
         return sum(thread.ident in hung for thread in self._threads) >= self._num_threads
 
     def submit(self, job: Job, drop: Job) -> bool:
-        """Has a job done; False if too many wait. `drop` is called instead of `job` if the lane stops before."""
+        """Has a job done; False if too many wait. `drop` is called instead of `job` if the pool stops before."""
         with self._wake:
             if self._stopped or len(self._jobs) >= self.max_waiting:
                 return False

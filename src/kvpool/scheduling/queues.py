@@ -1,4 +1,4 @@
-"""Every sequence and where it is: waiting, running or swapped; and the moves between these places."""
+"""Where every sequence is (waiting, running or swapped), and the moves between these places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
 from kvpool.scope import ReuseHint
 from kvpool.sequences.handle import KVCacheHandle
 
-# What the end of a sequence says about its continuation.
+# What the reason of an end tells the eviction policy about a continuation.
 _SAYS = {reason: ReuseHint(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)}
 
 
@@ -40,8 +40,11 @@ class SchedulerStats:
     finished: int = 0  # requests
 
 
-class Roster:
-    """The queues. The policy holds what never ran, `resuming` what was preempted, which goes first if equally urgent."""
+class Queues:
+    """All sequences that are not over: `policy` holds new ones, `resuming` preempted ones, `running` those on the GPU.
+
+    Of equally urgent sequences, a preempted one goes before a new one.
+    """
 
     def __init__(
         self, manager: KVCacheManager, config: SchedulerConfig, costs: CostModel, clock: Callable[[], float]
@@ -80,7 +83,7 @@ class Roster:
     # --- preemption --------------------------------------------------------------------------------------------------
 
     def victim(self, above: ScheduledSequence, *, only_less_urgent: bool = False) -> ScheduledSequence | None:
-        """The running sequence that loses the least if it gives way to `above`; None if all rank higher.
+        """The running sequence that loses the least if it is preempted for `above`; None if all rank higher.
 
         A sequence whose last sample is in flight is no victim, because it leaves by itself.
         """
@@ -91,7 +94,7 @@ class Roster:
             ranks_lower = sequence.urgency > above.urgency if only_less_urgent else sequence.rank > above.rank
             if not ranks_lower or leaves_by_itself[sequence.lane]:
                 continue
-            if above.request.steered and sequence.group is above.group:  # without it the others could not go on either
+            if above.request.steered and sequence.group is above.group:  # beams of one request need each other
                 continue
             loss = (self.loss(sequence), -sequence.seniority)
             if loss < least:
@@ -103,7 +106,7 @@ class Roster:
         return self._swap_seconds(sequence) if self._prefers_swap(sequence) else self._recompute_seconds(sequence)
 
     def _recompute_seconds(self, sequence: ScheduledSequence) -> float:
-        """Tokens that siblings hold stay cached and need not be computed again."""
+        """Seconds to compute it again, without the tokens that other sequences of its request hold: they stay cached."""
         places = int(self.running.lanes.places[sequence.lane])
         kept = min(places, len(sequence.request.prompt)) if self._has_siblings(sequence) else 0
         return self.costs.prefill_seconds(places - kept, kept)
@@ -119,7 +122,7 @@ class Roster:
         return sequence.request.steered or any(s is not sequence and s.is_running for s in group.sequences)
 
     def _prefers_swap(self, sequence: ScheduledSequence) -> bool:
-        """Whether a sequence that gives way is swapped to the host; otherwise it is computed again later.
+        """Whether a preempted sequence is swapped to the host; otherwise it is computed again later.
 
         Forks are computed again: alone on the host, each would have its own copies of the blocks they share. So are sequences
         with drafts in flight, because nobody knows yet how many of their places will count.
@@ -142,7 +145,7 @@ class Roster:
         """
         handle = sequence.live_handle()
         places = int(self.running.lanes.places[sequence.lane]) - num_planned
-        # One that was held back before its first token loses nothing: what it reuses stays cached.
+        # A sequence that was held back before its first token loses nothing: the prefix that it reuses stays cached.
         swap = handle.num_reserved == places + num_planned and self._prefers_swap(sequence)
         if swap:
             if num_planned:
@@ -170,8 +173,7 @@ class Roster:
     ) -> None:
         """Ends sequences, wherever they are, and gives back all they hold; those that ended before stay as they are.
 
-        The eviction policy is told why: by the `hint`, by the request's own, or by the reason if it says something about the
-        continuation.
+        The eviction policy gets `hint`, or the hint of the request, or what the reason says about a continuation.
         """
         handles = []
         for sequence in sequences:
@@ -201,7 +203,7 @@ class Roster:
 
 
 def _hint_of(sequence: ScheduledSequence, reason: FinishReason) -> ReuseHint | None:
-    """What a sequence that ends says about its continuation: by its request, or by the reason alone."""
+    """The hint about a continuation that its request gives, or the one that follows from the reason."""
     usual, request = _SAYS.get(reason), sequence.request
     if usual is None or request.hint is None:
         return usual
