@@ -117,6 +117,28 @@ def test_given_beams_of_two_requests_that_hold_what_the_others_need_then_the_low
     engine.assert_right(*requests)
 
 
+def test_given_a_beam_without_a_block_then_another_of_its_request_goes_on_with_its_prompt_where_it_has_room() -> None:
+    manager = make_manager(gpu_blocks=16, enable_prefix_caching=False)
+    engine = make_engine(manager, max_chunk_tokens=4, max_tokens_per_step=6, max_sequences=2)
+    only = request("beams", 6, 8, n=2, steered=True)
+    add(engine, only)
+    for _ in range(4):
+        engine.step()
+    first, second = engine.scheduler.sequences("beams")
+    for beam in (first, second):  # both compute all their tokens again
+        engine.scheduler._roster.preempt(beam, 0)
+    engine.step()
+    lanes = engine.scheduler._roster.running.lanes
+    assert [int(lanes.places[beam.lane]) for beam in (first, second)] == [4, 2]
+    outsider = manager.allocate("outsider", num_tokens=4 * manager.can_allocate(num_tokens=1).blocks_available[0])
+    plan = engine.step()
+    assert (plan.sequences, plan.num_prefill_tokens) == ((second,), 2)
+    assert engine.scheduler.stats.stalls == 1
+    manager.free(outsider)
+    engine.drain()
+    engine.assert_right(only)
+
+
 def test_given_beams_that_do_not_fit_together_then_the_request_is_refused_at_once() -> None:
     engine = make_engine(make_manager(gpu_blocks=8))
     with pytest.raises(NeverFitsError, match=r"of 3 sequences .* pool 0, which has 8"):

@@ -22,6 +22,15 @@ def test_given_more_context_then_the_same_tokens_cost_more() -> None:
     assert costs.decode_seconds(8, 1000) > costs.decode_seconds(8, 0) > 0
 
 
+def test_given_no_numbers_then_costs_are_those_of_a_model_of_eight_billion_weights_on_one_large_gpu() -> None:
+    costs = LinearCostModel()
+    assert costs.prefill_seconds(1000, 0) == pytest.approx(0.0405, rel=1e-3)  # 25,000 tokens a second at first
+    assert costs.prefill_seconds(1000, 100_000) == pytest.approx(0.1405, rel=1e-3)
+    assert costs.decode_seconds(1, 0) == pytest.approx(0.00501)
+    assert costs.decode_seconds(100, 100_000) == pytest.approx(0.009)
+    assert costs.transfer_seconds(2 * 10**10) == pytest.approx(1.00002)
+
+
 def test_given_a_prompt_in_two_chunks_then_it_costs_what_it_costs_in_one() -> None:
     costs = LinearCostModel()
     parts = costs.prefill_seconds(60, 0) + costs.prefill_seconds(40, 60)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from support import add, make_engine, names, request
+from support import add, make_engine, names, request, tokens_of
 from toy_engine import ToyEngine
 
 from kvpool import CopyKind
-from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, Request, SequenceState
+from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, Request, SchedulerStats, SequenceState
 from managers import make_manager
 
 FAST_LINK = LinearCostModel(transfer_bytes_per_second=1e15, transfer_latency=0.0)
@@ -81,6 +81,32 @@ def test_given_a_swapped_sequence_when_it_comes_back_then_its_copies_run_in_orde
     assert engine.scheduler.stats.prefill_tokens == 16
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("swap", dict(steps=20, decode_tokens=22, prefill_tokens=16, swapped_out=1, swapped_in=1)),
+        # of the 12 tokens that it gave up, all are still cached when it comes back; the newest is computed as a prompt
+        ("recompute", dict(steps=19, decode_tokens=21, prefill_tokens=17, cached_tokens=12, recomputed_tokens=12)),
+    ],
+)
+def test_given_one_preemption_then_the_counters_say_how_it_went(mode: str, expected: dict[str, int]) -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), preemption=mode)
+    add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
+    engine.drain()
+    assert engine.scheduler.stats == SchedulerStats(preemptions=1, finished=2, **expected)
+
+
+def test_given_sequences_at_and_off_a_blocks_end_and_forks_then_the_needy_are_those_without_a_place() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32), max_sequences=16)
+    add(engine, *(request(f"{n}", n, 9, first=20 * n) for n in range(2, 9)), request("forked", 6, 9, first=300, n=2))
+    engine.step()
+    planner = engine.scheduler._planner
+    sequences, _, batch = planner.running.decoding.rows()
+    needy = planner._needy(batch, list(sequences))
+    assert sorted(names(needy)) == ["4", "8", "forked", "forked"]
+    assert all(any(engine.manager.blocks_needed(sequence.live_handle())) for sequence in needy)
+
+
 def test_given_several_below_when_one_must_give_way_then_it_is_the_one_that_loses_least() -> None:
     engine = make_engine(make_manager(gpu_blocks=11))
     add(engine, request("oldest", 8), request("long", 18, first=50), request("short", 2, first=100))
@@ -88,6 +114,22 @@ def test_given_several_below_when_one_must_give_way_then_it_is_the_one_that_lose
     assert names(until_preempted(engine).preempted) == ["short"]
     engine.drain()
     engine.assert_right(*(done.request for done in engine.finished.values()))
+
+
+def test_given_a_prompt_that_gave_way_to_the_first_then_the_last_still_gets_its_chunk_in_the_same_step() -> None:
+    manager = make_manager(gpu_blocks=16)
+    cached = manager.allocate("cached", range(100, 108))
+    manager.commit(cached)
+    engine = make_engine(manager, max_chunk_tokens=4, max_tokens_per_step=10)
+    requests = [request(name, 20, 3, first=first) for name, first in (("first", 0), ("short", 50), ("long", 100))]
+    add(engine, *requests)
+    assert tokens_of(engine.step()) == {"first": 4, "short": 4, "long": 2}  # behind 8 cached tokens: it loses more
+    outsider = manager.allocate("outsider", num_tokens=4 * manager.can_allocate(num_tokens=1).blocks_available[0])
+    plan = engine.step()
+    assert (names(plan.preempted), tokens_of(plan)) == (["short"], {"first": 4, "long": 2})
+    manager.free(outsider)
+    engine.drain()
+    engine.assert_right(*requests[:2])  # nobody wrote the keys and values of "cached"
 
 
 def test_given_no_one_below_when_the_youngest_needs_a_block_then_it_sits_out_and_loses_nothing() -> None:

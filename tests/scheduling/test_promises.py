@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import add, make_engine, make_manager, names, request
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, expected_output
 
 from kvpool import CopyKind, CopyOp, LayerSpec, ReuseScope, Tier
-from kvpool.scheduling import Request
+from kvpool.scheduling import FinishReason, Request
 from kvpool.scheduling.batch_plan import transferred_bytes
 from managers import FULL
 
@@ -86,6 +86,14 @@ def test_given_maximum_capacity_then_a_request_is_promised_one_block_for_its_sam
     add(engine, request("one", 8, 8), request("three", 8, 8, first=20, n=3))
     engine.scheduler.step()
     assert outstanding(engine) == [1]
+
+
+def test_given_samples_far_beyond_what_they_were_promised_then_each_keeps_its_block_to_copy_into() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32))
+    add(engine, request("one", 8, 20), request("two", 8, 20, first=50, n=2))
+    for _ in range(14):  # the promise was for the prompt: every sequence is three blocks over it
+        engine.step()
+    assert outstanding(engine) == [2]
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 2}])
@@ -207,6 +215,28 @@ def test_given_right_drafts_of_a_sequence_that_has_left_then_all_of_them_are_kep
     assert len(sequence.tokens) == before + 3  # two drafts, and the sample behind them
     engine.drain()
     engine.assert_right(only)
+
+
+def test_given_a_stop_token_for_a_sequence_that_has_left_then_it_ends_there() -> None:
+    engine = make_engine()
+    stop = expected_output(request("a", 6, 8))[1]
+    add(engine, request("a", 6, 8, stop_token_ids=[stop]))
+    engine.step()
+    preempted_in_flight(engine)
+    (done,) = engine.complete().finished
+    assert (done.reason, done.token_ids[-1]) == (FinishReason.STOP, stop)
+    assert not engine.scheduler.has_work
+
+
+def test_given_a_stop_token_in_the_prompt_when_the_last_drafts_come_after_it_has_left_then_it_ends_by_length() -> None:
+    engine = make_engine(drafts=(2,), max_draft_tokens=3)
+    only = request("a", 6, 4, stop_token_ids=[0], first=0)
+    assert 0 not in expected_output(only)
+    add(engine, only)
+    engine.step()
+    preempted_in_flight(engine)
+    (done,) = engine.complete().finished
+    assert (done.reason, len(done.token_ids)) == (FinishReason.LENGTH, 4)
 
 
 def test_given_copies_then_only_those_over_the_link_to_the_host_are_transferred_bytes() -> None:
