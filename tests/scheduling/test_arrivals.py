@@ -6,7 +6,7 @@ import pytest
 from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import ToyEngine
 
-from kvpool import Tier
+from kvpool import CopyKind, Tier
 from managers import FULL, make_manager
 
 
@@ -89,9 +89,11 @@ def test_given_two_requests_with_one_prefix_on_its_way_then_it_comes_once_and_bo
 
 def test_given_a_prompt_that_is_all_on_the_host_then_its_last_token_is_computed_behind_the_landing() -> None:
     engine = decoding_engine()
-    add(engine, request("same", 16, 3))
+    add(engine, request("same", 16, 3), request("twin", 16, 3))
     plans = [engine.step() for _ in range(4)]
-    assert [tokens_of(plan) for plan in plans] == [{"reader": 1}] * 3 + [{"reader": 1, "same": 1}]
+    assert [tokens_of(plan) for plan in plans] == [{"reader": 1}] * 3 + [{"reader": 1, "same": 1, "twin": 1}]
+    copies = [(op.kind, op.num_blocks) for plan in plans for op in plan.copies]
+    assert copies == [(CopyKind.ONBOARD, 4)]  # both write into the block that both read: the same keys and values
     assert engine.waited == []
     engine.drain()
     engine.assert_right(*(done.request for done in engine.finished.values()))
