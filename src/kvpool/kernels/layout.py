@@ -98,6 +98,13 @@ class SlotStates:
         """Writes the states."""
         self.stored.index_copy_(0, self.targets, values.to(self.dtype))
 
+    def to(self, dtype: torch.dtype) -> SlotStates:
+        """Itself: a module that converts a state which it computed finds it where it is stored."""
+        return self
+
+    def copy_(self, computed: SlotStates) -> None:
+        """What a cache does with a state that a module computed: it lies in its slots already."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

@@ -9,7 +9,7 @@ one by one, and attention has a hook of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from kvpool.config import StatePart, StateSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from kvpool.kernels.layout import SlotStates
+from kvpool.model.slot_functions import forward_on_slots
 from kvpool.storage import StateSlots
 from kvpool.storage.moving import upload
 
@@ -114,17 +116,34 @@ class StateStep:
         for run in self._runs:
             stop = start + run.num_sequences * run.num_tokens
             tokens = ordered[start:stop].reshape(run.num_sequences, run.num_tokens, *ordered.shape[1:])
-            layer = module.new_layer()
-            if run.sources is not None:
-                module.fill(layer, {part.name: self._gather(module, part, run.sources) for part in module.parts})
-            outputs.append(module.compute(layer, tokens, arguments))
-            for part in module.parts:
-                self.slots.scatter(module.layer, part.name, run.targets, _tensor(layer, part.name))
+            one_by_one = run.sources is not None and (run.num_tokens == 1 or not module.continues)
+            compute = self._in_place if module.on_slots is not None and one_by_one else self._copied
+            outputs.append(compute(module, run, tokens, arguments))
             start = stop
         return _joined(outputs, self._back)
 
-    def _gather(self, module: StateModule, part: StatePart, sources: Tensor) -> Tensor:
-        return self.slots.gather(module.layer, part.name, sources)
+    def _in_place(self, module: StateModule, run: _EqualSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
+        """One token of every sequence after the other; their states are read and written where they lie."""
+        sources, outputs = run.sources, []
+        assert sources is not None
+        for token in torch.split(tokens, 1, dim=1):
+            layer = module.new_layer()
+            module.fill(
+                layer, {p.name: self.slots.at(module.layer, p.name, sources, run.targets) for p in module.parts}
+            )
+            outputs.append(module.compute_on_slots(layer, token, arguments))
+            sources = run.targets
+        return _each(outputs, lambda tensors: torch.cat(tensors, dim=1))
+
+    def _copied(self, module: StateModule, run: _EqualSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
+        """All tokens of every sequence; their states are copied for the module, and back from it."""
+        layer = module.new_layer()
+        if run.sources is not None:
+            module.fill(layer, {p.name: self.slots.gather(module.layer, p.name, run.sources) for p in module.parts})
+        outputs = module.compute(layer, tokens, arguments)
+        for part in module.parts:
+            self.slots.scatter(module.layer, part.name, run.targets, _tensor(layer, part.name))
+        return outputs
 
 
 @contextmanager
@@ -141,7 +160,8 @@ class StateModule:
     """A module that keeps a state, in whose place `forward` stands.
 
     `parts` is what it keeps. `continues` says whether it can go on from a state with several tokens at once: the Mamba of
-    transformers cannot, its scan begins at zero. It then computes them one by one.
+    transformers cannot, its scan begins at zero. It then computes them one by one. `on_slots` is its forward for one token
+    that works in the slots where states lie; None: states are copied for it.
     """
 
     def __init__(self, module: Any, number_of_states: int = 1) -> None:
@@ -151,6 +171,7 @@ class StateModule:
         self.parts: tuple[StatePart, ...] = ()
         self.continues = True
         self._own = module.forward
+        self.on_slots = forward_on_slots(module)
         self._signature = inspect.signature(module.forward)
         names = list(self._signature.parameters)
         cache = [name for name in _CACHE_ARGUMENTS if name in names]
@@ -187,7 +208,7 @@ class StateModule:
 
         return LinearAttentionLayer(number_of_states=self._number_of_states)
 
-    def fill(self, layer: Any, states: dict[str, Tensor]) -> None:
+    def fill(self, layer: Any, states: Mapping[str, Tensor | SlotStates]) -> None:
         """Puts states [sequence, *shape] into a new layer, as if it had computed them."""
         for name, state in states.items():
             field, index = _place(name)
@@ -205,12 +226,20 @@ class StateModule:
         singly = [self._call(layer, token, arguments) for token in torch.split(tokens, 1, dim=1)]
         return _each(singly, lambda tensors: torch.cat(tensors, dim=1))
 
-    def _call(self, layer: Any, tokens: Tensor, arguments: Arguments) -> Outputs:
+    def compute_on_slots(self, layer: Any, tokens: Tensor, arguments: Arguments) -> Outputs:
+        """The same for one token of every sequence, [sequence, 1, ...]; `layer` has their slots."""
+        assert self.on_slots is not None
+        return self._call(layer, tokens, arguments, self.on_slots)
+
+    def _call(
+        self, layer: Any, tokens: Tensor, arguments: Arguments, forward: Callable[..., Any] | None = None
+    ) -> Outputs:
         from transformers.cache_utils import Cache
 
         # The same layer under every number: some modules ask whether there is a state without saying of which layer.
         cache = Cache(layers=[layer] * (self.layer + 1))
-        outputs: Outputs = self._own(**{self._hidden_name: tokens, self._cache_name: cache}, **arguments)
+        given = {self._hidden_name: tokens, self._cache_name: cache}
+        outputs: Outputs = (forward or self._own)(**given, **arguments)
         return outputs
 
 
@@ -244,9 +273,14 @@ def use_kvpool_states(model: Any, run_probe: Callable[[], object]) -> list[State
         with keeping_states(learning):
             run_probe()
         for module, hidden, arguments in learning.calls.values():
-            if not _continues(module, hidden, arguments):
-                for other in modules:
-                    other.continues &= type(other.module) is not type(module.module)
+            continues, works_on_slots = (
+                _continues(module, hidden, arguments),
+                _works_on_slots(module, hidden, arguments),
+            )
+            for other in modules:
+                if type(other.module) is type(module.module):
+                    other.continues = continues
+                    other.on_slots = other.on_slots if works_on_slots else None
     except ConfigError as error:
         own_states(model)
         raise UnsupportedModelError(f"{type(model).__name__} keeps a state that no cache can: {error}") from error
@@ -303,15 +337,44 @@ def _continues(module: StateModule, hidden: Tensor, arguments: Arguments) -> boo
     return True
 
 
+@torch.no_grad()
+def _works_on_slots(module: StateModule, hidden: Tensor, arguments: Arguments) -> bool:
+    """Whether a token gives in slots what it gives with copied states, tried with random states."""
+    if module.on_slots is None:
+        return False
+    tokens = hidden[0, :2].unsqueeze(1)
+    slots = StateSlots.allocate({module.layer: StateSpec(module.parts)}, 4, hidden.device)
+    sources, targets = torch.tensor([[0, 1], [2, 1]], device=hidden.device)
+    generator = torch.Generator().manual_seed(0)
+    for part in module.parts:
+        values = torch.randn(2, *part.shape, generator=generator).to(hidden.device)
+        slots.scatter(module.layer, part.name, sources, values)
+    step, run = StateStep.decoding(slots, sources, targets), _EqualSequences(2, 1, sources, targets)
+    found = []
+    for compute in (step._in_place, step._copied):
+        kept = slots.store.data.clone()
+        try:
+            outputs = compute(module, run, tokens, arguments)
+        except (AttributeError, TypeError):  # it does something else with a state than calling the functions
+            return False
+        states = [slots.gather(module.layer, part.name, targets).float().flatten() for part in module.parts]
+        found.append(torch.cat([_flat(outputs), *states]))
+        slots.store.data.copy_(kept)
+    return bool((found[0] - found[1]).norm() <= 0.02 * found[1].norm())  # 16 bits are rounded more often in copies
+
+
+def _flat(outputs: Outputs) -> Tensor:
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.cat([tensor.float().flatten() for tensor in tensors if tensor is not None])
+
+
 def _last(module: StateModule, states: dict[str, Tensor], hidden: Tensor, arguments: Arguments, chunk: int) -> Tensor:
     """The outputs behind a state, of so many tokens at a time."""
     layer = module.new_layer()
     dtypes = {part.name: part.dtype.value for part in module.parts}
     module.fill(layer, {name: state.to(getattr(torch, dtypes[name]), copy=True) for name, state in states.items()})
     outputs = [module.compute(layer, tokens, arguments) for tokens in torch.split(hidden, chunk, dim=1)]
-    joined = _each(outputs, lambda tensors: torch.cat(tensors, dim=1))
-    tensors = joined if isinstance(joined, tuple) else (joined,)
-    return torch.cat([tensor.float().flatten() for tensor in tensors if tensor is not None])
+    return _flat(_each(outputs, lambda tensors: torch.cat(tensors, dim=1)))
 
 
 def _parts(layer: Any) -> Iterator[StatePart]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpool.config import PoolSpec, StateSpec, Tier
 from kvpool.errors import InvalidArgumentError
+from kvpool.kernels.layout import SlotStates
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.layout import StateLayout
 from kvpool.storage.store import BlockStore
@@ -40,6 +41,10 @@ class StateSlots:
     @property
     def device(self) -> torch.device:
         return self.store.device
+
+    def at(self, layer: int, part: str, sources: Tensor, targets: Tensor) -> SlotStates:
+        """A part of a layer's states for kernels that read and write it in place; slots are int64 on the device."""
+        return SlotStates(self.store.states(self.group)[layer, part], sources, targets)
 
     def gather(self, layer: int, part: str, slots: Tensor) -> Tensor:
         """A contiguous copy [slot, *shape] of a part of a layer's states; `slots` is int64 on the device."""
