@@ -40,6 +40,9 @@ COMMANDS = {
     "tier": Command(
         "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
     ),
+    "node": Command(
+        "kvpool.tiers.node.node_command", "One cache for all engines of a machine: own memory that they share."
+    ),
     "doctor": Command(
         "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
     ),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
@@ -95,6 +95,13 @@ class Purged:
     removed: int = 0
     is_complete: bool = False
     """Whether everything was looked at and nothing that was meant is left; else it may be called again."""
+
+
+class Listing(NamedTuple):
+    """What a tier holds: the number of bytes of each value. `problem` says why it may be only a part."""
+
+    sizes: dict[bytes, int]
+    problem: str
 
 
 @dataclass(frozen=True)

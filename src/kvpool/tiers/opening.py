@@ -12,6 +12,7 @@ from kvpool.tiers.compressed_tier import CompressedTier, CompressionOptions, mak
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.disk import DiskOptions, DiskTier
 from kvpool.tiers.keys import KeySpace
+from kvpool.tiers.node.node_tier import NodeTier
 from kvpool.tiers.options import TierURL, option_kinds, read_options
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
@@ -37,7 +38,8 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     """The tier at an address.
 
     `disk:DIRECTORY?bytes=50GB` is a `DiskTier`, also without `disk:` where a slash shows that it is a path; more options are
-    `threads`, `direct`, `read_only` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
+    `threads`, `direct`, `read_only` and `timeout`. `node:` or `node:NAME` is a `NodeTier`: memory that `kvpool node` owns;
+    its options are `engine` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
     `mooncake://…` a `MooncakeTier`: see these classes for their options. With `compress=zstd`, `lz4` or `fp8` behind any of
     them, and `dtype=` that of keys and values (bfloat16), it is a `CompressedTier` over it.
 
@@ -87,6 +89,7 @@ def _open_disk(address: str) -> DiskTier:
 
 _OPENERS: dict[str, Callable[[str], KeyedTier]] = {
     "disk": _open_disk,
+    "node": NodeTier,
     "redis": RedisTier,
     "rediss": RedisTier,
     "s3": S3Tier,

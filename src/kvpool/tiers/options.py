@@ -153,12 +153,12 @@ class TierURL:
         return cls(parts.scheme, parts.hostname, port, unquote(parts.path), user, password, options)
 
     @classmethod
-    def local(cls, text: str) -> TierURL:
+    def local(cls, text: str, scheme: str = "disk") -> TierURL:
         """Takes `disk:PATH?option=value` apart; the scheme may be missing."""
-        path, _, query = text.removeprefix("disk:").partition("?")
-        if not path:
+        path, _, query = text.removeprefix(f"{scheme}:").partition("?")
+        if not path and scheme == "disk":
             raise InvalidArgumentError("the address of a disk tier needs a directory, such as disk:cache?bytes=50GB")
-        return cls("disk", "", None, path, None, None, _options(query, f"disk:{path}"))
+        return cls(scheme, "", None, path, None, None, _options(query, f"{scheme}:{path}"))
 
     @property
     def shown(self) -> str:

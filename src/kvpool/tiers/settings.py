@@ -27,6 +27,7 @@ from kvpool.errors import ConfigError
 from kvpool.files import other_format, read_plain
 from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
+from kvpool.tiers.node.node_tier import NodeOptions
 from kvpool.tiers.options import FLAG, Kind, count, option_kinds, seconds, size, text
 from kvpool.tiers.remote.mooncake import MooncakeOptions
 from kvpool.tiers.remote.redis_node import RedisOptions
@@ -35,7 +36,9 @@ from kvpool.tiers.remote.s3 import S3Options
 SECTION = "tiers"
 FORMAT = 1
 """Of a file of settings, which says it by `format = 1` before its first section, or means it by saying nothing."""
-OTHER_SECTIONS = frozenset({"server", "models", "ray"})  # of `kvpool serve`: a file of those needs none of tiers
+OTHER_SECTIONS = frozenset(
+    {"server", "models", "ray", "node"}
+)  # of other commands: a file of those needs none of tiers
 PREFIX = "KVPOOL_TIERS_"
 DEFAULT_DISK_BYTES = 10 * 2**30
 REQUEST_TIMEOUT = 2.0
@@ -43,10 +46,11 @@ REQUEST_TIMEOUT = 2.0
 LONGEST_TIMEOUT = 3600.0
 MAX_COUNT = 2**31 - 1
 _STORES: Mapping[str, Any] = {
-    "redis": RedisOptions,
-    "rediss": RedisOptions,
-    "s3": S3Options,
-    "mooncake": MooncakeOptions,
+    "redis://": RedisOptions,
+    "rediss://": RedisOptions,
+    "s3://": S3Options,
+    "mooncake://": MooncakeOptions,
+    "node:": NodeOptions,
 }
 _USES = count(1, MAX_COUNT)
 _HOST_WRITE = Kind(
@@ -56,8 +60,8 @@ _HOST_WRITE = Kind(
 )
 _DIRECTORY = text("be the path of a directory, without a question mark", lambda path: bool(path) and "?" not in path)
 _REMOTE = text(
-    "be the address of a tier: redis://, rediss://, s3:// or mooncake://",
-    lambda address: "://" in address or address.startswith("disk:"),
+    "be the address of a tier: node:, redis://, rediss://, s3:// or mooncake://",
+    lambda address: "://" in address or address.startswith(("disk:", "node:")),
     is_secret=True,
 )
 
@@ -98,7 +102,7 @@ class TierConfig:
     disk_compression: str | None = _of_tier(CompressionOptions, "compress")
     disk_dtype: str | None = _of_tier(CompressionOptions, "dtype")
     remote: str | None = _setting(  # may hold a password: `repr` leaves it out
-        _REMOTE, help="Share prefixes through a store: redis://, rediss://, s3://, mooncake://."
+        _REMOTE, help="Share prefixes through a store: node:, redis://, rediss://, s3://, mooncake://."
     )
     remote_namespace: str | None = _of_tier(RedisOptions, "namespace")
     remote_ttl: float | None = _of_tier(RedisOptions, "ttl")
@@ -311,16 +315,15 @@ def _checked(given: Mapping[str, _Given]) -> TierConfig:
 
 
 def _check_remote(given: Mapping[str, _Given], address: str) -> None:
-    scheme = address.partition("://")[0]
+    kind = next((start for start in _STORES if address.startswith(start)), f"{address.partition(':')[0]}://")
     in_address = {part.partition("=")[0] for part in urlsplit(address).query.split("&")}
     for name, each in given.items():
         if not name.startswith("remote_"):
             continue
         option = _SETTINGS[name].metadata["in_address"]
         stores = [store for store, options in _STORES.items() if option in option_kinds(options)]
-        if stores and scheme not in stores:
-            shown = ", ".join(f"{store}://" for store in stores)
-            raise ConfigError(f"{each} is for {shown}, and the store is {scheme}://")
+        if stores and kind not in stores:
+            raise ConfigError(f"{each} is for {', '.join(stores)}, and the store is {kind}")
         if option in in_address:
             raise ConfigError(f"{each} is in the address of the store, too; say it once")
 

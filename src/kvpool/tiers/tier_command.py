@@ -311,7 +311,7 @@ def _place(given: str | None, config: Path | None) -> Path | str:
         if settings.directory is not None:
             return settings.directory
         return _needed(None, settings.remote_address, "a directory or an address", "disk")
-    if "://" in given:
+    if "://" in given or given.startswith("node:"):
         return given
     path = Path(given) if os.path.isdir(given) else Path(TierURL.local(given).path).expanduser()
     if not path.is_dir():

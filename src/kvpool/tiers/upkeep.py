@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import typer
 
@@ -20,23 +20,27 @@ from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.scope import ReuseScope
 from kvpool.terminal import console, progress_bar
 from kvpool.tiers.compressed_tier import CompressedTier
-from kvpool.tiers.contract import KeyedTier, Outcome, Purged
+from kvpool.tiers.contract import KeyedTier, Listing, Outcome, Purged
 from kvpool.tiers.disk.upkeep import Checked, Progress, Space, Upkeep, remove_everything
 from kvpool.tiers.keys import SPACE_BYTES, Fingerprint, KeyPattern, KeySpace, scope_tag
+from kvpool.tiers.node.connection import LostNodeError
+from kvpool.tiers.node.node_tier import NodeTier
 from kvpool.tiers.opening import open_tier
-from kvpool.tiers.remote.remote_tier import Listing, RemoteTier
+from kvpool.tiers.remote.remote_tier import RemoteTier
 
 STORE_SECONDS = 3600.0
 BATCH_BYTES = 32 << 20
 BATCH_KEYS = 256
+Store: TypeAlias = RemoteTier[Any] | NodeTier
+"""A tier that several processes use, and that may say what it holds."""
 
 
 @contextmanager
-def opened_store(address: str) -> Iterator[RemoteTier[Any]]:
+def opened_store(address: str) -> Iterator[Store]:
     """The store at an address, without the compression over it."""
     with open_tier(address) as tier:
         store = innermost(tier)
-        assert isinstance(store, RemoteTier)
+        assert isinstance(store, (RemoteTier, NodeTier))
         yield store
 
 
@@ -47,7 +51,7 @@ def innermost(tier: KeyedTier) -> KeyedTier:
     return tier
 
 
-def listed(store: RemoteTier[Any]) -> Listing:
+def listed(store: Store) -> Listing:
     """What a store holds; refused where it cannot say."""
     if not store.can_list:
         raise InvalidArgumentError(
@@ -57,8 +61,10 @@ def listed(store: RemoteTier[Any]) -> Listing:
     return store.listed(timeout=STORE_SECONDS)
 
 
-def store_figures(store: RemoteTier[Any]) -> dict[str, Any]:
+def store_figures(store: Store) -> dict[str, Any]:
     """How full a store is. `problem` says why the figures may be too small; without an answer there are none."""
+    if isinstance(store, NodeTier):
+        return _node_figures(store)
     if store.can_list:
         sizes, problem = listed(store)
     else:
@@ -74,7 +80,22 @@ def store_figures(store: RemoteTier[Any]) -> dict[str, Any]:
     }
 
 
-def _answer(store: RemoteTier[Any]) -> str:
+def _node_figures(node: NodeTier) -> dict[str, Any]:
+    """How full a node is, and who holds what."""
+    try:
+        stats = node.node_stats()
+    except (OSError, LostNodeError) as error:
+        return {"store": node.name, "problem": str(error) or "no answer in time"}
+    slots = [f"{s['slots'] - s['free']:,} of {s['slots']:,} of {shown_bytes(s['bytes'])}" for s in stats.pop("slots")]
+    clients = [f"{c['engine']} ({c['pid']}): {c['leased']} leased" for c in stats.pop("clients")]
+    engines = [f"{name}: {shown_bytes(used)}" for name, used in stats.pop("engines").items()]
+    tenants = [f"{tag}: {shown_bytes(used)}" for tag, used in stats.pop("tenants").items()]
+    behind = [f"{t['name']}: {t['hits']:,} hits {t['problem']}".strip() for t in stats.pop("behind")]
+    lists = {"slots": slots, "connected": clients, "engines": engines, "tenants": tenants, "behind": behind}
+    return {"store": node.name, **stats, **{name: ", ".join(each) for name, each in lists.items()}, "problem": ""}
+
+
+def _answer(store: Store) -> str:
     """Asks for a value that is not there; why there was no answer, or nothing."""
     end = time.monotonic() + 2 * store.timeout  # the first probe may still be in flight
     while (problem := store.stats().problem) and time.monotonic() < end:
@@ -94,7 +115,7 @@ def store_spaces(listing: Listing) -> list[Space]:
     return sorted(found.values(), key=lambda space: (-space.value_bytes, space.prefix))
 
 
-def verify_store(store: RemoteTier[Any], listing: Listing, progress: Progress, *, repair: bool) -> tuple[Checked, str]:
+def verify_store(store: Store, listing: Listing, progress: Progress, *, repair: bool) -> tuple[Checked, str]:
     """Loads every value, which compares it with its seal; also why some could not be looked at, or nothing.
 
     A value that left meanwhile is not counted.

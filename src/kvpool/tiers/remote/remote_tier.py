@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Outcome, Purged, Room
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.remote.breaker import Breaker
@@ -105,13 +105,6 @@ class Purging(Generic[_Node]):
     def seconds_left(self) -> float:
         """Time until the deadline; raises TimeoutError when it is over."""
         return seconds_left(self.deadline)
-
-
-class Listing(NamedTuple):
-    """What a tier holds: the number of bytes of each value. `problem` says why it may be only a part."""
-
-    sizes: dict[bytes, int]
-    problem: str
 
 
 class Stale:

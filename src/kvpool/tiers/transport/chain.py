@@ -169,14 +169,18 @@ class TierChain:
         """The same up to the first key that no tier has."""
         return _prefix(self.find(keys, due))
 
-    def load_prefix(self, keys: Sequence[bytes], rows: Sequence[Any], due: float) -> int:
-        """Loads values; returns how many from the first on are whole and right."""
+    def load(self, keys: Sequence[bytes], rows: Sequence[Any], due: float) -> list[int]:
+        """Loads values; the number of the tier that each came from, whole and right, or `NOWHERE`."""
 
         def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
             outcomes = watched.load([keys[index] for index in lacking], [rows[index] for index in lacking], seconds)
             return [outcome == Outcome.OK for outcome in outcomes]
 
-        return len(_prefix(self._ask_each(len(keys), due, ask)))
+        return self._ask_each(len(keys), due, ask)
+
+    def load_prefix(self, keys: Sequence[bytes], rows: Sequence[Any], due: float) -> int:
+        """Loads values; returns how many from the first on are whole and right."""
+        return len(_prefix(self.load(keys, rows, due)))
 
     def _ask_each(
         self, number: int, due: float, ask: Callable[[WatchedTier, list[int], float], list[bool]]

@@ -1,0 +1,124 @@
+"""Connection: a client's end of the socket to a node, and the node's region in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvpool.tiers.node import wire
+from kvpool.tiers.node.region import map_region
+from kvpool.tiers.node.wire import Message, Place, Verb, WireError
+from kvpool.tiers.remote.remote_tier import seconds_left
+
+
+class _Mapping:
+    """A region in this process, for as long as somebody uses it."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+
+_regions: weakref.WeakValueDictionary[tuple[int, int], _Mapping] = weakref.WeakValueDictionary()
+
+
+class LostNodeError(Exception):
+    """The node is not there, or does not speak as it should; the text says why."""
+
+
+class Connection:
+    """One socket; one thread at a time uses it. `TimeoutError` and `LostNodeError` end it: close it then."""
+
+    def __init__(self, directory: Path, engine: str, spaces: Iterable[bytes], timeout: float) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._buffer = memoryview(bytearray(wire.MAX_MESSAGE))
+        deadline = time.monotonic() + timeout
+        try:
+            self._region = self._greeted(directory, engine, deadline)
+            for space in spaces:
+                self.tell(wire.message(Verb.INTRODUCE, 0, 0, space), deadline)
+        except BaseException:
+            self.close()
+            raise
+        self.num_bytes = self._region.memory.nbytes
+
+    def _greeted(self, directory: Path, engine: str, deadline: float) -> _Mapping:
+        try:
+            self._socket.settimeout(seconds_left(deadline))
+            self._socket.connect(str(directory / wire.SOCKET))
+            if wire.peer_of(self._socket)[1] != os.getuid():
+                raise LostNodeError(f"the node in {directory} belongs to another user")
+            self._socket.send(wire.message(Verb.HELLO, 0, 0, engine.encode()))
+            packet, fds, _, _ = socket.recv_fds(self._socket, wire.MAX_MESSAGE, 1)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise LostNodeError(f"no node answers in {directory} ({error.strerror or error})") from None
+        try:
+            answer = self._parsed(memoryview(packet), Verb.HELLO)
+            if len(fds) != 1:
+                raise LostNodeError("the node sent no memory")
+            return _mapped(fds[0], answer.number)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def ask(self, packet: bytes, deadline: float) -> Message:
+        """The answer to a message; its body is valid until the next call."""
+        self.tell(packet, deadline)
+        try:
+            count = self._socket.recv_into(self._buffer)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise LostNodeError(f"the node left ({error.strerror or error})") from None
+        return self._parsed(self._buffer[:count], packet[1])
+
+    def tell(self, packet: bytes, deadline: float) -> None:
+        """Sends a message."""
+        try:
+            self._socket.settimeout(seconds_left(deadline))
+            self._socket.send(packet)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise LostNodeError(f"the node left ({error.strerror or error})") from None
+
+    def slot(self, place: Place) -> memoryview:
+        """The bytes of a place in the region."""
+        if place.offset + place.length > self.num_bytes:
+            raise LostNodeError("the node named a place outside its memory")
+        return self._region.memory[place.offset : place.offset + place.length]
+
+    def close(self) -> None:
+        """Ends it, and with it all that it holds."""
+        self._socket.close()
+
+    @staticmethod
+    def _parsed(packet: memoryview, verb: int) -> Message:
+        if not packet:
+            raise LostNodeError("the node ended the connection")
+        try:
+            answer = wire.parse(packet)
+        except WireError as error:
+            raise LostNodeError(str(error)) from None
+        if answer.verb == Verb.REFUSED:
+            raise LostNodeError(f"the node refused: {bytes(answer.body).decode(errors='replace')}")
+        if answer.verb != verb:
+            raise LostNodeError(f"the node answered {answer.verb} to {verb}")
+        return answer
+
+
+def _mapped(fd: int, num_bytes: int) -> _Mapping:
+    """The region, mapped once in a process for all connections and tiers."""
+    status = os.fstat(fd)
+    if status.st_size < num_bytes or not num_bytes:
+        raise LostNodeError(f"the node promised {num_bytes} bytes of memory and sent {status.st_size}")
+    name = status.st_dev, status.st_ino
+    found = _regions.get(name)
+    if found is None or found.memory.nbytes != num_bytes:
+        found = _regions[name] = _Mapping(map_region(fd, num_bytes))
+    return found

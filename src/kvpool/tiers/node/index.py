@@ -1,0 +1,395 @@
+"""NodeIndex: which value is in which slot, who holds what, and which value goes next. One thread uses it; it does no I/O.
+
+A *lease* keeps values where they are while a client copies them. A *reservation* keeps slots that a client writes to; nobody
+finds what is in them before it is committed. Both belong to a `Holder` (a connection) and end with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from kvpool.config.layers import ceil_div
+from kvpool.errors import ConfigError
+from kvpool.eviction import EvictionPolicy, make_policy
+from kvpool.tiers.keys import KeyPattern
+from kvpool.tiers.node.region import PAGE, Record, Region
+from kvpool.tiers.node.values import Holder, Quotas, Slot, Value, tenant_of, tier_policies
+from kvpool.tiers.node.wire import NO_PLACE
+
+WASTE = 8
+"""A value goes into larger slots that exist already if it leaves less than one part in so many unused."""
+HOLDER_SHARE = 2
+"""One holder reserves at most the region divided by this."""
+
+
+class _Slab:
+    def __init__(self, number: int, slot_bytes: int, num_slots: int) -> None:
+        self.number, self.slot_bytes, self.num_slots = number, slot_bytes, num_slots
+        self.values: dict[int, Value] = {}
+        self.num_writing = 0
+        self.newest_use = 0
+
+    @property
+    def is_free_to_go(self) -> bool:
+        return not self.num_writing and not any(value.holds for value in self.values.values())
+
+
+class _SizeClass:
+    """Slots of one size. Each shelf has a policy of its own."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slabs: dict[int, _Slab] = {}
+        self.free: list[tuple[int, int]] = []
+        self.shelves: dict[tuple[int, bytes], EvictionPolicy] = {}
+
+
+class NodeIndex:
+    """All slots of a region. It begins with what the region's records say."""
+
+    def __init__(self, region: Region, policy: str = "lru", quotas: Quotas | None = None) -> None:
+        if policy not in tier_policies():
+            raise ConfigError(f"policy={policy!r} must be one of {', '.join(tier_policies())}")
+        self.region = region
+        self.policy = policy
+        self.quotas = quotas or Quotas()
+        self.used_by_engine: dict[int, int] = defaultdict(int)
+        self.used_by_tenant: dict[bytes, int] = defaultdict(int)
+        self.num_evicted = 0
+        self._values: dict[bytes, Value] = {}
+        self._slabs: dict[int, _Slab] = {}
+        self._classes: dict[int, _SizeClass] = {}
+        self._unused = list(range(region.num_slabs))[::-1]
+        self._touched: set[Value] = set()
+        self._created = self._tick = self._next_id = 0
+        self._take_over()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _take_over(self) -> None:
+        """The values of an earlier node. Of two under one key, the one used last stays."""
+        records = sorted(self.region.records(), key=lambda record: record.used)
+        for number in [number for number in reversed(self._unused) if self.region.slot_bytes(number)]:
+            self._add_slab(number, self.region.slot_bytes(number))
+        for record in records:
+            if (old := self._values.get(record.key)) is not None:
+                self._drop(old)
+            self._count(record.owner, record.key, self._slabs[record.slab].slot_bytes)
+            self._publish(record)
+        for size in self._classes.values():
+            size.free = [
+                (slab.number, slot)
+                for slab in size.slabs.values()
+                for slot in range(slab.num_slots)[::-1]
+                if slot not in slab.values
+            ]
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> list[Value | None]:
+        """The values under these keys."""
+        return list(map(self._values.get, keys))
+
+    def lease(self, holder: Holder, found: Sequence[Value | None]) -> tuple[int, bytes]:
+        """Keeps values for a holder; the number of the lease, and the places as they are sent."""
+        values = [value for value in found if value is not None]
+        self.hold(values)
+        number = self._new_id()
+        if values:
+            holder.leases[number] = values
+        return number, b"".join([NO_PLACE if value is None else value.place for value in found])
+
+    @staticmethod
+    def hold(values: Sequence[Value]) -> None:
+        """Keeps values where they are until `let_go`."""
+        for value in values:
+            value.holds += 1
+
+    def matching(self, pattern: KeyPattern) -> list[bytes]:
+        """The keys of all values that are alike."""
+        return [key for key in self._values if pattern.matches(key)]
+
+    def listed(self, cursor: int, count: int) -> tuple[int, list[Value]]:
+        """Up to `count` values from a slot on, and where to go on; 0 at the end. What stays meanwhile is listed once."""
+        found: list[Value] = []
+        number, slot = divmod(cursor, self.region.slab_bytes)
+        for slab in (self._slabs[n] for n in range(number, self.region.num_slabs) if n in self._slabs):
+            for at in range(slot if slab.number == number else 0, slab.num_slots):
+                if len(found) == count:
+                    return slab.number * self.region.slab_bytes + at, found
+                value = slab.values.get(at)
+                if value is not None and not value.is_gone:
+                    found.append(value)
+        return 0, found
+
+    def slot_counts(self) -> Iterator[tuple[int, int, int, int]]:
+        """For each slot size: slabs, slots, and slots that are free."""
+        for size in self._classes.values():
+            yield size.slot_bytes, len(size.slabs), sum(s.num_slots for s in size.slabs.values()), len(size.free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all slots that hold something or are reserved."""
+        return sum(self.used_by_engine.values())
+
+    # --- storing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, holder: Holder, keys: Sequence[bytes], lengths: Sequence[int]) -> tuple[int, list[Slot | None]]:
+        """Slots for values that are not there; None where there is no room that may be taken."""
+        slots = [self._take(holder, key, length) for key, length in zip(keys, lengths, strict=True)]
+        taken, number = [slot for slot in slots if slot is not None], self._new_id()
+        if taken:
+            holder.reservations[number] = taken
+        return number, slots
+
+    def commit(self, holder: Holder, number: int, checks: Sequence[int | None]) -> list[Value | None]:
+        """Makes what was written findable; a slot without a checksum is given back. KeyError: no such reservation."""
+        slots = holder.reservations[number]
+        if len(slots) != len(checks):
+            raise ValueError(f"a reservation of {len(slots)} slots was committed with {len(checks)} checksums")
+        del holder.reservations[number]
+        found: list[Value | None] = []
+        first = self._stamp(len(slots))
+        for at, (slot, check) in enumerate(zip(slots, checks, strict=True)):
+            self._end_writing(holder, slot)
+            present = self._values.get(slot.key)
+            if check is None or present is not None:
+                self._free(slot.slab, slot.slot, holder.owner, slot.key)
+                found.append(present)
+                continue
+            record = Record(slot.slab, slot.slot, slot.key, slot.length, check, holder.owner, first - at)
+            self.region.write(record)
+            found.append(self._publish(record))
+        return found
+
+    def release(self, holder: Holder, number: int) -> bool:
+        """Ends a lease or a reservation; False: the holder has none of this number."""
+        if (values := holder.leases.pop(number, None)) is not None:
+            self.let_go(values)
+            return True
+        slots = holder.reservations.pop(number, None)
+        for slot in slots or ():
+            self._end_writing(holder, slot)
+            self._free(slot.slab, slot.slot, holder.owner, slot.key)
+        return slots is not None
+
+    def let_go(self, values: Sequence[Value], *, were_used: bool = True) -> None:
+        """Values that were held are used now, in the order of a prompt: the first is worth the most."""
+        first = self._stamp(len(values))
+        for at, value in enumerate(values):
+            value.holds -= 1
+            if value.is_gone:
+                if not value.holds:
+                    self._free_value(value)
+                continue
+            if were_used:
+                value.last_access = first - at
+                value.hits += 1
+                value.is_touched = True
+                self._touched.add(value)
+            if value.is_parked and not value.holds:
+                value.is_parked = False
+                assert value.shelf is not None
+                value.shelf.add(value)
+
+    def release_all(self, holder: Holder) -> None:
+        """The connection has ended."""
+        for number in [*holder.leases, *holder.reservations]:
+            self.release(holder, number)
+
+    def remove(self, key: bytes) -> bool:
+        """Forgets a value; its slot is free as soon as nobody holds it."""
+        value = self._values.get(key)
+        if value is None:
+            return False
+        self._drop(value)
+        return True
+
+    def write_uses(self) -> None:
+        """Notes in the records when values were used, for the order after a restart."""
+        touched, self._touched = self._touched, set()
+        for value in touched:
+            if not value.is_gone:
+                self.region.touch(value.slab, value.slot, value.last_access)
+                slab = self._slabs[value.slab]
+                slab.newest_use = max(slab.newest_use, value.last_access)
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    def _take(self, holder: Holder, key: bytes, length: int) -> Slot | None:
+        slot_bytes = max(1, ceil_div(length, PAGE)) * PAGE
+        if slot_bytes > self.region.slab_bytes:
+            return None
+        size = self._class_for(slot_bytes)
+        tenant = tenant_of(key)
+        if holder.reserved_bytes + size.slot_bytes > self.region.num_bytes // HOLDER_SHARE:
+            return None
+        place = self._place_within_quotas(size, holder.owner, tenant)
+        if place is None:
+            return None
+        slab, slot = place
+        self._slabs[slab].num_writing += 1
+        holder.reserved_bytes += size.slot_bytes
+        self._count(holder.owner, key, size.slot_bytes)
+        return Slot(key, slab, slot, length, self.region.offset(slab, slot, size.slot_bytes))
+
+    def _place_within_quotas(self, size: _SizeClass, owner: int, tenant: bytes) -> tuple[int, int] | None:
+        """A free slot that this engine and this tenant may have; what they evict for it is their own."""
+        engine, of_tenant = self.quotas.engine, self.quotas.tenants.get(tenant, self.quotas.tenant)
+        room = self.region.num_bytes
+        while engine < 1 and self.used_by_engine[owner] + size.slot_bytes > room * engine:
+            if not self._evict_of(size, owner, None):
+                return None
+        while of_tenant < 1 and self.used_by_tenant[tenant] + size.slot_bytes > room * of_tenant:
+            if not self._evict_of(size, None, tenant):
+                return None
+        if not size.free:
+            self._make_room(size)
+        return size.free.pop() if size.free else None
+
+    def _evict_of(self, size: _SizeClass, owner: int | None, tenant: bytes | None) -> bool:
+        """Evicts a value of one engine or one tenant, of this size if there is one."""
+        for each in (size, *(other for other in self._classes.values() if other is not size)):
+            shelves = [p for (o, t), p in each.shelves.items() if owner in (None, o) and tenant in (None, t)]
+            if (victim := _next_victim(shelves)) is not None:
+                self._evict(victim)
+                return True
+        return False
+
+    def _make_room(self, size: _SizeClass) -> None:
+        """Takes an unused slab, or the value that goes next, or a whole slab of another size that is older than that."""
+        if self._unused:
+            self._divide(self._unused.pop(), size)
+            return
+        victim = _next_victim(list(size.shelves.values()))
+        cold = self._coldest(size, None if victim is None else victim.last_access)
+        if cold is not None:
+            self._retire(cold)
+            self._divide(cold.number, size)
+        elif victim is not None:
+            self._evict(victim)
+
+    def _coldest(self, size: _SizeClass, before: int | None) -> _Slab | None:
+        """The slab of another size whose last use lies furthest back, and before that time."""
+        self.write_uses()
+        others = [s for s in self._slabs.values() if s.slot_bytes != size.slot_bytes]
+        others = [s for s in others if before is None or s.newest_use < before]
+        others.sort(key=lambda slab: slab.newest_use)
+        return next((slab for slab in others if slab.is_free_to_go), None)
+
+    def _class_for(self, slot_bytes: int) -> _SizeClass:
+        fitting = [size for size in self._classes if slot_bytes <= size <= slot_bytes + slot_bytes // WASTE]
+        chosen = min(fitting, default=slot_bytes)
+        return self._classes.get(chosen) or _SizeClass(chosen)
+
+    def _divide(self, number: int, size: _SizeClass) -> None:
+        self.region.divide(number, size.slot_bytes)
+        self._classes.setdefault(size.slot_bytes, size)
+        self._add_slab(number, size.slot_bytes)
+
+    def _add_slab(self, number: int, slot_bytes: int) -> None:
+        if number in self._unused:
+            self._unused.remove(number)
+        size = self._classes.setdefault(slot_bytes, _SizeClass(slot_bytes))
+        slab = _Slab(number, slot_bytes, self.region.slab_bytes // slot_bytes)
+        self._slabs[number] = size.slabs[number] = slab
+        size.free.extend((number, slot) for slot in range(slab.num_slots)[::-1])
+
+    def _retire(self, slab: _Slab) -> None:
+        """Evicts all values of a slab that nobody holds or writes to."""
+        for value in list(slab.values.values()):
+            self._evict(value)
+        size = self._classes[slab.slot_bytes]
+        del self._slabs[slab.number], size.slabs[slab.number]
+        size.free = [place for place in size.free if place[0] != slab.number]
+        if not size.slabs:
+            del self._classes[slab.slot_bytes]
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def _publish(self, record: Record) -> Value:
+        slab = self._slabs[record.slab]
+        self._created += 1
+        self._tick = max(self._tick, record.used)
+        offset = self.region.offset(record.slab, record.slot, slab.slot_bytes)
+        value = Value(record, offset, self._created)
+        slab.values[record.slot] = self._values[record.key] = value
+        slab.newest_use = max(slab.newest_use, record.used)
+        shelves = self._classes[slab.slot_bytes].shelves
+        name = self.quotas.shelf(record.owner, tenant_of(record.key))
+        if name not in shelves:
+            shelves[name] = make_policy(self.policy)
+        value.shelf = shelves[name]
+        value.shelf.add(value)
+        return value
+
+    def _evict(self, value: Value) -> None:
+        assert value.shelf is not None
+        value.shelf.evicted(value)
+        self.num_evicted += 1
+        self._drop(value)
+
+    def _drop(self, value: Value) -> None:
+        del self._values[value.key]
+        assert value.shelf is not None
+        value.shelf.remove(value)
+        value.is_gone = True
+        self._touched.discard(value)
+        self.region.wipe(value.slab, value.slot)
+        if not value.holds:
+            self._free_value(value)
+
+    def _free_value(self, value: Value) -> None:
+        del self._slabs[value.slab].values[value.slot]
+        self._free(value.slab, value.slot, value.owner, value.key)
+
+    def _free(self, slab: int, slot: int, owner: int, key: bytes) -> None:
+        slot_bytes = self._slabs[slab].slot_bytes
+        self._count(owner, key, -slot_bytes)
+        self._classes[slot_bytes].free.append((slab, slot))
+
+    def _end_writing(self, holder: Holder, slot: Slot) -> None:
+        slab = self._slabs[slot.slab]
+        slab.num_writing -= 1
+        holder.reserved_bytes -= slab.slot_bytes
+
+    def _count(self, owner: int, key: bytes, num_bytes: int) -> None:
+        tenant = tenant_of(key)
+        for used, name in ((self.used_by_engine, owner), (self.used_by_tenant, tenant)):
+            used[name] += num_bytes  # type: ignore[index]  # mypy joins the two kinds of names
+            if not used[name]:  # type: ignore[index]
+                del used[name]  # type: ignore[arg-type]
+
+    def _stamp(self, count: int) -> int:
+        """Takes `count` new times of use; returns the latest."""
+        self._tick += count
+        return self._tick
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+
+def _next_victim(shelves: Sequence[EvictionPolicy]) -> Value | None:
+    """Of the values that nobody holds, the one that goes next; of several shelves', the one used longest ago."""
+    found = [victim for shelf in shelves if (victim := _victim_of(shelf)) is not None]
+    return min(found, key=lambda value: value.last_access, default=None)
+
+
+def _victim_of(shelf: EvictionPolicy) -> Value | None:
+    """What a policy chooses. Uses since it ranked a value count now: a use itself costs no change of its order."""
+    while len(shelf):
+        value = shelf.victim()
+        assert isinstance(value, Value)
+        if value.holds:
+            shelf.remove(value)
+            value.is_parked = True
+        elif value.is_touched:
+            value.is_touched = False
+            shelf.remove(value)
+            shelf.add(value)
+        else:
+            return value
+    return None

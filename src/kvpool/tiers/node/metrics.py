@@ -1,0 +1,88 @@
+"""The figures of a node over HTTP: /metrics for Prometheus, /stats as JSON (who holds what)."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kvpool.tiers.node.service import COUNTS
+
+_GAUGES = {
+    "num_values": ("kvpool_node_values", "Values in memory."),
+    "used_bytes": ("kvpool_node_used_bytes", "Bytes of slots that hold a value or are reserved."),
+    "capacity_bytes": ("kvpool_node_capacity_bytes", "Bytes of the region."),
+    "num_clients": ("kvpool_node_connections", "Connections of engines."),
+    "waiting_bytes": ("kvpool_node_waiting_bytes", "Bytes that wait for tiers behind the node."),
+}
+_BEHIND = ("hits", "misses", "load_failures", "late_loads", "stored", "refused", "store_failures", "late_stores")
+_SECONDS = 5.0
+
+
+def prometheus_text(stats: dict[str, Any]) -> str:
+    """What /metrics answers."""
+    return "".join(f"{line}\n" for line in _lines(stats))
+
+
+def _lines(stats: dict[str, Any]) -> Iterator[str]:
+    for name, (metric, about) in _GAUGES.items():
+        yield from (f"# HELP {metric} {about}", f"# TYPE {metric} gauge", f"{metric} {stats[name]}")
+    for name in ("evicted", *COUNTS):
+        metric = f"kvpool_node_{name}_total"
+        about = f"Since the start: {name.replace('_', ' ')}."
+        yield from (f"# HELP {metric} {about}", f"# TYPE {metric} counter", f"{metric} {stats[name]}")
+    for name, of in (("engine", "engines"), ("tenant", "tenants")):
+        metric = f"kvpool_node_{name}_bytes"
+        yield from (f"# HELP {metric} Bytes of slots by {name}, those with most.", f"# TYPE {metric} gauge")
+        yield from (f'{metric}{{{name}="{_escaped(label)}"}} {used}' for label, used in stats[of].items())
+    for name in _BEHIND:
+        metric = f"kvpool_node_behind_{name}_total"
+        yield from (f"# HELP {metric} {name.replace('_', ' ')} of tiers behind the node.", f"# TYPE {metric} counter")
+        yield from (f'{metric}{{tier="{_escaped(tier["name"])}"}} {tier[name]}' for tier in stats["behind"])
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class MetricsServer:
+    """Answers in threads of its own; `look` brings the figures, and may raise queue.Empty where that takes too long."""
+
+    def __init__(self, host: str, port: int, look: Callable[[float], dict[str, Any]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _SECONDS
+
+            def do_GET(self) -> None:
+                kinds = {"/metrics": "text/plain; version=0.0.4; charset=utf-8", "/stats": "application/json"}
+                if self.path not in kinds:
+                    self.send_error(404, "there are /metrics and /stats")
+                    return
+                try:
+                    stats = look(_SECONDS)
+                except queue.Empty:
+                    self.send_error(503, "the node is busy")
+                    return
+                body = (prometheus_text(stats) if self.path == "/metrics" else json.dumps(stats)).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", kinds[self.path])
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """A node logs no requests."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvpool-node-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -1,0 +1,110 @@
+"""What a node's index keeps of a value, a slot and a holder, and how much of the region each owner may fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvpool.errors import ConfigError
+from kvpool.eviction import EvictionPolicy, policy_names
+from kvpool.eviction.run import Tokens
+from kvpool.tiers.keys import SPACE_BYTES, TENANT_BYTES
+from kvpool.tiers.node.region import Record
+from kvpool.tiers.node.wire import place_bytes
+
+BLIND_POLICIES = ("adaptive", "cost", "priority")
+"""Policies that look at more of a run than a tier knows: its tokens, its depth, its priority."""
+_NO_TOKENS: Tokens = np.zeros(0, np.int32)
+
+
+def tier_policies() -> tuple[str, ...]:
+    """The policies that a node can evict by."""
+    return tuple(name for name in policy_names() if name not in BLIND_POLICIES)
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """The largest share of the region, of (0, 1], that one engine and one tenant may fill."""
+
+    engine: float = 1.0
+    tenant: float = 1.0
+    tenants: Mapping[bytes, float] = field(default_factory=dict)
+    """By `keys.tenant_tag`; others have `tenant`."""
+
+    def __post_init__(self) -> None:
+        for share in (self.engine, self.tenant, *self.tenants.values()):
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+                raise ConfigError(f"a quota of a node is a share above 0 and up to 1, got {share!r}")
+
+    def shelf(self, engine: int, tenant: bytes) -> tuple[int, bytes]:
+        """Values of one shelf are evicted in one order; without quotas there is one."""
+        return engine if self.engine < 1 else 0, tenant if self.tenants.get(tenant, self.tenant) < 1 else b""
+
+
+class Slot(NamedTuple):
+    """A slot that somebody writes to."""
+
+    key: bytes
+    slab: int
+    slot: int
+    length: int
+    offset: int
+
+
+class Value:
+    """A value in its slot. Policies see it as a run of one block."""
+
+    __slots__ = (
+        *("check", "created", "entry", "fan_out", "hits", "holds", "is_gone", "is_parked", "is_touched", "key"),
+        *("last_access", "length", "offset", "owner", "place", "shelf", "slab", "slot", "turn"),
+    )
+    num_blocks: ClassVar[int] = 1
+    start: ClassVar[int] = 0
+    priority: ClassVar[int] = 0
+    hint: ClassVar[int] = 0
+    session: ClassVar[str | None] = None
+    tenant: ClassVar[str] = ""
+    last_access_at: ClassVar[float] = 0.0
+    tokens: ClassVar[Tokens] = _NO_TOKENS
+    sum_before: ClassVar[int] = 0
+
+    def __init__(self, record: Record, offset: int, created: int) -> None:
+        self.key, self.slab, self.slot = record.key, record.slab, record.slot
+        self.length, self.check, self.owner = record.length, record.check, record.owner
+        self.offset = offset
+        self.place = place_bytes(offset, record.length, record.check)
+        self.created, self.last_access = created, record.used
+        self.holds = self.hits = self.turn = self.fan_out = 0
+        self.is_gone = self.is_parked = self.is_touched = False
+        self.entry: Any = None
+        self.shelf: EvictionPolicy | None = None
+
+    @property
+    def fingerprint(self) -> int:
+        """Identity of the content."""
+        return int.from_bytes(self.key[-8:], "little")
+
+    def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
+        """Of a run that begins elsewhere in its text: values have no such parts."""
+        return self.fingerprint
+
+
+class Holder:
+    """What one connection holds."""
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        self.leases: dict[int, list[Value]] = {}
+        self.reservations: dict[int, list[Slot]] = {}
+        self.reserved_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.reservations)
+
+
+def tenant_of(key: bytes) -> bytes:
+    """What a key says about its tenant."""
+    return key[SPACE_BYTES : SPACE_BYTES + TENANT_BYTES]

@@ -1,0 +1,226 @@
+"""What a node and its clients say to each other: one message is one packet of a Unix socket (SOCK_SEQPACKET).
+
+    version (1) | verb (1) | how many keys (2) | number (8) | body
+
+A client asks one thing at a time and waits for the answer, which has the same verb. `RELEASE`, `DOUBT` and `INTRODUCE` have
+no answer. `REFUSED` answers a message that is wrong: its body says why, and the connection ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.tiers.contract import KEY_BYTES
+from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, KeyPattern
+from kvpool.tiers.options import NAMESPACE
+
+VERSION = 1
+MAX_KEYS = 1024
+"""In one message; a client divides longer lists."""
+MAX_MESSAGE = 64 << 10
+MAX_NAME = 64
+ANSWERED_LATE = 10.0
+"""Seconds: the longest time that a question may take at tiers behind the node."""
+
+SOCKET, REGION, SLOTS, LOCK = "socket", "region", "slots", "lock"
+"""The files of a node, all in one directory."""
+DEFAULT_NAME = "default"
+_LONGEST_PATH = 107
+_HEAD = struct.Struct("<BBHQ")
+_PATTERN = struct.Struct(f"<?{SPACE_BYTES}sB{TAG_BYTES}s")
+_PLACE = struct.Struct("<QQQ")
+_PEER = struct.Struct("iII")
+_ABSENT = 2**64 - 1
+NO_PLACE = _PLACE.pack(_ABSENT, 0, 0)
+IS_THERE = _PLACE.pack(_ABSENT, 1, 0)
+"""Answers a reservation of a key that is there already."""
+
+
+class Verb(IntEnum):
+    """What a message is about. `number` and `body` of the question -> of the answer."""
+
+    REFUSED = 0
+    HELLO = 1
+    """The engine's name -> the region's size, and its file descriptor."""
+    INTRODUCE = 2
+    """A fingerprint as JSON; no answer."""
+    FIND = 3
+    """Milliseconds, keys -> a byte for each: 1 if it is there."""
+    LEASE = 4
+    """Milliseconds, keys and sizes of buffers -> a lease, and a place for each key. Until `RELEASE` the values stay."""
+    RESERVE = 5
+    """Keys and lengths -> a reservation, and a place for each key."""
+    COMMIT = 6
+    """A reservation, checksums of all its places -> a byte for each: 1 if the value is there. Before, nobody finds it."""
+    RELEASE = 7
+    """A lease or a reservation; no answer."""
+    DOUBT = 8
+    """Keys whose bytes did not match; the node looks itself. No answer."""
+    REMOVE = 9
+    """Milliseconds, keys -> a byte for each: 1 if it was there."""
+    PURGE = 10
+    """Milliseconds, a pattern -> how many left; a byte: 1 if nothing is left."""
+    LIST = 11
+    """Where to go on -> where to go on (0: the end), keys and lengths."""
+    STATS = 12
+    """-> JSON."""
+
+
+class Message(NamedTuple):
+    """A message that has come; `body` is valid until the next one is read."""
+
+    verb: int
+    num: int
+    number: int
+    body: memoryview
+
+
+class Place(NamedTuple):
+    """Where in the region a value lies, how long it is, and its checksum (`envelope.checksum`)."""
+
+    offset: int
+    length: int
+    check: int
+
+
+class WireError(Exception):
+    """A message is not as it must be; the text says why."""
+
+
+def message(verb: Verb, count: int = 0, number: int = 0, body: bytes = b"") -> bytes:
+    """A message as it is sent."""
+    return _HEAD.pack(VERSION, verb, count, number) + body
+
+
+def parse(packet: memoryview) -> Message:
+    """Takes a packet apart."""
+    if len(packet) < _HEAD.size:
+        raise WireError(f"a message has at least {_HEAD.size} bytes, and this one {len(packet)}")
+    version, verb, count, number = _HEAD.unpack_from(packet)
+    if version != VERSION:
+        raise WireError(f"it speaks version {version} of the protocol, and this kvpool version {VERSION}")
+    return Message(verb, count, number, packet[_HEAD.size :])
+
+
+@functools.lru_cache(2 * MAX_KEYS)
+def _keys_of(count: int) -> struct.Struct:
+    return struct.Struct("<" + f"{KEY_BYTES}s" * count)
+
+
+@functools.lru_cache(2 * MAX_KEYS)
+def _keys_and_numbers(count: int) -> struct.Struct:
+    return struct.Struct("<" + f"{KEY_BYTES}s" * count + "Q" * count)
+
+
+def keys_in(found: Message) -> tuple[bytes, ...]:
+    """The keys of a message that holds nothing else."""
+    layout = _keys_of(_checked_count(found.num))
+    _check_size(found, layout.size)
+    return layout.unpack(found.body)
+
+
+def keys_and_numbers_in(found: Message) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """The keys of a message, and a number for each."""
+    layout = _keys_and_numbers(_checked_count(found.num))
+    _check_size(found, layout.size)
+    fields = layout.unpack(found.body)
+    return fields[: found.num], fields[found.num :]
+
+
+def with_numbers(keys: Sequence[bytes], numbers: Sequence[int]) -> bytes:
+    """Keys and a number for each, as a body."""
+    return _keys_and_numbers(len(keys)).pack(*keys, *numbers)
+
+
+def numbers_in(found: Message) -> tuple[int, ...]:
+    """The numbers of a message that holds nothing else."""
+    _check_size(found, 8 * _checked_count(found.num))
+    return struct.unpack(f"<{found.num}Q", found.body)
+
+
+def numbers(values: Sequence[int]) -> bytes:
+    """Numbers as a body."""
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def place_bytes(offset: int, length: int, check: int) -> bytes:
+    """A place as it is sent."""
+    return _PLACE.pack(offset, length, check)
+
+
+def places_in(found: Message) -> list[Place | None]:
+    """The places of an answer; None where there is none."""
+    _check_size(found, _PLACE.size * found.num)
+    return [Place(*each) if each[0] != _ABSENT or each[1] else None for each in _PLACE.iter_unpack(found.body)]
+
+
+def is_there(place: Place) -> bool:
+    """Whether a place stands for a value that need not be written."""
+    return place.offset == _ABSENT
+
+
+def flags_in(found: Message) -> list[bool]:
+    """The bytes of an answer, one for each key."""
+    _check_size(found, found.num)
+    return [bool(flag) for flag in found.body]
+
+
+def flags(values: Iterable[object]) -> bytes:
+    """One byte for each."""
+    return bytes(map(bool, values))
+
+
+def pattern_bytes(pattern: KeyPattern) -> bytes:
+    """A pattern as it is sent."""
+    has_space = pattern.space is not None
+    return _PATTERN.pack(has_space, pattern.space or bytes(SPACE_BYTES), len(pattern.tag), pattern.tag)
+
+
+def pattern_in(found: Message) -> KeyPattern:
+    """The pattern of a message."""
+    _check_size(found, _PATTERN.size)
+    has_space, space, length, tag = _PATTERN.unpack(found.body)
+    return KeyPattern(space if has_space else None, tag[:length])
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The number of the process at the other end, and its user."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+def node_directory(name: str) -> Path:
+    """Where the files of a node lie: a path as it is, and a name below a directory of this user in /dev/shm."""
+    if "/" in name:
+        path = Path(name).expanduser().absolute()
+    else:
+        path = Path(f"/dev/shm/kvpool-{os.getuid()}") / _checked_name(name or DEFAULT_NAME)
+    if len(os.fsencode(path / SOCKET)) > _LONGEST_PATH:
+        raise InvalidArgumentError(f"the path {path} is too long for a socket; take one of {_LONGEST_PATH - 8} bytes")
+    return path
+
+
+def _checked_name(name: str) -> str:
+    try:
+        return str(NAMESPACE.check(name))
+    except ValueError:
+        raise InvalidArgumentError(f"the name {name!r} of a node {NAMESPACE.rule}; a path has a slash") from None
+
+
+def _checked_count(count: int) -> int:
+    if count > MAX_KEYS:
+        raise WireError(f"a message names at most {MAX_KEYS} keys, and this one {count}")
+    return count
+
+
+def _check_size(found: Message, size: int) -> None:
+    if len(found.body) != size:
+        raise WireError(f"a message of verb {found.verb} for {found.num} keys has {size} bytes, not {len(found.body)}")
