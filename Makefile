@@ -64,8 +64,9 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines and disk tiers at hundreds of random points; ARGS="--capture=no" shows each
-	KVPOOL_KILLS=$${KVPOOL_KILLS:-100} OMP_NUM_THREADS=1 $(PY) -m pytest tests/engine/test_tiers_kills.py tests/tiers/test_disk_crash.py $(ARGS)
+test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines, nodes and disk tiers at hundreds of random points; ARGS="--capture=no" shows each
+	KVPOOL_KILLS=$${KVPOOL_KILLS:-100} OMP_NUM_THREADS=1 $(PY) -m pytest tests/engine/test_tiers_kills.py tests/tiers/test_disk_crash.py \
+		tests/tiers/test_node_kills.py $(ARGS)
 
 # Debian starts the server it installs, on loopback; the tests start their own. RUNLEVEL=1 keeps it from doing so without systemd.
 redis: ## a Redis server for the tests of remote tiers, by apt-get where that may; without one they are skipped

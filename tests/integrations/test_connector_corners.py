@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
 import threading
 import time
@@ -275,6 +276,23 @@ def test_given_a_redis_that_is_started_after_the_engine_then_it_gets_blocks_from
         until(finds)
     finally:
         server.kill()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="a node needs Linux")
+def test_given_a_node_then_all_ranks_of_several_engines_share_it_and_find_their_own_parts(engine: Any) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiers"))
+    from nodes import node_folder, node_thread
+
+    with node_folder() as folder, node_thread(folder) as server:
+        address = f"node:{folder}?timeout=30"
+        first = engine(remote=address, timeout=30, num_workers=2)
+        first.serve(ToyRequest("a", PROMPT))
+        first.close()
+        assert server.call(server.stats, PATIENCE)["num_values"] == 2 * 4
+        second = engine(remote=address, timeout=30, num_workers=2)
+        until(lambda: second.look_up(ToyRequest("b", PROMPT)) == (16, True))
+        second.serve(ToyRequest("c", PROMPT))
+        assert server.call(server.stats, PATIENCE)["num_values"] == 2 * 4, "each block once, whoever stores it"
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kvpool.tiers.keys import tenant_tag
 pytestmark = needs_linux
 
 if hasattr(os, "eventfd"):
-    from kvpool.tiers.node import wire
+    from kvpool.tiers.node import node_tier, wire
     from kvpool.tiers.node.server import NodeServer
     from kvpool.tiers.node.values import Quotas
     from kvpool.tiers.node.wire import Verb
@@ -259,6 +259,44 @@ def test_given_a_node_that_hangs_then_a_call_ends_at_its_deadline(folder: Path) 
         assert time.monotonic() - began < 20
         hanging.set()
         eventually(lambda: load(tier, [1]) == ([Outcome.OK], [value(1)]), "the node is used again")
+
+
+def test_given_an_engine_that_writes_to_a_slot_of_a_node_that_is_gone_then_nobody_gets_what_it_wrote(
+    folder: Path,
+) -> None:
+    with node_thread(folder, MEGABYTE) as server:
+        raw = RawClient(folder)
+        body = wire.with_numbers([key(1)], [36_000])
+        (place,) = wire.places_in(raw.ask(wire.message(Verb.RESERVE, 1, 0, body)))
+        assert place is not None
+        memory = server.index.region.memory  # as an engine has it mapped
+    with node_thread(folder, MEGABYTE) as server, tier_of(folder) as tier:
+        assert store(tier, list(range(28)), 36_000) == [Outcome.OK] * 28
+        memory[place.offset : place.offset + 20_000] = bytes(20_000)  # its copy ends only now
+        outcomes, found = load(tier, list(range(28)), 36_000)
+        assert outcomes.count(Outcome.FAILED) == 1
+        for number, (outcome, data) in enumerate(zip(outcomes, found, strict=True)):
+            assert outcome == Outcome.FAILED or data == value(number, 36_000)
+        eventually(lambda: server.call(server.stats, 30)["damaged"] == 1, "the node has dropped it")
+        sound(server)
+
+
+def test_given_bytes_that_change_while_they_are_copied_then_the_copy_is_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = node_tier._copy
+
+    def torn(source: memoryview, target: memoryview) -> None:
+        copy(source, target)
+        target[-1] ^= 1
+
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        store(tier, [1])
+        monkeypatch.setattr(node_tier, "_copy", torn)
+        assert load(tier, [1])[0] == [Outcome.FAILED]
+        monkeypatch.setattr(node_tier, "_copy", copy)
+        assert load(tier, [1]) == ([Outcome.OK], [value(1)]), "the node has looked itself: the value is right"
+        assert server.call(server.stats, 30)["damaged"] == 0
 
 
 # --- tiers behind it -------------------------------------------------------------------------------------------------

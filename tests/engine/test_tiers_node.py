@@ -1,0 +1,102 @@
+"""Engines and a pool of transformers that share a node: right answers, also when the node is killed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("xxhash")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tiers"))
+
+from models import tiny_model  # noqa: E402
+from nodes import NodeProcess, needs_linux, node_folder  # noqa: E402
+from servers import eventually  # noqa: E402
+from tier_faults import ALL_CACHED, PROMPTS, assert_right, make_engine  # noqa: E402
+
+from kvpool.hf import CachePool, PagedCache  # noqa: E402
+from kvpool.tiers import NodeTier  # noqa: E402
+
+pytestmark = [needs_linux, pytest.mark.usefixtures("one_self_check")]
+
+
+@pytest.fixture
+def node() -> Iterator[NodeProcess]:
+    with node_folder() as folder:
+        made = NodeProcess(folder, "--bytes", "64MB")
+        made.start()
+        yield made
+        made.kill()
+
+
+def num_values(node: NodeProcess) -> int:
+    with NodeTier(f"node:{node.directory}?timeout=30") as tier:
+        return int(tier.node_stats()["num_values"])
+
+
+def test_given_several_engines_then_what_one_computed_all_load_and_it_is_in_memory_once(node: NodeProcess) -> None:
+    address = f"node:{node.directory}?timeout=30"
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert_right(engine)
+        stored = num_values(node)
+    for _ in range(2):
+        with make_engine(remote=address, tier_timeout=60.0) as engine:
+            assert assert_right(engine) >= ALL_CACHED
+            found = engine.stats().tiers
+            assert found is not None
+            assert found.tiers[0].stats.hits > 0
+    assert num_values(node) <= stored + len(PROMPTS) * 2  # and blocks that were generated
+
+
+def test_given_a_node_that_is_killed_and_started_again_then_engines_go_on_and_find_what_was_there(
+    node: NodeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"node:{node.directory}?timeout=5"
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert_right(engine)
+        node.kill(signal.SIGKILL)
+        engine.manager.cache.reset()
+        assert assert_right(engine) == 0, "computed, as if there were no tier"
+        node.start()
+
+        def is_warm() -> bool:
+            engine.manager.cache.reset()
+            return assert_right(engine) >= ALL_CACHED
+
+        eventually(is_warm, "what the first node held comes from the second")
+
+
+def test_given_a_node_that_hangs_then_requests_are_answered(
+    node: NodeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"node:{node.directory}?timeout=1"
+    with make_engine(remote=address, tier_timeout=0.5) as engine:
+        assert_right(engine)
+        node.send(signal.SIGSTOP)
+        engine.manager.cache.reset()
+        assert assert_right(engine) == 0
+        node.send(signal.SIGCONT)
+        engine.manager.cache.reset()
+        assert_right(engine)
+
+
+def test_given_a_pool_of_transformers_then_the_next_one_starts_warm(node: NodeProcess) -> None:
+    model, prompt = tiny_model("llama"), torch.arange(1, 42).unsqueeze(0)
+
+    def generated() -> tuple[list[int], int]:
+        address = f"node:{node.directory}?timeout=30"
+        with CachePool(model, num_blocks=64, block_size=4, remote=address, tier_timeout=60.0) as pool:
+            with PagedCache(pool) as cache:
+                out = model.generate(
+                    prompt, past_key_values=cache, do_sample=False, max_new_tokens=6, eos_token_id=-1, pad_token_id=0
+                )
+            return out[0].tolist(), cache.num_cached_tokens
+
+    first, cold = generated()
+    second, warm = generated()
+    assert (second, cold, warm) == (first, 0, 40)
