@@ -38,23 +38,24 @@ class Ranking(NamedTuple):
     tokens: Tensor
 
     def to_host(self) -> Ranking:
-        """A copy that is on its way to the host."""
+        """A copy for the host. It is complete once the device has done the copy."""
         return Ranking(self.sequences, *(part.to("cpu", non_blocking=True) for part in self[1:]))
 
 
 class BeamSearch:
-    """The search of one request. `rank` orders what may follow its beams, `advance` decides which of it goes on.
+    """The search of one request. `rank` finds the best continuations of its beams, `advance` decides which go on.
 
-    Of the best 2 × `num_beams` continuations (more if there are several stop tokens), those among the first `num_beams` that
-    stop become results, and the best that do not stop become the next beams. The search is over when the worst result is
-    better than the best beam could be if it ended now (with `early_stopping`: when there are enough), or at `max_new_tokens`.
+    `rank` keeps the best 2 × `num_beams` continuations (more if there are several stop tokens). Of the first `num_beams`,
+    those that stop become results. The best that do not stop become the next beams. The search ends when the worst result is
+    better than the best beam would be if it ended now, or at `max_new_tokens`; with `early_stopping`, when there are enough
+    results.
     """
 
     def __init__(self, params: SamplingParams, request: Request) -> None:
         self._params = params
         self._stops = frozenset(request.stop_ids)
         self._running: list[_Beam] = []
-        self._beams: dict[ScheduledSequence, _Beam] = {}  # the running ones, by who carries them
+        self._beams: dict[ScheduledSequence, _Beam] = {}  # the running ones, by their sequence
         self._next: dict[ScheduledSequence, list[_Beam]] = {}
         self._hypotheses: list[_Hypothesis] = []
 
@@ -102,17 +103,17 @@ class BeamSearch:
         return full and (self._params.early_stopping or best_running <= self._hypotheses[-1].score)
 
     def continuations(self, sequence: ScheduledSequence) -> Int32Array:
-        """The tokens that a beam goes on with; none: it is not continued."""
+        """The tokens that a beam goes on with; empty if it ends here."""
         return np.array([beam.tokens[-1] for beam in self._next[sequence]], np.int32)
 
     def forked(self, sequence: ScheduledSequence, children: Sequence[ScheduledSequence]) -> None:
-        """Who carries the continuations of a beam from now on: the first one its own sequence, the others its forks."""
+        """Assigns the continuations of a beam: the first to its own sequence, the others to the forks of it."""
         self._beams.pop(sequence, None)
         self._beams.update(zip([sequence, *children], self._next.pop(sequence, []), strict=False))
 
     def results(self, reason: str) -> list[Sample]:
-        """The best hypotheses, best first; behind them, if the search was cut short for `reason`, what its beams had."""
-        # Not those that sequences carry: where the request ended while a step was on its way, nobody forked any more.
+        """The results, best first. If the search was cut short for `reason`, its unfinished beams follow them."""
+        # Not the beams in `_beams`: if the request ended while a step was in flight, its sequences were not forked.
         beams = sorted(self._running, reverse=True) if self._running or self._hypotheses else [_Beam(0.0, ())]
         unfinished = [_Hypothesis(self._penalised(beam.score, len(beam.tokens)), beam.tokens, reason) for beam in beams]
         return [

@@ -64,7 +64,7 @@ def bench(
     json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Runs random prompts with a common beginning, with and without the prefix cache, and prints what it took.
+    """Runs random prompts with a common beginning, with and without the prefix cache, and prints the times.
 
     `kvpool bench serve --url ...` measures a server instead.
 
@@ -109,7 +109,7 @@ def bench(
 
 
 def _try_costs(engine: Engine, name: str, wanted: bool, quiet: bool) -> Measurement | None:
-    """The costs of single steps; where the cache is too small to time them, an error only if they were asked for."""
+    """The costs of single steps. If the cache is too small to time them, raises if they were asked for, else None."""
     opt.tell("timing single steps ...", quiet)
     try:
         return measure_costs(engine, name)
@@ -241,7 +241,7 @@ def _fits(engine: Engine, batch: int, num_tokens: int) -> bool:
 
 
 def _run(engine: Engine, random: np.random.Generator, batch: int, length: int, num_new: int) -> None:
-    """One batch of random prompts that nobody has cached, twice: what is made on first use is made in the first."""
+    """Runs a batch of random prompts twice, so that the second run initialises nothing. None of them is cached."""
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
     for _ in range(2):
         prompts = random.integers(0, engine.shape.vocab_size, (batch, length)).tolist()
@@ -249,7 +249,7 @@ def _run(engine: Engine, random: np.random.Generator, batch: int, length: int, n
 
 
 def _medians(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """One step for each shape (contexts in steps of 16 tokens a sequence), with the median time of those like it."""
+    """The median step of each shape. Contexts that differ by less than 16 tokens per sequence count as one shape."""
     alike: dict[object, list[MeasuredStep]] = {}
     for step in steps:
         shape = (tuple(step.prefills), step.num_sequences, step.context // (16 * max(1, step.num_sequences)))
@@ -271,7 +271,7 @@ def link_speed(device: torch.device, num_bytes: int = LINK_BYTES) -> float:
 
 
 def machine_name(device: torch.device) -> str:
-    """What people call the machine that a model runs on."""
+    """A name for the machine that a model runs on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} processor with {torch.get_num_threads()} threads"

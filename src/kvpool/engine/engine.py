@@ -64,7 +64,7 @@ class Engine:
     `Engine(model, kv_bytes=8 << 30, disk="prefixes")`. `kvpool.tiers.read_tiers(FILE).engine_options()` are those of tiers
     from a file.
 
-    Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
+    Close it, or use it in a `with` statement. An engine without references ends when its requests are over.
     """
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
@@ -105,12 +105,12 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes no more requests: somebody closed it, or it failed."""
+        """Whether the engine takes no more requests: it was closed, or it failed."""
         return self._thread.is_closed
 
     @property
     def publishes(self) -> EventPublisher | None:
-        """The publisher that announces its cache, with the ports it uses; None without `publish`."""
+        """The publisher of cache events, with the ports it uses; None without `publish`."""
         return self._publisher
 
     def _make_requests(self) -> RequestMaker:
@@ -140,10 +140,10 @@ class Engine:
     ) -> list[Completion]:
         """Completes prompts (texts or token ids), all in one running batch; results in the order of the prompts.
 
-        `params` are for all of them, or one for each. `on_chunk(i, chunk)` hears of every step of prompt i, in the engine's
-        thread. Options are those of `submit`. A wrong argument is refused before anything runs. If prompts fail later (one
-        never fits, a step breaks), the others are completed, and the error of the first names it; its `results` hold what
-        became of each prompt: a Completion or an error.
+        `params` are for all prompts, or one for each. The engine's thread calls `on_chunk(i, chunk)` after every step of
+        prompt i. Options are those of `submit`. A wrong argument raises before anything runs. If prompts fail later (one
+        never fits, a step fails), the others are completed. Then the error of the first failed prompt is raised; its
+        `results` hold a Completion or an error for each prompt.
         """
         chosen = list_of_prompts(prompts, params)
         check_callbacks(on_chunk)
@@ -181,10 +181,10 @@ class Engine:
     ) -> Generation:
         """Queues one prompt and returns at once; `Generation.result()` waits for it.
 
-        `deadline` is in seconds from now; `retention` says which of its tokens stay cached longer; `hint` when its
-        continuation is expected. If the prompt `offers_tools` and there is no hint, the eviction policy is told whether the
-        answer calls one. `max_new_tokens` past the
-        model's context is cut, and `Generation.notes` say so. A request that can never fit ends with `NeverFitsError`.
+        `deadline` is in seconds from now. `retention` says which of its tokens stay cached longer, `hint` when its
+        continuation is expected. If the prompt `offers_tools` and there is no hint, the engine tells the eviction policy
+        whether the answer calls a tool. If `max_new_tokens` exceeds the model's context, it is cut and `Generation.notes`
+        say so. A request that can never fit ends with `NeverFitsError`.
         """
         generation, request = self._requests.make(
             self.token_ids(prompt),
@@ -224,10 +224,10 @@ class Engine:
         scope: ReuseScope | None = None,
         deadline: float | None = None,
     ) -> Prefill:
-        """Computes a prompt for other engines, which find its blocks in the last of the tiers, and returns at once.
+        """Computes a prompt for other engines, which find its blocks in the last tier. Returns at once.
 
-        Blocks are stored while the rest is computed. `on_progress` hears, in any thread, how many tokens others find so far;
-        `Prefill.result()` waits until everything is there, or will not be.
+        Blocks are stored while the rest is computed. Any thread may call `on_progress`, with how many tokens others find so
+        far. `Prefill.result()` waits until all blocks are stored or have failed to be.
         """
         tiers = self._handing_over()
         prefill: list[Prefill] = []
@@ -247,17 +247,17 @@ class Engine:
     def prefetch(
         self, prompt: Prompt, *, scope: ReuseScope | None = None, on_end: Callable[[int], None] | None = None
     ) -> Future[int]:
-        """Brings what tiers have of a prompt into the cache, whatever computing it would cost, and returns at once.
+        """Loads what tiers have of a prompt into the cache, even if computing it were faster. Returns at once.
 
-        The result, which `on_end` also hears in the engine's thread, is how many of its tokens are cached then. It cannot be
-        cancelled: what is loaded is there for the next request.
+        The result says how many tokens of the prompt are cached then; the engine's thread calls `on_end` with it. A prefetch
+        cannot be cancelled: the next request finds what it has loaded.
         """
         tiers, link = self._handing_over(), self._tiers
         assert link is not None
         check_callbacks(on_end)
         _, request = self._requests.make(self.token_ids(prompt), USUAL, scope=scope)
         keys, found = link.prompt_keys(request), Future[int]()
-        found.set_running_or_notify_cancel()  # it cannot be cancelled: an event loop would do so if its client leaves
+        found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:
             found.add_done_callback(lambda future: on_end(future.result()))
         self._thread.tell(partial(tiers.prefetch, request, keys, found.set_result), lambda error: found.set_result(0))
@@ -275,10 +275,10 @@ class Engine:
         _cancel(self._thread, self._loop, checked_generation(generation))
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
-        """A new request that goes on from all tokens that the first sample of another one has now; options as in `submit`.
+        """A new request whose prompt is all tokens that the first sample of another one has now; options as in `submit`.
 
-        While the other one decodes, they share all of its blocks and nothing is computed again. Otherwise (it is over, or
-        its next step is already on its way) the new one reuses what is cached: all but the end of the last block.
+        While the other request decodes, both share all of its blocks and nothing is computed again. If it is over, or its
+        next step is in flight, the new request reuses what is cached: all but the last, partly filled block.
         """
 
         parent = checked_generation(generation)
@@ -293,8 +293,9 @@ class Engine:
         return self._thread.ask(branch)
 
     def after_step(self, call: Callable[[], None]) -> None:
-        """Has something called in the engine's thread once the step under way has told everybody its tokens, so that a
-        callback can pass on in one go what many requests got; an engine that is closed calls it at once.
+        """Calls a function in the engine's thread after the current step has given all requests their tokens.
+
+        So a callback can pass on the tokens of many requests in one go. A closed engine calls the function at once.
         """
         if not callable(call):
             raise InvalidArgumentError(f"after_step calls a function, got {show(call)}")
@@ -302,7 +303,7 @@ class Engine:
         def run() -> None:
             try:
                 call()
-            except BaseException:  # sys.exit() ends no engine either
+            except BaseException:  # not even sys.exit() in a callback may end the engine
                 log.exception("what was to be called after a step raised")
 
         try:
@@ -337,11 +338,11 @@ class Engine:
         return prompt_tokens(prompt, self.tokenizer, self.shape.vocab_size)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
-        """The token ids of a conversation, up to where the assistant speaks; `template` is what else the template reads."""
+        """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`."""
         return self.token_ids(chat_tokens(messages, self.tokenizer, **template))
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
-        """For `SamplingParams(grammar=...)`: an answer that is JSON, valid by a schema (without one: any JSON object)."""
+        """A grammar for `SamplingParams(grammar=...)`: the answer is JSON by this schema; without one, any JSON object."""
         return self._grammars.make(schema)
 
     def invalidate(
@@ -355,8 +356,8 @@ class Engine:
         """Forgets content that must not be used again, here and in tiers: below a prefix, in a scope, made by a session, or
         of a tenant in all its scopes.
 
-        It takes what `KVCacheManager.invalidate` takes, which does not reach tiers. This engine never loads such content
-        again, and what it knows the keys of is taken out of its tiers. Returns the blocks that left the cache.
+        The arguments are those of `KVCacheManager.invalidate`, which does not reach tiers. This engine never loads such
+        content again, and deletes from its tiers the blocks whose keys it knows. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else self.token_ids(prefix)
         drop = partial(self.manager.cache.invalidate, ids, scope=scope, session=session, tenant=tenant)
@@ -367,8 +368,8 @@ class Engine:
         return self._tiers.forgetting.content(drop, ids, scope, session)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns the number
-        of blocks that left the cache.
+        """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns how many
+        blocks left the cache.
         """
         drop = self.manager.cache.reset
         return drop() if self._tiers is None else self._tiers.forgetting.everything(drop)
@@ -399,11 +400,11 @@ class Engine:
 
     @property
     def graphs(self) -> CaptureReport:
-        """How many CUDA graphs its steps run from, and what they cost when the engine was made; none on a CPU."""
+        """How many CUDA graphs the engine has captured, and their seconds and bytes; none on a CPU."""
         return self._loop.runner.captured
 
     def close(self) -> None:
-        """Ends every request and gives the memory back. Not from a callback: those run in the engine's own thread."""
+        """Ends every request and gives the memory back. A callback cannot call it, because it runs in the engine's thread."""
         if self._thread.is_current:
             raise SequenceStateError("a callback is part of a step and cannot close its engine; use another thread")
         self._thread.close()

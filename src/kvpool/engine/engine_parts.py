@@ -45,7 +45,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
     """The parts of an engine for a loaded model, warmed up."""
     compile, kv_bytes = settings.compile, settings.kv_bytes
     where = model.device
-    with whole_device, current(where):  # one engine after another: each measures what memory is free
+    with whole_device, current(where):  # one engine at a time, because each measures how much memory is free
         with uncompiled(model):  # an engine before this one may have compiled its layers
             shape = _prepared(model, compile)
             if settings.kv_blocks is None and kv_bytes is None:

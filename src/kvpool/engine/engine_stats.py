@@ -1,4 +1,4 @@
-"""One look at an engine from outside, taken between two steps."""
+"""What `Engine.stats` and `Engine.waiting` return, taken between two steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpool.tiers.transport.tier_transport import TieringStats
 
 
 class EngineStats(NamedTuple):
-    """One look at an engine: its cache, its scheduler, and what waits and runs."""
+    """The state of an engine between two steps: its cache, its scheduler, and how many sequences wait and run."""
 
     cache: CacheStats
     scheduler: SchedulerStats

@@ -62,7 +62,7 @@ class Completion(NamedTuple):
     num_cached_tokens: int
     first_token_seconds: float | None
     seconds: float
-    notes: tuple[str, ...] = ()  # what the engine changed in the request: fewer new tokens than asked for, and why
+    notes: tuple[str, ...] = ()  # what the engine changed in the request, such as fewer new tokens, and why
 
     @property
     def text(self) -> str:
@@ -80,7 +80,7 @@ class Completion(NamedTuple):
 
 
 class _Calls(threading.local):
-    """Whether this thread is in a callback of a request, where it must not wait for one."""
+    """Whether this thread runs a callback of a request. A callback must not wait for a request."""
 
     under_way = False
 
@@ -97,8 +97,8 @@ _calls = _Calls()
 class Generation:
     """A request in the engine: wait for it (`result`), watch it (`on_chunk`), or look at it while it grows.
 
-    Chunks are delivered in the engine's thread, so what watches them must be quick and cannot wait for results. If it
-    raises, it hears nothing more.
+    The engine's thread calls `on_chunk`, so the callback must be quick and cannot wait for results. If it raises, it is not
+    called again.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
         self._states: dict[int, GrammarState] = {}  # of samples whose params have a grammar
-        self._answered: tuple[int, ...] = ()  # what the grammar saw before, in the request that this one goes on from
+        self._answered: tuple[int, ...] = ()  # tokens that the grammar saw in the request that this one forks
         self.failure: StepError | None = None  # of its grammar
         self._on_chunk = on_chunk
         self._on_end = on_end
@@ -142,12 +142,12 @@ class Generation:
 
     @property
     def queue_seconds(self) -> float | None:
-        """From when it was submitted to when it first got blocks; None while it waits."""
+        """Seconds from when it was submitted to when it first got blocks; None while it waits."""
         return None if self._admitted is None else self._admitted - self._submitted
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From when it was submitted to its first token; None before that."""
+        """Seconds from when it was submitted to its first token; None before that."""
         return None if self._first_token is None else self._first_token - self._submitted
 
     @property
@@ -158,7 +158,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Ends the request if it is not over; what it has so far is its result."""
-        cancel = self._cancel  # the engine's thread may end it at this very moment
+        cancel = self._cancel  # read once: the engine's thread may set it to None meanwhile
         if cancel is not None:
             cancel(self)
 
@@ -187,16 +187,16 @@ class Generation:
     # --- told by the engine ------------------------------------------------------------------------------------------
 
     def admit(self, num_cached_tokens: int) -> None:
-        """Notes that the request has blocks, and how many tokens came from the cache.
+        """Records that the request has blocks, and how many tokens came from the cache.
 
-        Called again if it is preempted before its first token.
+        The loop calls it again if the request is preempted before its first token.
         """
         self.num_cached_tokens = num_cached_tokens
         if self._admitted is None:
             self._admitted = time.monotonic()
 
     def goes_on_from(self, other: Generation) -> None:
-        """A grammar that both requests have goes on where the first sample of the other one stands."""
+        """If both requests have the same grammar, lets it go on where the first sample of the other one stands."""
         if self.params.grammar is not None and self.params.grammar is other.params.grammar:
             self._answered = (*other._answered, *other.samples[0].token_ids) if other.samples else other._answered
 
@@ -214,9 +214,9 @@ class Generation:
             self.failure = _as_step_error(error)
 
     def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> bool:
-        """New tokens of a sample. Returns whether its text is complete, by a stop string or its grammar: it should end then.
+        """Adds new tokens to a sample. Returns whether a stop string or its grammar ends the text here.
 
-        Raises StepError where its grammar failed.
+        Raises StepError if its grammar failed.
         """
         sample = self.samples.setdefault(index, Sample(index))
         if sample.finish_reason is not None:
@@ -239,7 +239,7 @@ class Generation:
         return is_whole or (stream is not None and stream.stopped is not None)
 
     def _follows(self, index: int, tokens: Sequence[int]) -> bool:
-        """Tells the grammar of a sample; returns whether the text is whole by it."""
+        """Tells the grammar of a sample its new tokens; returns whether the text is complete."""
         if self.failure is None:
             try:
                 state = self._state(index)
@@ -269,13 +269,13 @@ class Generation:
             stream = self._streams.pop(index, None)
             rest = "" if stream is None else stream.finish()
             sample.text += rest
-            # Text that was held back as part of a character may turn out to end with a stop string.
+            # A stop string may be in the text that was held back because its last character was not complete.
             sample.finish_reason = reason if stream is None or stream.stopped is None else "stop"
             sample.stop_string = None if stream is None else stream.stopped
             self._deliver(Chunk(index, rest, (), (), sample.finish_reason))
 
     def replace_samples(self, samples: Sequence[Sample]) -> None:
-        """The results of a search, all at once."""
+        """Sets the results of a beam search, all at once."""
         self.samples = {}
         for sample in samples:
             self.samples[sample.index] = Sample(sample.index, score=sample.score)
@@ -283,17 +283,17 @@ class Generation:
             self.end_sample(sample.index, "stop" if stopped else sample.finish_reason or "length")
 
     def end(self, error: KVPoolError | None = None) -> None:
-        """Everything is over; whoever waits is woken."""
+        """The request is over: wakes all who wait for it."""
         if not self._over.is_set():
             self._finished = time.monotonic()
             self._error = error
-            self._cancel = None  # which would keep the model
+            self._cancel = None  # it refers to the loop and so would keep the model alive
             self._over.set()
             if self._on_end is not None:
                 try:
                     with _calls:
                         self._on_end()
-                except BaseException:  # sys.exit() ends no engine either
+                except BaseException:  # not even sys.exit() in a callback may end the engine
                     log.exception("the listener to the end of request %r raised", self.id)
 
     def _stream(self, index: int) -> TextStream | None:

@@ -1,8 +1,8 @@
-"""Answers in a given form: which tokens may follow, as a bit for each token of the vocabulary. No torch.
+"""Answers in a given form: a grammar says which tokens may follow, with one bit per token of the vocabulary. No torch.
 
-A `Grammar` is shared by all requests with the same wish; `start` gives the state of one sample, which hears every token of
-it. Sampling asks the states of a step for their masks and applies all of them at once. `JsonGrammars` makes grammars out of
-JSON schemas with `llguidance`; a class of your own that keeps to the two protocols works the same.
+Requests that want the same form share a `Grammar`. `start` gives the state of one sample, which is told every token of it.
+Sampling asks the states of a step for their masks and applies all of them at once. `JsonGrammars` makes grammars from JSON
+schemas with `llguidance`. A class of your own that implements the two protocols works as well.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class GrammarState(Protocol):
         """Writes which tokens may follow; at least one may."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Tokens followed, each of which the mask before it allowed."""
+        """Tells the state the tokens that followed. The mask before each of them allowed it."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole and nothing but its end may follow."""
+        """Whether the text is complete and only its end may follow."""
 
 
 @runtime_checkable
@@ -50,14 +50,14 @@ def num_words(vocabulary: int) -> int:
     return -(-vocabulary // 32)
 
 
-# Between two parts of a JSON text: a line break and an indentation at most. As much as it likes would let a model that is
-# lost write spaces until its tokens are used up.
+# Between two parts of a JSON text: at most a line break and an indentation. Without a limit, a confused model could write
+# spaces until it has used all its tokens.
 _WHITESPACE = r"\n? {0,8}"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class JsonGrammars:
-    """Makes grammars for the vocabulary of one model. The first takes a second: the vocabulary is sorted for it."""
+    """Makes grammars for the vocabulary of one model. The first takes about a second, to sort the vocabulary."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +69,7 @@ class JsonGrammars:
     def make(self, schema: Mapping[str, Any] | None = None) -> Grammar:
         """A grammar of the texts that are valid by a JSON schema; without one, of every JSON object.
 
-        What it cannot hold a model to (`uniqueItems`, `not`, ...) is refused, never ignored.
+        A schema with rules that it cannot enforce (`uniqueItems`, `not`, ...) is refused.
         """
         if schema is not None and not isinstance(schema, Mapping):
             raise InvalidArgumentError(f"a JSON schema is an object, got {show(schema)}")
@@ -102,9 +102,9 @@ class JsonGrammars:
 
 
 def _described(tokenizer: Any) -> str:
-    """A tokenizer as `tokenizers` writes it.
+    """The JSON of a tokenizer of the package `tokenizers`.
 
-    Converted ones may decode in several ways one after the other; where bytes are written as letters, that one counts.
+    A converted tokenizer may have several decoders in sequence. If one of them is `ByteLevel`, only that one is kept.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -119,7 +119,7 @@ def _described(tokenizer: Any) -> str:
 
 
 class _Compiled:
-    """A compiled grammar: states are copies of its first one."""
+    """A compiled grammar. Each state starts as a copy of its matcher."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -130,7 +130,7 @@ class _Compiled:
 
 
 class _Matching:
-    """One text under way."""
+    """The state of one text."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -141,14 +141,14 @@ class _Matching:
         self._check()
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Tokens followed."""
-        if not self.is_complete:  # behind the end only the token that says so follows
+        """Tells the matcher the tokens that followed."""
+        if not self.is_complete:  # after the end, only the end-of-text token follows
             self._matcher.consume_tokens(list(tokens))
             self._check()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole and nothing but its end may follow."""
+        """Whether the text is complete and only its end may follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:

@@ -1,8 +1,8 @@
 """Steps as CUDA graphs: captured once per size, then filled and replayed for every step that fits.
 
-Launching the thousand kernels of a step from Python takes longer than the GPU takes to run them, unless it has some
-thousand tokens to compute. A graph is launched at once. It has a fixed number of tokens: rows behind a step's own have no
-slot and no keys, so they write nothing, read nothing and disturb nobody, and their results are dropped.
+Launching the thousand kernels of a step from Python takes longer than the GPU takes to run them, unless the step has
+thousands of tokens. A graph needs only one launch. It has a fixed number of tokens. If a step has fewer, the other rows have
+no slot and no keys: they write and read nothing, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage import DataPlane
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Products are computed in tiles of 64 or 128 rows, so that rows up to the next multiple cost little. At the largest size the
-# GPU takes longer than launching does.
+# Matrix products are computed in tiles of 64 or 128 rows, so rows up to the next multiple cost little. Above the largest
+# size, the GPU takes longer than launching does.
 MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
-SHARERS = 4  # of each block on average, that lists have room for
+SHARERS = 4  # sequences that share a block, on average, for which block lists have room
 
 
 class AttentionKind(NamedTuple):
-    """Layers that share a block table and compute alike: one plan per step serves them all."""
+    """Layers with the same block table and the same attention: one plan per step serves them all."""
 
     group: LayerGroup
     spec: AttentionSpec
 
 
 class StepRunner(Protocol):
-    """What graphs use of the runner whose steps they are."""
+    """What graphs use of their runner."""
 
     model: Any
     plane: DataPlane
@@ -72,7 +72,7 @@ class CaptureReport(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """A step that can be run again, and where its result is then."""
+    """A step that can be replayed, and the tensor that holds its result."""
 
     replay: Callable[[], None]
     output: Tensor
@@ -82,38 +82,39 @@ class Recorder(Protocol):
     """Makes graphs of steps."""
 
     def record(self, step: Callable[[], Tensor]) -> RecordedStep:
-        """Runs a step, which reads and writes memory that stays where it is, and records it; CaptureError if it cannot."""
+        """Runs a step that reads and writes fixed memory, and records it; raises CaptureError if that is impossible."""
 
     def num_bytes(self) -> int:
-        """Memory of the device that is taken, by graphs and everything else."""
+        """Bytes in use on the device, by graphs and everything else."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share their memory: they never run at the same time."""
+    """Records CUDA graphs. They share their memory, because they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: Any = None
-        # One for all captures: memory is shared on the same stream only. And of this device: torch's own is of the first.
+        # One stream for all captures, because graphs share memory only on the same stream. Torch's default capture stream
+        # belongs to the first device, so this is one of our own.
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], Tensor]) -> RecordedStep:
-        """Runs the step, then records it: what is made on first use must not be made during the capture."""
+        """Runs the step, then records it, so that nothing is initialised during the capture."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for _ in range(2 if self._memory is None else 1):  # a step's first use may leave things to its second
+            for _ in range(2 if self._memory is None else 1):  # some things are initialised by the second run
                 step()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # "thread_local": what other threads do on the device meanwhile (another engine that serves) is their own affair.
+            # "thread_local": other threads, such as another engine that serves, may use the device meanwhile.
             with (
                 whole_device,
                 _no_garbage_collection(),
                 torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 output = step()
-        except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
+        except RuntimeError as error:  # some models, mostly mixtures of experts, wait for the device in the middle
             raise CaptureError(str(error)) from error
         self._memory = graph.pool()
         return RecordedStep(graph.replay, output)
@@ -127,7 +128,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the garbage collector off: it might free another graph in the middle of a capture, which CUDA forbids."""
+    """Disables the garbage collector: it might free another graph during a capture, which CUDA forbids."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -146,7 +147,7 @@ class _Captured(NamedTuple):
     slots: Tensor  # [layer group, token]
     keep: Tensor  # tokens whose logits are computed
     buffers: list[PlanBuffers]
-    alive: Any  # what the graph reads besides: it must not be freed before the graph
+    alive: Any  # other objects that the graph reads: they must live as long as the graph
 
     def holds(self, batches: Sequence[PagedBatch]) -> bool:
         """Whether the block lists of these batches fit into its buffers."""
@@ -156,9 +157,9 @@ class _Captured(NamedTuple):
 
 
 class StepGraphs(ABC):
-    """Graphs for one kind of step, one for each of some numbers of tokens.
+    """Graphs for one kind of step, each for a fixed number of tokens.
 
-    A step fills the inputs of the smallest graph that holds it, plans attention into its buffers and replays it.
+    `run` fills the inputs of the smallest graph that is large enough, plans attention into its buffers and replays it.
     """
 
     def __init__(self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int]) -> None:
@@ -181,7 +182,7 @@ class StepGraphs(ABC):
         """The most sequences of a step with up to `size` tokens."""
 
     def capture_all(self) -> None:
-        """Captures every size, the largest first: the others then fit into its memory."""
+        """Captures every size, the largest first, so that the others fit into its memory."""
         for size in reversed(self._sizes):
             self._captured[size] = self._capture(size, [_one_token(kind) for kind in self._runner.kinds])
 
@@ -211,10 +212,10 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
-        """Tells the graph whose logits to compute; how many there are."""
+        """Tells the graph of which tokens to compute logits; returns how many."""
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """Where the logits stay until they are sampled from: in memory that the graph keeps."""
+        """The tensor that holds the logits until they are sampled from: here, memory of the graph itself."""
         return logits
 
     def _capture(self, size: int, batches: Sequence[PagedBatch]) -> _Captured:
@@ -273,7 +274,7 @@ class DecodeGraphs(StepGraphs):
 
 
 class MixedGraphs(StepGraphs):
-    """Steps of any kind: some decode, others compute prompts. All graphs leave their logits in the same place."""
+    """Steps with sequences that decode and others that compute prompts. All graphs write their logits to one tensor."""
 
     def __init__(self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
         super().__init__(runner, recorder, sizes)
@@ -281,13 +282,13 @@ class MixedGraphs(StepGraphs):
         self._logits: Tensor | None = None
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Whether tokens, sequences and logits of a step (behind each of its drafts too) are no more than a graph has."""
+        """Whether a graph has room for the tokens, sequences and logits of a step. Each draft needs logits, too."""
         if self._places(plan) > self._sizes[-1]:
             return False
         return len(plan.logits_indices) <= self.max_sequences(self._size_for(plan))
 
     def max_sequences(self, size: int) -> int:
-        """Fewer than tokens, so that attention is prepared for sequences with many of them."""
+        """Fewer than tokens, so that attention is prepared for sequences with many tokens."""
         return min(self._max_sequences, size - 1)
 
     def _places(self, plan: BatchPlan) -> int:
@@ -309,7 +310,7 @@ class MixedGraphs(StepGraphs):
 
 
 def decode_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
-    """The batch sizes that get a graph each, so that the largest batch has one.
+    """The batch sizes that get a graph each. The last one is the largest batch.
 
     >>> decode_sizes(10), decode_sizes(1, smallest=2)
     ([1, 2, 4, 8, 10], [2])
@@ -319,7 +320,7 @@ def decode_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """The numbers of tokens that get a graph each, for steps of up to `max_tokens`; larger steps need none.
+    """The numbers of tokens that get a graph each, for steps of up to `max_tokens`; very large steps need none.
 
     >>> mixed_sizes(200), mixed_sizes(10**6)[-3:], mixed_sizes(1)
     ([64, 128, 192, 200], [1792, 1920, 2048], [])
@@ -329,9 +330,9 @@ def mixed_sizes(max_tokens: int) -> list[int]:
 
 
 def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> int:
-    """How long the block lists of so many sequences together may get before their graph must be captured again.
+    """How many entries the block lists of a graph have room for. With longer lists, the graph is captured again.
 
-    Sequences that share blocks list them once each, so lists may be several times as long as the pool.
+    Every sequence lists the blocks that it shares with others, so lists may be several times as long as the pool.
     """
     room = SHARERS * config.pools[group.pool].num_blocks[Tier.GPU]
     return (
@@ -349,5 +350,5 @@ def capture(graphs: StepGraphs, recorder: Recorder) -> CaptureReport:
 
 
 def _one_token(kind: AttentionKind) -> PagedBatch:
-    """A batch to capture with: one sequence that reads whatever is in the first slot of block 0."""
+    """A batch for the capture: one sequence that reads the first slot of block 0, whatever it holds."""
     return PagedBatch.build([0, 1], [0], [1], [1], block_size=kind.group.block_size)

@@ -1,12 +1,12 @@
 """What an engine stores in tiers, and how one engine computes a prompt for another that decodes.
 
-    Collector   offers every block of a live request to tiers once it is full, before its windows move on. Decoding pays
-                for it only in steps in which a sequence fills a block.
+    Collector   offers every block of a live request to tiers once it is full, before its windows move on. Decoding costs
+                more only in steps in which a sequence fills a block.
     Prefill     computes a prompt for other engines: blocks go to the last tier as they become full, while the rest is
-                computed. It follows them there and says how much of the prompt others need not compute.
+                computed. It says how much of the prompt has arrived there, which others need not compute.
     prefetch    loads what the tiers have of a prompt into the cache before its request comes
 
-A prefill or a prefetch may bring less than all, or nothing. Whoever answers the request computes the rest, so no failure
+A prefill or a prefetch may bring only a part, or nothing. The engine that answers computes the rest, so a failure never
 changes an answer.
 """
 
@@ -47,11 +47,11 @@ class Collector:
         self._demanded: set[Hashable] = set()
 
     def demand(self, request_id: Hashable) -> None:
-        """All blocks of this request must go to tiers, also what it finds cached, and however seldom it was used."""
+        """All blocks of this request must go to tiers, also cached ones and those with fewer than `min_uses` uses."""
         self._demanded.add(request_id)
 
     def collect(self, plan: BatchPlan) -> None:
-        """A step has run and is about to be completed: takes the blocks that it filled."""
+        """A step has run and is about to be completed: offers the blocks that it filled."""
         size = self._offers.block_size
         counts = np.diff(plan.query_start)
         filled = plan.kv_lengths // size > (plan.kv_lengths - counts) // size
@@ -93,15 +93,15 @@ class PrefillResult(NamedTuple):
     """What became of a prompt that was computed for others."""
 
     num_tokens: int
-    num_stored_tokens: int  # of its beginning, that others find
-    num_cached_tokens: int  # that were not computed here
+    num_stored_tokens: int  # so many from the first on are in the tier
+    num_cached_tokens: int  # so many were cached here, and not computed
 
 
 class Prefill:
     """A prompt that is computed for others. `num_stored_tokens` grows while it goes on; `result` waits for the end.
 
-    It ends when everything is in the tier. It ends early, with what is there, when a store fails: others would not get past
-    the gap, so they had better compute the rest at once.
+    It ends when everything is in the tier. It ends early when a store fails: others cannot use blocks behind the missing
+    one, so they should compute the rest at once.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Prefill:
     ) -> None:
         self.num_tokens = num_tokens
         self.num_stored_tokens = 0
-        self._prompt = prompt  # as far as others know its keys
+        self._prompt = prompt  # the beginning whose keys other engines know
         self._keys = keys
         self._all = frozenset(key for of_group in prompt.keys for key in of_group)
-        self._lacking = set(self._all)  # not seen in the tier yet; `known` forgets some of a long prompt
+        self._lacking = set(self._all)  # keys not seen in the tier yet; kept here because `known` may forget some
         self._storer = storer
         self._index = len(storer.tiers) - 1
         self._tier = storer.tiers[self._index]
@@ -164,7 +164,7 @@ class Prefill:
     # --- its life ----------------------------------------------------------------------------------------------------
 
     def begin(self, generation: Generation, queue: Callable[[], None]) -> None:
-        """Asks the tier what it has, and has the rest computed: `queue` hands the request to the engine. In a thread."""
+        """Asks the tier what it has, then has the rest computed: `queue` hands the request to the engine."""
         self._storer.listen(self._settled)
         self._is_listening = True
         keys = list(self._all)
@@ -186,12 +186,12 @@ class Prefill:
             self.computed()
 
     def drop(self, why: str = "the engine was closed before this prompt was computed") -> None:
-        """It ends before anything began."""
+        """Ends it before anything began."""
         self._error = SequenceStateError(why)
         self.computed()
 
     def computed(self) -> None:
-        """The request is over, well or not."""
+        """The request is over, with or without success."""
         self._is_computed = True
         self._end_if_settled()
 
@@ -205,7 +205,7 @@ class Prefill:
         self._end_if_settled()
 
     def _advance(self, found: Iterable[bytes] = ()) -> None:
-        """Looks how far others would get now: with what was `found`, and with what the tier was seen to have since."""
+        """Updates how many tokens others find: with the `found` keys, and those that the tier is known to have now."""
         known, size = self._tier.known, self._keys.block_size
         with self._lock:
             lacking = self._lacking
@@ -229,9 +229,11 @@ class Prefill:
     def _end_if_settled(self) -> None:
         if not self._is_computed or self._storer.is_storing(self._index, self._all):
             return
-        self._advance()  # what arrived between the last word of it and now
+        self._advance()  # counts what has arrived since the last call
         with self._lock:
-            if self._is_ending or self._num_telling:  # who tells comes back here: the end is the last to be heard of
+            if (
+                self._is_ending or self._num_telling
+            ):  # a thread that tells progress comes here again: `on_end` comes last
                 return
             self._is_ending = True
         if self._is_listening:
@@ -248,7 +250,7 @@ class Prefill:
 
 
 class Handovers:
-    """Both halves of one engine, and their counts."""
+    """Prefills for other engines and prefetches from tiers, of one engine, and their counters."""
 
     def __init__(self, transport: TierTransport, collector: Collector, manager: KVCacheManager, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -268,7 +270,7 @@ class Handovers:
     def follow(
         self, request: Request, on_progress: Callable[[int], None] | None, on_end: Callable[[], None] | None
     ) -> Prefill:
-        """A prompt that will be computed for others. They do not know the keys of what was invalidated here."""
+        """A `Prefill` of a prompt. It ends where content was invalidated here: others do not know the new keys of that."""
         keys = self._transport.keys
         own = keys.of_prompt(request.prompt, request.scope, request.multimodal)
         plain = keys.plain(request.prompt, request.scope, request.multimodal)
@@ -280,7 +282,7 @@ class Handovers:
         return Prefill(own.num_tokens, prompt, keys, self._transport.storer, count, on_progress, on_end)
 
     def start(self, prefill: Prefill, generation: Generation, request: Request, queue: Callable[[], None]) -> None:
-        """Has it computed; `queue` hands its request to the engine."""
+        """Starts a prefill; `queue` hands its request to the engine."""
         self._collector.demand(request.id)
         threads = self._transport.fetch_threads
         if not threads.submit(partial(prefill.begin, generation, queue), prefill.drop):
@@ -298,7 +300,10 @@ class Handovers:
     # --- from others -------------------------------------------------------------------------------------------------
 
     def prefetch(self, request: Request, prompt: PromptKeys, done: Callable[[int], None]) -> None:
-        """Brings what tiers have of a prompt; `done` hears how many of its tokens are cached then. In the engine's thread."""
+        """Loads what tiers have of a prompt, then calls `done` with how many of its tokens are cached.
+
+        The engine's thread runs it.
+        """
         match = self._manager.match_prefix(request.prompt, request.scope, request.items)
         size, now = self._transport.keys.block_size, time.monotonic()
         missing = next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
@@ -309,7 +314,7 @@ class Handovers:
             nothing()
 
     def _tell_arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:
-        """In a thread that fetches: hands over to the engine's."""
+        """Called in a thread that fetches: has `_arrived` called in the engine's thread."""
 
         def give_up(error: KVPoolError | None = None) -> None:
             fetch.release()
@@ -329,7 +334,7 @@ class Handovers:
         with self._lock:
             self._stats.prefetches += handle is not None and not is_part
             self._stats.prefetched_blocks += num_blocks if handle is not None else 0
-        if handle is not None and is_part:  # staging memory did not hold all at once
+        if handle is not None and is_part:  # staging memory was too small to hold all at once
             self.prefetch(request, fetch.prompt, done)
         else:
             done(self._manager.match_prefix(request.prompt, request.scope, request.items).num_tokens)

@@ -1,8 +1,8 @@
-"""The engine's loop: plan a step, run it, sample, hand out what came of it. One thread drives it.
+"""The engine's loop: plans a step, runs it, samples, and gives each request its tokens. One thread drives it.
 
-On a GPU the next step is planned and launched before the tokens of the one before are back: the host works in the shadow of
-the device, and only the sampled ids cross back. Some sequences need the tokens to go on. The step in between leaves them
-out (several samples, beams among other requests), or the loop waits for the tokens (drafts, steps that are mostly beams).
+On a GPU the loop plans and launches the next step before it has the tokens of the last one, so that host and device work at
+the same time. Only sampled ids are copied to the host. Some sequences cannot go on without their tokens. Either the next
+step leaves them out (several samples, beams among other requests), or the loop waits (drafts, steps that are mostly beams).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("kvpool")
 
 
 class _Launched(NamedTuple):
-    """A step on its way: its plan, and its samples as they will be on the host once `ready` has happened."""
+    """A launched step: its plan, and its samples, which are on the host once the event `ready` has happened."""
 
     plan: BatchPlan
     began: float  # on the host's clock
@@ -44,7 +44,7 @@ class _Launched(NamedTuple):
     ready: Any = None
 
     def searches(self) -> dict[ScheduledSequence, BeamSearch]:
-        """The beam search that each steered sequence of the step belongs to, be it over or not."""
+        """The beam search of each steered sequence of the step, also of a search that is over."""
         return {sequence: search for search, ranking in self.rankings for sequence in ranking.sequences}
 
 
@@ -92,14 +92,14 @@ class EngineLoop:
         return None if self.tiers is None else self.tiers.patience
 
     def tend(self) -> None:
-        """Between two steps: requests that waited too long for their prefix go on without it."""
+        """Called between two steps: requests that waited too long for their prefix go on without it."""
         if self.tiers is not None:
             self.tiers.tend()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, generation: Generation, request: Request, prompt: PromptKeys | None = None) -> None:
-        """Queues a request, once its prefix has come from tiers if its keys are given; raises if it can never run."""
+        """Queues a request; raises if it can never run. If its keys are given, it waits for its prefix from tiers first."""
         if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
             self._requests.enqueue(generation, request)
 
@@ -107,7 +107,7 @@ class EngineLoop:
         """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
         live: tuple[ScheduledSequence, ...] = ()
         if self._requests.includes(other):
-            with suppress(UnknownRequestError):  # it is over, and is just being told its last tokens
+            with suppress(UnknownRequestError):  # the scheduler has ended it already
                 live = self.scheduler.sequences(other.id)
         parent = next((sequence for sequence in live if sequence.index == 0 and not sequence.is_finished), None)
         if parent is None or not np.array_equal(self.scheduler.token_ids(parent), request.prompt):
@@ -151,17 +151,17 @@ class EngineLoop:
             self._give_up(plan, error)
             return
         self._flying.append(launched)
-        # Beams sit out the steps that overlap with theirs: where most rows are beams, waiting for them is faster.
+        # Beams sit out the step that overlaps with theirs. If most rows are beams, waiting for their tokens is faster.
         wait = not self.overlap or plan.is_empty or 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
-        for done in plan.finished:  # not when the plan itself is finished: the scheduler does not know them any more
+        for done in plan.finished:  # now: the scheduler does not know them any more when the plan is completed
             self._end(done)
 
     def _give_up(self, plan: BatchPlan, error: Exception) -> None:
-        """A step could not be launched: its requests end, the others go on, unless nothing can any more."""
+        """A step could not be launched: ends its requests. The others go on, unless the device is lost."""
         self._catch_up()
-        if plan.is_empty:  # nobody to blame: the next step would fail like this one
+        if plan.is_empty:  # no request caused it, so the next step would fail like this one
             raise error
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()  # raises if the device is lost
@@ -177,7 +177,7 @@ class EngineLoop:
 
     def _launch(self, plan: BatchPlan) -> _Launched:
         began = time.perf_counter()
-        self._copies.start(plan)  # first of all: whatever happens to the step, other sequences rely on them
+        self._copies.start(plan)  # first: other sequences rely on them even if this step fails
         for sequence in plan.admitted:
             generation = self._requests.generations.get(sequence.request.id)
             if generation is not None and not generation.samples:
@@ -202,7 +202,7 @@ class EngineLoop:
         return _Launched(plan, began, on_host, rankings, ready)
 
     def _catch_up(self) -> None:
-        """Finishes the steps that are on their way."""
+        """Finishes the steps in flight."""
         while self._flying:
             self._finish(self._flying.popleft())
 
@@ -225,7 +225,7 @@ class EngineLoop:
         ]
 
     def _inputs(self, plan: BatchPlan) -> Tensor:
-        """Token ids on the device; those that the host does not know yet are the newest of their lane."""
+        """Token ids on the device. Those that the host does not know yet are the newest samples of their lanes."""
         token_ids = self.runner.upload(plan.token_ids.astype(np.int64))
         unknown = plan.token_ids < 0
         if unknown.any():
@@ -238,7 +238,7 @@ class EngineLoop:
         if not self.overlap:
             return
         rows = plan.sampling_rows
-        if len(tokens) > len(rows):  # rows with several samples or drafts are not planned before those are back
+        if len(tokens) > len(rows):  # the next plan leaves out rows with several samples or drafts: any token will do
             tokens = tokens.index_select(0, self.runner.upload(_first_samples(plan)))
         self._last_token.index_copy_(0, self.runner.upload(plan.lanes[rows]), tokens)
 
@@ -307,7 +307,7 @@ class EngineLoop:
     def _hand_out(
         self, launched: _Launched, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array, forks: list[Fork]
     ) -> None:
-        """Tells every request its new tokens; further samples of a row belong to the forks that it made."""
+        """Gives every request its new tokens. Further samples of a row belong to its forks."""
         plan, sampled = launched.plan, launched.sampled
         assert sampled is not None
         children: dict[ScheduledSequence, list[ScheduledSequence]] = {}
@@ -335,7 +335,7 @@ class EngineLoop:
             elif self._push(generation, sequence, ids[start:at], sampled, samples_at[start:at]):
                 stopped.append(sequence)
         for broken in self._broken:
-            with suppress(UnknownRequestError):  # it was its last token: the step ends it
+            with suppress(UnknownRequestError):  # it got its last token, so the step has ended it
                 self._end(self.scheduler.cancel(broken.id))
         self._broken.clear()
         # Only now, when all samples have their tokens: the last sample that stops ends its request.
@@ -366,7 +366,7 @@ class EngineLoop:
         if is_complete:
             generation.end_sample(sequence.index, "stop")
             return not sequence.is_finished
-        if sequence.finish_reason is not None:  # at once: siblings may go on, and steps on their way bring more of it
+        if sequence.finish_reason is not None:  # at once: steps in flight may bring more tokens of it
             generation.end_sample(sequence.index, sequence.finish_reason.value)
         return False
 
@@ -393,26 +393,26 @@ class EngineLoop:
         generation.end(failure or generation.failure)
 
     def _propose(self, plan: BatchPlan) -> None:
-        """Guesses for the sequences of the step, to be verified in the next one."""
+        """Proposes drafts for the sequences of the step; the next step verifies them."""
         for sequence in plan.sequences:
             generation = self._requests.generations.get(sequence.request.id)
             if generation is None or not sequence.is_running:
                 continue
-            if generation.params.has_penalties or generation.params.grammar is not None:  # they follow each token
+            if generation.params.has_penalties or generation.params.grammar is not None:  # these need each token
                 continue
-            with suppress(SequenceStateError):  # its prompt is not computed yet, or its beams decide together
+            with suppress(SequenceStateError):  # its prompt is not computed yet, or it is a beam
                 self.scheduler.propose(sequence, propose(self.scheduler.token_ids(sequence), self.num_draft_tokens))
 
 
 def _first_samples(plan: BatchPlan) -> Int64Array:
-    """Where the samples of each sampling row begin."""
+    """The index of the first sample of each sampling row."""
     counts: Int64Array = (plan.num_samples + plan.num_drafts)[plan.sampling_rows]
     firsts: Int64Array = np.cumsum(counts) - counts
     return firsts
 
 
 def _num_accepted(plan: BatchPlan, row: int, samples: Int32Array) -> int:
-    """How many samples of a row with drafts count: those behind right drafts only, and none behind a stop token."""
+    """How many samples of a row with drafts count: the first and one after each correct draft, none after a stop token."""
     end = int(plan.query_start[row + 1])
     guesses = plan.token_ids[end - len(samples) + 1 : end]
     stops = np.isin(samples[:-1], list(plan.sequences[row].request.stop_ids))

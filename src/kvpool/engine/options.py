@@ -33,7 +33,7 @@ SHOWN = {each.metadata["option"] or each.name: each for each in fields(EngineSet
 
 
 def _as_field(name: str, setting: Field[Any]) -> tuple[str, Any, Any]:
-    """A setting of engines as an option of commands; what was not given is None."""
+    """A setting of engines as an option of commands. An option that was not given is None."""
     key, kind = setting.metadata["key"], setting.metadata["kind"]
     flags = [f"--{key}"] if key else []
     option = typer.Option(*flags, help=setting.metadata["help"])
@@ -42,7 +42,7 @@ def _as_field(name: str, setting: Field[Any]) -> tuple[str, Any, Any]:
 
 @dataclass(frozen=True)
 class _OfModel:
-    """The first option: a command shows them in the order of their fields."""
+    """A class of its own, because a command shows options in the order of fields and this one comes first."""
 
     model: Annotated[
         str | None,
@@ -55,7 +55,7 @@ _Shown: Any = make_dataclass("_Shown", [_as_field(*each) for each in SHOWN.items
 
 @dataclass(frozen=True)
 class EngineOptions(_Shown):  # type: ignore[misc]
-    """The options of every command that makes an engine: the settings that have a help text, and some of their own."""
+    """The options of every command that makes an engine: the settings that have a help text, and two more."""
 
     config: Annotated[
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers]: docs/tiers.md.")
@@ -77,7 +77,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
         keyed_tiers: bool = True,
         **options: Any,
     ) -> Engine:
-        """The engine that the options describe; a `model` that is loaded already is used as it is."""
+        """The engine that the options describe. A `model` that is already loaded takes the place of theirs."""
         check_files(self.record)
         tiers = self.tiers(host_memory).engine_options()
         if not keyed_tiers:
@@ -122,7 +122,7 @@ class SamplingOptions:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as a command: in place of a group of options it has each of them, and its errors name options."""
+    """The function as a command. Parameters that are dataclasses become one option per field; errors name options."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -160,7 +160,7 @@ _OPTIONS = {
     },
     **{name: f"--{name.replace('_', '-')}" for name in ("max_sequences", "max_tokens_per_step")},
 }
-# A name that is a word, too, is meant only where a value or a demand follows.
+# A name that is also a common word counts only if "=" or "must" follows.
 _FIELD = re.compile(
     r"(?<![\w.-])(?:"
     + "|".join(re.escape(name) + (r"\b" if "_" in name else r"(?==| must)") for name in _OPTIONS)
@@ -170,7 +170,7 @@ _FIELD = re.compile(
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Errors about fields of the library name the options that the user typed instead."""
+    """Makes errors about fields of the library name the options that the user typed."""
     try:
         yield
     except (ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError) as error:
@@ -188,16 +188,16 @@ def in_options(text: str) -> str:
 
 
 def limits(max_tokens_per_step: int | None, max_sequences: int) -> SchedulerConfig:
-    """How much one step may hold; by default as much as all of its sequences need to decode, at least."""
+    """The limits of a step. By default it holds at least one token for each sequence."""
     if max_tokens_per_step is None:
         max_tokens_per_step = max(SchedulerConfig.max_tokens_per_step, max_sequences)
     return SchedulerConfig(max_tokens_per_step=max_tokens_per_step, max_sequences=max_sequences)
 
 
 def print_answer(engine: Engine, prompt: Prompt, params: SamplingParams, *, interruptible: bool = False) -> Completion:
-    """Completes a prompt and prints it while it grows. A closed pipe ends it, and so does Ctrl-C.
+    """Completes a prompt and prints the text while it grows. A closed pipe or Ctrl-C ends it with an error.
 
-    If it is `interruptible`, what there is at a Ctrl-C is the result.
+    If it is `interruptible`, Ctrl-C ends it with the text so far as the result.
     """
     texts: SimpleQueue[str | None] = SimpleQueue()
     generation = engine.submit(
@@ -214,7 +214,7 @@ def print_answer(engine: Engine, prompt: Prompt, params: SamplingParams, *, inte
 
 
 def tell_sampling(engine: Engine, params: SamplingParams, quiet: bool) -> None:
-    """Says how tokens are chosen where the model has its own wishes."""
+    """Prints the sampling parameters if the model has defaults of its own."""
     if engine.sampling_defaults != SamplingParams():
         tell(
             f"sampling: {described(params.with_defaults(engine.sampling_defaults))} (the model's own unless you say)",
@@ -223,12 +223,12 @@ def tell_sampling(engine: Engine, params: SamplingParams, quiet: bool) -> None:
 
 
 def tell_notes(results: Sequence[Completion], quiet: bool) -> None:
-    """Says what the engine changed in the requests, each thing once."""
+    """Prints what the engine changed in the requests, each change once."""
     for note in dict.fromkeys(note for result in results for note in result.notes):
         tell(in_options(note), quiet)
 
 
 def tell(text: str, quiet: bool) -> None:
-    """A remark beside the result: on stderr, so that the result can be piped."""
+    """Prints a remark to stderr, so that the result on stdout can be piped."""
     if not quiet:
         print(text, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from kvpool.checks import as_count, show
 from kvpool.engine.grammar import Grammar
 from kvpool.errors import ConfigError, InvalidArgumentError
 
-# Fields that a model may set: None stands for what its generation_config.json says, or for nothing where it is silent.
+# Fields that a model's generation_config.json may set. None means the value in that file, or off if it has none.
 MODEL_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
@@ -26,13 +26,13 @@ _MAY_BE_NONE = frozenset({*MODEL_FIELDS, "seed", "logprobs"})
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request wants. What is left at None is as the model's own `generation_config.json` says, otherwise off: greedy.
+    """How to sample. A field that is None takes its value from the model's `generation_config.json`, or is off (greedy).
 
     Filters apply in the order of transformers: penalties, temperature, `top_k`, `top_p`, `min_p`. `repetition_penalty`
     counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
-    tokens for the same logits, whatever else is in the batch; None draws a fresh one. `stop` strings end the text before
-    themselves. `grammar` (as `Engine.json_grammar` makes it) allows only tokens that keep the text in a form, and ends it
-    when it is whole. `logprobs` asks for the log probability of each token and of that many best ones, before any filter.
+    tokens for the same logits, whatever else is in the batch; None draws a random seed. The text ends before the first
+    `stop` string. A `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when
+    it is complete. `logprobs` asks for the log probability of each token and of so many best ones, before any filter.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
     ('\\n\\n',)
@@ -56,9 +56,7 @@ class SamplingParams:
     n: int = 1
     num_beams: int = 1
     length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
-    early_stopping: bool = (
-        False  # of beam search: as many finished beams as there are end it, though others may be better
-    )
+    early_stopping: bool = False  # of beam search: end when `num_beams` beams are finished, though others may be better
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -121,7 +119,7 @@ class SamplingParams:
             raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters, with what they leave at None as `defaults` have it. A beam search takes none: it could not.
+        """These parameters, with fields that are None taken from `defaults`. A beam search takes none of them.
 
         >>> SamplingParams(top_p=0.5).with_defaults(SamplingParams(temperature=0.6, top_p=0.9)).top_p
         0.5
@@ -166,8 +164,8 @@ def _number(name: str, value: object, low: float, high: float) -> float:
 def sampling_defaults(model: Any) -> SamplingParams:
     """The fields of SamplingParams that a model names; the others are None, as in `SamplingParams()`.
 
-    As in transformers, temperature, top-k, top-p and min-p count only where the model says `do_sample`. What transformers
-    itself would assume beyond the file (top-k 50) does not.
+    As in transformers, temperature, top-k, top-p and min-p count only if the file says `do_sample`. Defaults of transformers
+    itself that are not in the file (top-k 50) do not count.
     """
     config = getattr(model, "generation_config", None)
     samples = bool(getattr(config, "do_sample", None))
@@ -184,7 +182,7 @@ def sampling_defaults(model: Any) -> SamplingParams:
 
 
 def described(params: SamplingParams) -> str:
-    """The sampling of a request in words, without what is off.
+    """The sampling of a request in words, without fields that are off.
 
     >>> described(SamplingParams(temperature=0.6, top_p=0.9))
     'temperature 0.6, top_p 0.9'
@@ -194,7 +192,7 @@ def described(params: SamplingParams) -> str:
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:
-    """The tokens that end a text, as the model's own generation would stop at them."""
+    """The tokens at which the model's own `generate` would stop."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     named = model.config.get_text_config().eos_token_id if named is None else named
     return frozenset(() if named is None else [named] if isinstance(named, int) else named)

@@ -1,4 +1,4 @@
-"""A prompt and what its caller wants become a request: token ids, parameters and hints, checked before anything is queued."""
+"""Makes requests of prompts: checks token ids, parameters and hints before anything is queued."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
 def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any) -> Sequence[int]:
     """The token ids of a conversation, by the model's own template, up to where the assistant speaks.
 
-    `template` holds what else the template reads, such as `tools`.
+    `template` holds further arguments for the template, such as `tools`.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
@@ -65,14 +65,8 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
         _unicode(str(message.get("content", "")))
     try:
         rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True, **template)
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-    ) as error:  # it runs code
+    # A template is a program and may fail in many ways.
+    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         roles = ", ".join(str(message.get("role")) for message in spoken)
         raise InvalidArgumentError(
             f"the model's chat template refuses a conversation of the roles {roles}: {error}"
@@ -82,7 +76,7 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
 
 
 def _unicode(text: str) -> str:
-    """The text, if it is one: bytes that are no UTF-8 come from a terminal or a file as lone surrogates."""
+    """Returns the text; raises if it is not Unicode. Bytes of a file that are no UTF-8 arrive here as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -107,11 +101,11 @@ _CALL: Final = ReuseHint(stop="tool_calls")
 
 
 class ToolCalls:
-    """Called with the tokens of an answer, says whether it calls a tool (None: it does not). For `Request.hint`.
+    """For `Request.hint`: called with the tokens of an answer, returns a hint if the answer calls a tool, else None.
 
-    The conversation goes on as soon as the tool is done, which eviction should know. Models write calls in forms of their
-    own. All have a mark that nothing else begins with, or the whole answer is JSON with a name and arguments. A wrong
-    guess costs little: policies learn what follows such answers.
+    After a tool call, the conversation goes on as soon as the tool is done; eviction should know that. Models write calls in
+    different forms. Either the answer contains a mark that only calls have, or all of it is JSON with a name and arguments.
+    A wrong guess costs little: policies learn what follows such answers.
     """
 
     def __init__(self, tokenizer: Decoder) -> None:
@@ -216,7 +210,7 @@ class RequestMaker:
         check_callbacks(*callbacks)
 
     def _fitted(self, num_tokens: int, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
-        """The parameters with no more new tokens than the context has room for, and a note where that is fewer."""
+        """The parameters, with `max_new_tokens` cut to what fits the context, and a note if it was cut."""
         limit, wanted = self.max_seq_len, params.max_new_tokens
         room = wanted if limit is None else limit - num_tokens + 1  # K and V of the last token are never needed
         if not 0 < room < wanted:  # a prompt that is too long by itself is refused
@@ -234,14 +228,14 @@ def check_callbacks(*callbacks: object) -> None:
 
 
 def checked_generation(given: object) -> Generation:
-    """The request that is meant, if it is one."""
+    """Returns the argument if it is a Generation; raises otherwise."""
     if not isinstance(given, Generation):
         raise InvalidArgumentError(f"a request is the Generation that submit returned, got {show(given)}")
     return given
 
 
 def list_of_prompts(prompts: object, params: object) -> list[tuple[Any, Any]]:
-    """Prompts and the parameters of each; a single prompt is refused, for its tokens would be taken for prompts."""
+    """Prompts and the parameters of each. Refuses a single prompt, whose tokens would be taken for prompts."""
     try:
         chosen: list[Any] = list(prompts)  # type: ignore[call-overload]
     except Exception:
@@ -260,7 +254,7 @@ def _is_one_prompt(prompts: Sequence[object]) -> bool:
 
 
 def results_of(generations: Sequence[Generation]) -> list[Completion]:
-    """Waits for all requests, also where some fail; then the first error names its prompt and has the `results` of all."""
+    """Waits for all requests, also if some fail. Then raises the first error, with the `results` of all prompts."""
     results: list[Completion | KVPoolError] = []
     for generation in generations:
         try:

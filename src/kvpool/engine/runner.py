@@ -1,4 +1,4 @@
-"""One step on the device: a BatchPlan's tokens through the model, keys and values into their blocks, logits out."""
+"""Runs a step on the device: the model computes the tokens of a `BatchPlan`, K and V go to blocks, logits come out."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from kvpool.storage.transfer import Transfer
 
 
 class PlannedCopies:
-    """The copies that a scheduler planned, on their way."""
+    """The copies that a scheduler planned and that are not done."""
 
     def __init__(self, scheduler: Scheduler, plane: DataPlane) -> None:
         self._scheduler = scheduler
         self._plane = plane
-        self._unstarted: list[BatchPlan] = []  # whose copies are not on their way yet: starting them failed
+        self._unstarted: list[BatchPlan] = []  # plans whose copies could not be started
         self._started: list[tuple[list[BatchPlan], Transfer]] = []
 
     def start(self, plan: BatchPlan) -> None:
-        """Starts the copies of a plan, behind those that could not be started before."""
+        """Starts the copies of a plan, after those that could not be started before."""
         if plan.copies:
             self._unstarted.append(plan)
         transfer = self._plane.run_copies(plan.copies, overlap=True)
@@ -54,14 +54,14 @@ class PlannedCopies:
             self._unstarted = []
 
     def tell(self) -> None:
-        """Tells the scheduler which copies are done, so that it plans with what they brought."""
+        """Tells the scheduler which copies are done, so that it can plan with their blocks."""
         for done in [item for item in self._started if item[1].done()]:
             self._started.remove(done)
             for plan in done[0]:
                 self._scheduler.landed(plan)
 
     def clear(self) -> None:
-        """Nobody waits for any of them any more."""
+        """Forgets all copies: nobody waits for them any more."""
         self._unstarted.clear()
         self._started.clear()
 
@@ -72,9 +72,9 @@ log = logging.getLogger("kvpool")
 class ModelRunner:
     """Runs a model on the blocks of a data plane.
 
-    Every step is one variable-length batch. On a GPU, steps of up to some 2,048 tokens are replayed from CUDA graphs, which
-    `warm_up` captures; larger ones, and attention or models that cannot be captured, just run. With `compile_layers`,
-    torch.compile fuses what lies between the matrix products of each decoder layer.
+    Every step is one variable-length batch. On a GPU, `warm_up` captures CUDA graphs for steps of up to about 2,048 tokens.
+    Larger steps run without a graph, and so do models and attention that cannot be captured. With `compile_layers`,
+    torch.compile fuses the operations between the matrix products of each decoder layer.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ModelRunner:
             self.kind_of_layer.append(self.kinds.index(kind))
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
-        self.largest_buffers: dict[int, PlanBuffers] = {}  # of each kind: all graphs use their scratch memory
+        self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
         self.captured = CaptureReport(0, 0.0, 0)
         self.graphs_required = cuda_graphs is True
         possible = self.device.type == "cuda" or recorder is not None
@@ -129,17 +129,17 @@ class ModelRunner:
         except UnsupportedAttentionError as error:
             if self.graphs_required:
                 raise
-            log.info("steps run without CUDA graphs: %s", error)  # the backend was chosen
+            log.info("steps run without CUDA graphs: %s", error)  # no warning: the user chose the backend
             return False
         return True
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures all graphs, and runs a step without one, so that no request waits for what is made on first use.
+        """Captures all graphs and runs a step without one, so that no request waits for what torch makes on first use.
 
-        On a CPU there is nothing to do.
+        On a CPU it does nothing.
         """
-        if self.mixed_graphs is not None:  # first: its largest graph has the most memory, which all others use
+        if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
             try:
                 self._note(capture(self.mixed_graphs, self._recorder))
             except UnsupportedAttentionError as error:
@@ -164,7 +164,7 @@ class ModelRunner:
         )
 
     def _give_up_graphs(self, error: CaptureError) -> None:
-        """What cannot be captured in one kind of step cannot in the other: a model does the same in both."""
+        """Drops all graphs: a model that cannot be captured in one kind of step cannot be in the other."""
         if self.graphs_required:
             raise error
         log.warning("steps run without CUDA graphs: %s", error)
@@ -184,7 +184,7 @@ class ModelRunner:
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
-        The copies of the plan must have been run, or be on their way.
+        The copies of the plan must have been started.
         """
         for graphs in (self.graphs, self.mixed_graphs):
             if graphs is not None and graphs.fits(plan):
@@ -200,7 +200,7 @@ class ModelRunner:
     def _run(
         self, token_ids: Tensor, positions: Tensor, keep: Tensor, slots: StepSlots, batches: Sequence[PagedBatch]
     ) -> Tensor:
-        """A step as it is, launched operation by operation."""
+        """A step without a graph, launched operation by operation."""
         plans = [self.backend.plan(kind.spec, batch) for kind, batch in zip(self.kinds, batches, strict=True)]
 
         def attend(call: AttentionCall) -> Tensor:
@@ -210,7 +210,7 @@ class ModelRunner:
         return forward(self.model, token_ids, positions, keep, attend)
 
     def _run_once(self) -> None:
-        """A step of the largest size, of which nothing is kept: a chunk of a prompt, and one token of another one."""
+        """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""
         count, groups = self.max_tokens, self.plane.config.groups
         zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
         nowhere = StepSlots(torch.full((len(groups), count), -1, dtype=torch.int32, device=self.device))
@@ -223,7 +223,7 @@ class ModelRunner:
         self._run(zeros, zeros, zeros[:1], nowhere, batches)
 
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
-        """One layer over the blocks that its plan names."""
+        """Attention of one layer over the blocks in its plan."""
         plan = plans[self.kind_of_layer[call.layer]]
         return plan.backend.run(call.q, self.plane.layer_cache(call.layer), plan, sink_logits=call.sinks)
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, for a whole batch at once, whatever mixture of parameters its rows have.
+"""Samples one token for each row of a batch at once. Each row may have parameters of its own.
 
 A row's token depends on its logits, its parameters and one number in [0, 1). That number is a pure function of the row's
 seed and of how many tokens it has sampled, so neither the rest of the batch nor preemption changes what a seed produces.
@@ -46,18 +46,18 @@ def propose(tokens: Int32Array, num_draft: int, max_ngram: int = 3, min_ngram: i
 
 
 class Sampled(NamedTuple):
-    """One token per row; log probabilities only where a row asked for them (then for all rows, as tensors)."""
+    """One token per row. If any row asks for log probabilities, the tensors hold those of all rows."""
 
     tokens: Tensor  # [rows] int64
     logprobs: Tensor | None = None  # [rows] of the token
-    top_logprobs: Tensor | None = None  # [rows, most asked for]
+    top_logprobs: Tensor | None = None  # [rows, the largest number that a row asks for]
     top_tokens: Tensor | None = None
 
 
 class SamplingRows:
-    """The parameters of a batch's rows as tensors. Made once per composition of the batch and used for many steps.
+    """The parameters of a batch's rows as tensors. They are made when the batch changes, and used for many steps.
 
-    `greedy` means that every row is plain argmax: no tensor but the logits is touched then.
+    `greedy` means that every row takes the argmax. Then sampling reads no tensor but the logits.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
@@ -70,7 +70,7 @@ class SamplingRows:
             self.temperature = self._column([p.temperature or 1.0 for p in params])
             self.is_greedy = self._tensor([p.is_greedy for p in params], np.bool_)
         if self.filtered:
-            # A greedy row in a mixed batch keeps everything: its token is chosen by argmax anyway.
+            # The filters of a greedy row keep everything: argmax chooses its token.
             self.top_k = self._tensor([p.top_k or 2**31 - 1 for p in params], np.int64).unsqueeze(1)
             self.top_p = self._column([p.top_p or 1.0 for p in params])
             self.min_p = self._column([p.min_p or 0.0 for p in params])
@@ -93,14 +93,14 @@ class SamplingRows:
 
 
 class TokenMask(NamedTuple):
-    """Which tokens some rows may choose: bits as `kvpool.engine.grammar` writes them, for the rows at `rows`."""
+    """Which tokens the rows at `rows` may choose: one bit each, as `kvpool.engine.grammar` writes them."""
 
     rows: Tensor  # [masked rows] int64
     words: Tensor  # [masked rows, words] int32
 
     def applied(self, scores: Tensor) -> Tensor:
-        """The scores, with those of other tokens at minus infinity."""
-        # A byte stands for eight tokens: its row of the table is added. A fifth of the time of `masked_fill` on a CPU.
+        """The scores, with minus infinity for tokens that may not be chosen."""
+        # A byte of the mask is the index of eight additions in a table. On a CPU it takes a fifth of `masked_fill`'s time.
         table = upload(_BIAS_OF_BYTE, scores.device)
         bias = functional.embedding(self.words.view(torch.uint8).int(), table).view(len(self.words), -1)
         return scores.index_add(0, self.rows, bias[:, : scores.shape[1]].to(scores.dtype))
@@ -113,14 +113,14 @@ _BIAS_OF_BYTE = _BIAS_OF_BYTE.astype(np.float32)
 
 
 class TokenCounts:
-    """Which tokens each row has seen: in the prompt (1 bit) and in its output (how often). For penalties only."""
+    """Which tokens each row has in its prompt (yes or no) and in its output (how often). For penalties only."""
 
     def __init__(self, num_rows: int, vocabulary: int, device: torch.device) -> None:
         self.output = torch.zeros((num_rows, vocabulary), dtype=torch.int32, device=device)
         self.prompt = torch.zeros((num_rows, vocabulary), dtype=torch.bool, device=device)
 
     def start(self, row: int, prompt: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> None:
-        """Begins a row with what it has seen already."""
+        """Sets the counts of a row to those of its prompt and output."""
         self.output[row] = 0
         self.prompt[row] = False
         device = self.output.device
@@ -130,7 +130,7 @@ class TokenCounts:
             self.output[row].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
-        """One more sampled token for each of these rows."""
+        """Counts one more sampled token for each of these rows."""
         self.output.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
 
 
@@ -144,8 +144,8 @@ def sample(
 ) -> Sampled:
     """One token for each row of `logits` [rows, vocabulary].
 
-    `uniforms` [rows] come from `uniforms_for` (None is enough when every row is greedy); `counts` and the rows of it that
-    belong to these logits are needed when a row has penalties. `mask` is for rows that may not choose every token.
+    `uniforms` [rows] come from `uniforms_for`; they may be None if every row is greedy. If a row has penalties, `counts` has
+    its counts, and `count_rows` says where. `mask` is for rows that may not choose every token.
     """
     scores = logits
     if rows.num_logprobs is not None or not rows.greedy or rows.penalised or rows.bias_at is not None:
@@ -172,7 +172,7 @@ def sample(
 
 
 def _likeliest(scores: Tensor) -> Tensor:
-    """`argmax` of each row, the first of equals. On a CPU numpy takes a tenth of torch's time for a vocabulary."""
+    """The `argmax` of each row, the first of equals. On a CPU numpy takes a tenth of torch's time."""
     if scores.device.type == "cpu" and scores.dtype is torch.float32:
         return torch.from_numpy(scores.numpy().argmax(-1))
     return scores.argmax(-1)
@@ -190,19 +190,19 @@ def _penalise(scores: Tensor, rows: SamplingRows, counts: TokenCounts, count_row
 def _draw(scores: Tensor, rows: SamplingRows, uniforms: Tensor) -> Tensor:
     """Inverse of the cumulative distribution at `uniforms`, over the tokens that the filters leave.
 
-    The distribution is summed in the order of the vocabulary, filtered or not: a row's token must not depend on whether
-    another row of the batch made a sort necessary.
+    It sums the distribution in the order of the vocabulary, not of the sorted scores: a row's token must not depend on
+    whether another row of the batch has a filter.
     """
     if rows.filtered:
         scores = scores.masked_fill(scores < _lowest_kept(scores, rows), -torch.inf)
     cumulative = scores.softmax(-1).cumsum(-1)
-    # The last value is the true total after rounding: a target below it always finds a token with a share in it.
+    # The last value is the total with its rounding errors. A target below it always finds a token with a probability.
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=scores.shape[1] - 1).squeeze(1)
 
 
 def _lowest_kept(scores: Tensor, rows: SamplingRows) -> Tensor:
-    """The smallest score that top-k, top-p and min-p keep, each seeing what the one before left: [rows, 1]."""
+    """The smallest score that top-k, top-p and min-p keep, applied one after the other: [rows, 1]."""
     ordered = scores.sort(dim=-1, descending=True).values
     kth = ordered.gather(1, (rows.top_k - 1).clamp(max=scores.shape[1] - 1))
     probabilities = ordered.masked_fill(ordered < kth, -torch.inf).softmax(-1)
@@ -245,7 +245,7 @@ class _Masked(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What the sampled rows of a batch have in common from step to step."""
+    """What stays the same from step to step while the batch does."""
 
     params: SamplingRows
     source: Int64Array | None  # row of the logits that each sample is drawn from; None: one each, in order
@@ -266,7 +266,7 @@ class StepSampler:
         self._cached: tuple[object, _Rows] | None = None
 
     def track(self, sequence: ScheduledSequence, generation: Generation, tokens: npt.NDArray[np.int32]) -> None:
-        """A sequence with penalties got a lane, or branched: its counts start with what it has."""
+        """A sequence with penalties got a lane, or forked: counts the tokens that it has."""
         if sequence.lane < 0:
             return
         if self._counts is None:
@@ -281,9 +281,10 @@ class StepSampler:
         generations: Mapping[Hashable, Generation],
         catch_up: Callable[[], None],
     ) -> Sampled:
-        """One token per sample of the plan, behind each draft too; `generations` are found by request id.
+        """One token per sample of the plan, and one behind each draft. `generations` are keyed by request id.
 
-        `catch_up` is called where the choice needs every token before it on the host: the device computes logits meanwhile.
+        A grammar needs all earlier tokens on the host. So `catch_up` is called first if there is one, while the device still
+        computes the logits.
         """
         rows = self._rows(plan, generations)
         mask = None
@@ -301,7 +302,7 @@ class StepSampler:
         return sampled
 
     def _rows(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
-        # The manager's batch of a plan that only decodes is the same object while nobody joins or leaves.
+        # A plan that only decodes has the same batch object as long as no sequence joins or leaves.
         alone = plan.num_tokens == plan.num_decode and plan.decode_batch is not None
         if alone and self._cached is not None and self._cached[0] is plan.decode_batch:
             return self._cached[1]
@@ -355,7 +356,7 @@ class StepSampler:
 
 
 def logprob_of(sampled: Sampled, at: int, token: int, num_top: int) -> TokenLogprob:
-    """The log probability of sample `at`, whose token is known, and of the `num_top` best ones. Tensors are on the host."""
+    """The log probabilities of sample `at` with this token, and of the `num_top` best tokens. Tensors are on the host."""
     assert sampled.logprobs is not None
     top: tuple[tuple[int, float], ...] = ()
     if num_top and sampled.top_tokens is not None and sampled.top_logprobs is not None:

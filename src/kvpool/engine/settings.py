@@ -20,7 +20,7 @@ _MOST_BYTES = 2**62
 
 
 def _shown(default: Any, help: str, kind: type = str, option: str = "", key: str = "") -> Any:
-    """A setting that commands and files have, too: as `option` there, or as `key` in a file, where it is called otherwise."""
+    """A setting that commands and files have, too. `option` and `key` are its names there, where they differ."""
     return field(default=default, metadata={"help": help, "kind": kind, "option": option, "key": key})
 
 
@@ -32,15 +32,15 @@ class EngineSettings:
     (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on prompt-lookup speculation.
     `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower start. `cache` holds
     further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to a
-    file, from which no prompt can be read. What `SamplingParams` leave open is as the model's `generation_config.json` says;
-    `model_defaults=False` turns that off.
+    file; nobody can read prompts from it. Where `SamplingParams` say nothing, the model's `generation_config.json` counts,
+    unless `model_defaults=False`.
 
     Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), or an address like
     `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many engines share (`redis://host`), `tiers`
-    are `KeyedTier`s of your own. They are asked in the order `tiers`, `disk`, `remote`, and a request waits for them
-    `tier_timeout` seconds at most. Every full block is stored at once, or from its `tier_min_uses`-th use on.
+    are `KeyedTier`s of your own. The engine asks them in the order `tiers`, `disk`, `remote`. A request waits for them
+    `tier_timeout` seconds at most. A block is stored when `tier_min_uses` requests have used it, by default when it is full.
 
-    `publish` is where to announce what is cached, as `tcp://127.0.0.1:5557`, for routers: docs/cluster.md.
+    `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached: docs/cluster.md.
     """
 
     _: KW_ONLY
@@ -75,7 +75,7 @@ class EngineSettings:
     publish: str | None = _shown(None, "Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
 
     def __post_init__(self) -> None:
-        """Refuses settings of a wrong kind, and such that contradict each other, before a model is loaded."""
+        """Refuses wrong values, and settings that contradict each other, before a model is loaded."""
         self._check_memory()
         for name in ("cuda_graphs", "overlap", "compile", "model_defaults"):
             value, may_be_none = getattr(self, name), name in ("cuda_graphs", "overlap")
@@ -136,9 +136,9 @@ class EngineSettings:
         return replace(given, max_draft_tokens=self.draft_tokens)
 
     def cache_fields(self, max_positions: int | None) -> dict[str, Any]:
-        """Fields of KVCacheConfig: those that were given, sequences as long as the model's positions, and host memory.
+        """Fields of KVCacheConfig: those that were given, `max_seq_len` and host memory.
 
-        Beyond its positions a model's frequencies may change, its windows act, its tables end: they bound `max_seq_len`.
+        `max_seq_len` is at most the number of positions of the model: beyond it, models compute something else or fail.
         """
         chosen: dict[str, Any] = {"max_seq_len": max_positions, **(self.cache or {})}
         longest = chosen["max_seq_len"]
@@ -152,7 +152,7 @@ class EngineSettings:
 
 
 def as_settings(options: Mapping[str, Any]) -> EngineSettings:
-    """Keywords of `Engine` as settings; one that is none of them is refused by name."""
+    """Keywords of `Engine` as settings; raises if there is no such setting."""
     names = [each.name for each in fields(EngineSettings)]
     if unknown := options.keys() - set(names):
         raise ConfigError(f"Engine has no setting {min(unknown)!r}; it has {', '.join(names)}")

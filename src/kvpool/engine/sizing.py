@@ -1,4 +1,4 @@
-"""How many bytes the cache may have: what is free once the model is loaded, less what a step needs beside it."""
+"""How many bytes the cache may have: what is free once the model is loaded, less what a step needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvpool.scheduling import SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane, measure_budget
 
 GPU_FRACTION = 0.9
-CPU_FRACTION = 0.25  # a host has other things to do with its memory
-GRAPH_BYTES = 2**31  # for CUDA graphs and the buffers of attention plans, whatever the vocabulary
+CPU_FRACTION = 0.25  # other programs need memory of the host, too
+GRAPH_BYTES = 2**31  # for CUDA graphs and the buffers of attention plans, without the logits
 
 _COSTLIEST = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=1)
 
@@ -42,7 +42,7 @@ def kv_budget(
 
 
 def link_bytes_per_second(plane: DataPlane, num_bytes: int = 2**24) -> float:
-    """How fast GPU and host memory are copied to each other, measured: swapping is weighed against computing by it."""
+    """Measures how fast bytes are copied between GPU and host. The scheduler compares swapping with computing by it."""
     moved = seconds = 0.0
     for pool in plane.config.pools:
         gpu, host = (plane.stores[pool.index, tier] for tier in (Tier.GPU, Tier.HOST))
@@ -55,7 +55,7 @@ def link_bytes_per_second(plane: DataPlane, num_bytes: int = 2**24) -> float:
 
 
 def copy_seconds(source: Tensor, target: Tensor) -> float:
-    """The fastest of a few copies: the first one also wakes the link and touches the pages."""
+    """Seconds of the fastest of a few copies. The first one is slower: it wakes the link and touches the pages."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -65,7 +65,7 @@ def copy_seconds(source: Tensor, target: Tensor) -> float:
 
 
 def _step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: SchedulerConfig) -> int:
-    """What a GPU needs beside weights and cache: for the largest step, measured, and for the graphs."""
+    """Bytes that a GPU needs beside weights and cache: for the largest step, which is measured, and for the graphs."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -88,7 +88,7 @@ def _step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: Sch
 
 @torch.no_grad()
 def run_largest_step(model: Any, shape: ModelShape, device: torch.device, limits: SchedulerConfig) -> Tensor:
-    """The logits of a step as large as may come, without its attention; they are sampled from in the costliest way."""
+    """Runs the largest possible step without attention, samples in the way that takes most memory, returns the logits."""
     positions = torch.arange(limits.max_tokens_per_step, device=device) % (shape.max_positions or 1)
     num_samples = min(limits.max_tokens_per_step, limits.max_sequences * (1 + limits.max_draft_tokens))
     samples = torch.arange(num_samples, device=device)

@@ -1,4 +1,4 @@
-"""Tokens become text while they arrive: never half a character, never the beginning of a stop string."""
+"""Turns tokens into text while they arrive. It never shows half a character or the beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Decoder(Protocol):
 
 
 class Pieces:
-    """A tokenizer that remembers the texts of single tokens: streams ask for them at every step."""
+    """A tokenizer that remembers the texts of single tokens, because streams ask for them at every step."""
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
@@ -38,8 +38,8 @@ class TextStream:
     `push` returns what can be shown now. Held back are bytes of an unfinished character, and text that may turn out to be
     the beginning of a stop string. When a stop string is complete, `stopped` names it and the text ends before it.
 
-    Tokens are decoded in a short window that begins a few tokens back, since tokenizers look at neighbours (spaces,
-    joined pieces): the difference between the window with and without the new token is the new text.
+    A tokenizer decodes a token differently after others (spaces, joined pieces). So tokens are decoded in a short window
+    that begins a few tokens back. The new text is what the window has with the new token and not without it.
     """
 
     def __init__(self, tokenizer: Decoder, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:

@@ -163,7 +163,7 @@ class Talk:
             self.turn(said)
 
     def turn(self, said: str) -> None:
-        """One question and its answer, printed while it is generated. What is too long loses its oldest turns."""
+        """Asks one question and prints the answer as it grows. A conversation that is too long loses its oldest turns."""
         messages = [*self.messages, {"role": "user", "content": said}]
         while True:
             try:
@@ -187,7 +187,7 @@ class Talk:
         print(f"\n[{words}]")
 
     def _is_tight(self, num_tokens: int) -> bool:
-        """Whether the context has no room for a whole answer to so long a prompt."""
+        """Whether a prompt of this length leaves too little of the context for a whole answer."""
         limit = self.engine.config.max_seq_len
         return limit is not None and num_tokens + self.params.max_new_tokens - 1 > limit
 
@@ -206,7 +206,7 @@ class Talk:
 
 
 def _opening(engine: Engine, system: str) -> list[dict[str, str]]:
-    """How the conversation begins. What the model's template cannot do is known before anybody has typed a word."""
+    """The first messages. Tries the model's template now, so that it fails before the user has typed anything."""
     question = {"role": "user", "content": "?"}
     engine.chat_prompt([question])
     opening = [{"role": "system", "content": system}] if system else []
@@ -221,6 +221,6 @@ def _opening(engine: Engine, system: str) -> list[dict[str, str]]:
 
 
 def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The conversation without its first question and answer; nothing if only the newest question is left."""
+    """The conversation without its first question and answer; empty if only the newest question is left."""
     first = 1 if messages[0]["role"] == "system" else 0
     return messages[:first] + messages[first + 2 :] if len(messages) > first + 1 else []

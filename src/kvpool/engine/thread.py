@@ -1,4 +1,4 @@
-"""The thread of an engine: takes steps while there is work, and does what callers ask for in between."""
+"""The thread of an engine: takes steps while there is work, and makes the calls of other threads between them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.layout import current
 
 _Answer = TypeVar("_Answer")
-_EXIT_SECONDS = 10.0  # that the end of the process waits for steps under way
+_EXIT_SECONDS = 10.0  # the end of the process waits so long for the current steps
 
 _alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()  # of those that have started
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class EngineThread:
-    """Starts with the first thing to do. It ends when it is closed, or, once abandoned, when nothing is left to do."""
+    """Starts with the first call. It ends when it is closed, or, once abandoned, when nothing is left to do."""
 
     def __init__(self, loop: EngineLoop, inbox: Inbox) -> None:
         self._loop = loop
         self._inbox = inbox
         self._abandoned = False
         self._thread: threading.Thread | None = None
-        self._process = 0  # that has the thread: a fork of the process does not
+        self._process = 0  # the process that has the thread; a fork of it does not
 
     @property
     def has_started(self) -> bool:
@@ -39,21 +39,21 @@ class EngineThread:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it does nothing more: it was closed, or something ended it."""
+        """Whether it takes no more calls: it was closed, or it failed."""
         return self._inbox.closed.is_set()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it runs in the process that this one was forked from. Its locks are copies, perhaps held for ever."""
+        """Whether the thread runs in another process, of which this one is a fork. Locks here may then be held for ever."""
         return self.has_started and self._process != os.getpid()
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the one that asks."""
+        """Whether the caller is this thread."""
         return threading.current_thread() is self._thread
 
     def tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
-        """Has something done between two steps. If the thread ends before that, `fail` is called."""
+        """Has `run` called between two steps. If the thread ends before that, `fail` is called instead."""
         if self.is_elsewhere:
             raise SequenceStateError(
                 f"this engine runs in process {self._process}, of which this one is a fork; make an engine of its own here, "
@@ -65,11 +65,11 @@ class EngineThread:
                 self._process = os.getpid()  # first: others look at both without the lock
                 self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
                 _alive.add(self)
-                _threads.add(self._thread)  # too: it goes on for a moment when nobody has the object any more
+                _threads.add(self._thread)  # too, because it may outlive this object for a moment
                 self._thread.start()
 
     def ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """The answer as of between two steps; raises what `question` raises, or what ended the thread."""
+        """Calls `question` between two steps and returns its answer; raises what it raises, or what ended the thread."""
         if self.is_current:
             return question()
         answer: Future[_Answer] = Future()
@@ -77,7 +77,7 @@ class EngineThread:
         def run() -> None:
             try:
                 answer.set_result(question())
-            except Exception as error:  # the caller's mistake or ours, but nobody else's: the engine goes on
+            except Exception as error:  # only the caller is concerned: the engine goes on
                 answer.set_exception(error)
 
         self.tell(run, answer.set_exception)
@@ -96,9 +96,9 @@ class EngineThread:
         self._inbox.close()
 
     def abandon(self) -> None:
-        """Nobody has the engine any more. The thread ends when the requests are over for which somebody may still wait.
+        """The engine has no references any more. The thread ends when its requests are over, since callers may wait for them.
 
-        If there are none, it has ended on return, so that whoever let the engine go has its memory back.
+        If there are none, this waits for the end of the thread, so that the memory of the engine is free on return.
         """
         if self.is_elsewhere:
             return
@@ -142,7 +142,7 @@ class EngineThread:
 
 @atexit.register
 def _end_all() -> None:
-    """The end of the process: a thread that is inside torch when the interpreter goes away would abort it."""
+    """Ends all threads at the end of the process: one that is inside torch would make the interpreter abort."""
     for engine_thread in list(_alive):
         engine_thread.end_soon()
     deadline = time.monotonic() + _EXIT_SECONDS

@@ -1,14 +1,14 @@
 """TierLink: an engine and its keyed tiers. Read this first.
 
-A request, as it meets tiers (all of this in the engine's thread, but for what `Fetcher` and `Storer` do in theirs):
+What happens to a request, in the engine's thread (`Fetcher` and `Storer` call tiers in threads of their own):
 
-    hold        its prefix is not all cached: it waits outside the scheduler's queue while tiers are asked
-    _arrived    what came is written into blocks and leased (`Importer`); the request goes to the scheduler
-    planned     it was admitted: its lease ends
-    collect     every step: blocks that are full now are copied and go to tiers (`Collector`)
+    hold        its prefix is not all cached: the request waits outside the scheduler's queue while tiers are asked
+    _arrived    `Importer` writes what came into blocks and holds them with a lease; the request goes to the scheduler
+    planned     the request was admitted: its lease ends
+    collect     after every step, `Collector` copies the blocks that are full now and has them stored
 
-A request never waits longer than `timeout`, whatever tiers do, and no longer than computing its prefix would take once
-that is known. Requests that miss the same block wait for one load.
+A request never waits longer than `timeout`, whatever tiers do. Once the engine knows how long computing the prefix would
+take, the request does not wait longer than that either. Requests that miss the same block wait for one load.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _HeldRequest:
         self.request = request
         self.prompt = prompt
         self.arrival = arrival  # by the scheduler's clock
-        self.pending: Pending[Fetch] = Pending(math.inf)  # until it waits for something
-        self.missing: list[bytes] = []  # keys for which others wait on this one
+        self.pending: Pending[Fetch] = Pending(math.inf)  # replaced when it begins to wait
+        self.missing: list[bytes] = []  # keys that it loads; requests that miss one of them wait for it
         self.followers: list[_HeldRequest] = []
 
 
@@ -83,7 +83,7 @@ class TierLink:
         return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
-        """Lets a request wait while its prefix is fetched; False: there is nothing to wait for."""
+        """Lets a request wait while its prefix is fetched; returns False if there is nothing to wait for."""
         return self._hold(_HeldRequest(generation, request, prompt, self._scheduler.clock()))
 
     def _hold(self, held: _HeldRequest) -> bool:
@@ -118,7 +118,7 @@ class TierLink:
         return True
 
     def _tell_arrived(self, held: _HeldRequest, fetch: Fetch) -> None:
-        """In a thread that fetches: hands over to the engine's."""
+        """Called in a thread that fetches: has `_arrived` called in the engine's thread."""
         try:
             self._inbox.put(partial(self._arrived, held, fetch), lambda error: fetch.release())
         except KVPoolError:  # the engine has ended
@@ -129,7 +129,7 @@ class TierLink:
         if held.pending.is_given_up:
             return
         came = self._import(held.request, fetch)
-        if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
+        if came and fetch.is_part:  # fetches the rest as if it were a new request
             self._forget_keys(held)
             if self._hold(held):
                 return
@@ -144,7 +144,7 @@ class TierLink:
         return handle is not None
 
     def _let_go(self, held: _HeldRequest) -> None:
-        """The request goes to the scheduler; those that waited for its load look again."""
+        """Hands the request to the scheduler. Requests that waited for its load look into the cache again."""
         followers = self._forget(held)
         try:
             self._requests.enqueue(held.generation, replace(held.request, arrival=held.arrival))
@@ -171,7 +171,7 @@ class TierLink:
         return followers
 
     def release(self, generation: Generation) -> None:
-        """Stops waiting for the prefix of a request, if it is held: it is about to be cancelled."""
+        """Hands a held request to the scheduler at once, because it is about to be cancelled."""
         held = self._held.get(generation.id)
         if held is not None and held.generation is generation:
             self._let_go(held)
@@ -208,7 +208,7 @@ class TierLink:
             self._leases.end_all()
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
-        """A step took this long: what it computed of prompts tells what loading must beat."""
+        """A step took this long. From the time for prompt tokens follows when loading is faster than computing."""
         num_tokens = plan.num_prefill_tokens
         if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
             self._transport.decider.observe_prompt(num_tokens, seconds)

@@ -1,8 +1,8 @@
 """Keys of the blocks of one cache, and how content is forgotten: after `invalidate`, a tier must not bring it back.
 
-A tier cannot be asked for all that follows a block, so forgetting does not depend on finding it: every digest behind a
-forgotten one is mixed with random bytes before it becomes a key, and what was stored under the old key is never asked for.
-Values whose keys this process still knows are taken out of the tiers as well, so that others do not find them either.
+A tier cannot list the blocks that follow another one. So forgetting changes keys: every digest that follows a forgotten one
+is mixed with random bytes (a salt) before it becomes a key, and nobody asks for the old key again. If this process still
+knows the old keys, it also removes the values from the tiers, so that other processes do not find them either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_KNOWN = 65_536
 
 
 class _Marks(NamedTuple):
-    """One state of `Forgotten`; replaced as a whole, so that readers need no lock."""
+    """One state of `Forgotten`. It is replaced as a whole, so that readers need no lock."""
 
     version: int
     salt: bytes | None  # of everything
@@ -35,7 +35,7 @@ class _Marks(NamedTuple):
 
 
 class Forgotten:
-    """Digests whose descendants count no more. Bounded: with too many of them, everything stored so far is forgotten.
+    """Digests that were forgotten with all that follows them. If there are too many, everything stored is forgotten.
 
     >>> forgotten = Forgotten()
     >>> root, first, second = (bytes([number]) * 32 for number in range(3))
@@ -52,11 +52,11 @@ class Forgotten:
 
     @property
     def version(self) -> int:
-        """Grows with everything that is forgotten; keys made at an earlier one may be old."""
+        """Grows each time something is forgotten. Keys that were made at an earlier version may be outdated."""
         return self._marks.version
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """The values of these blocks, scopes (by their root) or tenants (`tenant_digest`), and of all that follows them."""
+        """Forgets blocks, scopes (by their root) or tenants (`tenant_digest`), with all that follows them."""
         with self._lock:
             salts = {**self._marks.salts, **{digest: secrets.token_bytes(32) for digest in digests}}
             if len(salts) <= self._limit:
@@ -65,12 +65,12 @@ class Forgotten:
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Everything that was stored before."""
+        """Forgets everything that was stored before."""
         with self._lock:
             self._marks = _Marks(self._marks.version + 1, secrets.token_bytes(32), {})
 
     def salt_of(self, *roots: bytes) -> bytes | None:
-        """What digests behind a root are mixed with, for whom it is known by several names; None: nothing."""
+        """The salt for digests that follow these roots (of a tenant and of a scope); None if there is none."""
         marks = self._marks
         salt = marks.salt
         for root in roots:
@@ -79,7 +79,7 @@ class Forgotten:
         return salt
 
     def renamed(self, salt: bytes | None, digests: Sequence[bytes]) -> tuple[Sequence[bytes], bytes | None]:
-        """Consecutive digests as keys are made of them, and the salt of those that follow. `salt` is that of the first."""
+        """Consecutive digests, mixed with their salts, and the salt for those that follow. `salt` is that of the first."""
         salts = self._marks.salts
         if salt is None and not salts:
             return digests, None
@@ -96,11 +96,11 @@ def _mixed(salt: bytes | None, digest: bytes) -> bytes:
 
 
 class PromptKeys(NamedTuple):
-    """A prompt as tiers know it."""
+    """The keys of a prompt in tiers."""
 
     num_tokens: int
     keys: tuple[list[bytes], ...]  # per layer group, one per whole block
-    version: int = 0  # of what was forgotten, when they were made
+    version: int = 0  # of `Forgotten` when the keys were made
 
     @property
     def num_blocks(self) -> int:
@@ -123,13 +123,13 @@ class BlockKeys:
         return PromptKeys(len(tokens), self.of_digests(named(scope, used)), version)
 
     def salt_of(self, scope: ReuseScope, root: bytes) -> bytes | None:
-        """What digests of a scope, whose root has the digest `root`, are mixed with before they become keys."""
+        """The salt of a scope whose root has the digest `root`."""
         return self.forgotten.salt_of(tenant_digest(scope.tenant), root)
 
     def plain(
         self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
     ) -> tuple[list[bytes], ...]:
-        """The keys that processes use which have forgotten nothing."""
+        """The keys in processes that have forgotten nothing."""
         return self.of_digests(named(scope, self.digests(root_digest(scope), tokens, multimodal)))
 
     def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
@@ -149,7 +149,7 @@ def cached_groups(config: KVCacheConfig) -> tuple[Group, ...]:
 
 
 class Lineage:
-    """Which block follows which, of those that this process offered to tiers lately; and where sessions began."""
+    """The blocks that this process offered to tiers lately: which follows which, and with which each session begins."""
 
     def __init__(self, limit: int = MAX_KNOWN) -> None:
         self._limit = limit
@@ -163,7 +163,7 @@ class Lineage:
         return len(self._blocks)
 
     def note(self, parent: bytes, digests: Sequence[bytes], renamed: Sequence[bytes]) -> None:
-        """Blocks that follow `parent`, each the one before it."""
+        """Adds blocks: the first follows `parent`, each other one the block before it."""
         with self._lock:
             for digest, used in zip(digests, renamed, strict=True):
                 self._blocks[digest] = parent, used
@@ -173,7 +173,7 @@ class Lineage:
                 self._blocks.popitem(last=False)
 
     def begin(self, session: str, digest: bytes) -> None:
-        """From this block on, a request computed with content of the session."""
+        """A request of the session computed this block and those that follow it."""
         with self._lock:
             begun = self._sessions.setdefault(session, {})
             self._sessions.move_to_end(session)
@@ -188,13 +188,13 @@ class Lineage:
             return list(self._sessions.get(session, ()))
 
     def take_tagged(self, tag: bytes) -> list[bytes]:
-        """Takes out all that was renamed to something that begins with `tag`; returns them so."""
+        """Takes out all blocks whose renamed digest begins with `tag`; returns these digests."""
         with self._lock:
             doomed = [digest for digest, (_, used) in self._blocks.items() if used.startswith(tag)]
             return [self._blocks.pop(digest)[1] for digest in doomed]
 
     def take(self, marks: Iterable[bytes] | None) -> list[bytes]:
-        """Takes out all that is or follows one of these digests (None: everything); returns them as they were renamed."""
+        """Takes out these blocks and all that follow them (None: everything); returns their renamed digests."""
         with self._lock:
             if marks is None:
                 doomed = list(self._blocks)

@@ -1,11 +1,12 @@
 """Moves blocks of a cache to tiers and from tiers.
 
-To tiers: `Offers` names full blocks, copies them to staging memory in the order of the device, and has them stored in the
-background. Nobody has to keep a block until it is stored, and a block that every tier has is not copied at all.
+To tiers: `Offers` makes the keys of full blocks, copies the blocks to staging memory, and has them stored in the background.
+The device does the copies in order, so a block may be evicted and overwritten right after. A block that every tier has is
+not copied at all.
 
-From tiers: `Importer` allocates blocks under a lease, writes them whole, and commits them. The lease holds them until their
-request has been admitted, so that nobody evicts what was just loaded. When memory is short, leases end first, and what they
-held stays cached like anything else.
+From tiers: `Importer` allocates blocks under a lease, writes them, and commits them. The lease holds them until their request
+is admitted, so that nobody evicts what was just loaded. When memory is short, leases end early. The blocks stay cached then,
+and can be evicted like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
 from kvpool.tiers.transport.storing import Storer
 
-CHUNK_BLOCKS = 64  # taken at a time: of windowed groups all but the last window is given back before the next ones
+CHUNK_BLOCKS = 64  # allocated at a time; then windowed groups give back all blocks but those of the last window
 log = logging.getLogger("kvpool")
 
 
@@ -47,7 +48,7 @@ class Lease(NamedTuple):
 
 
 class Leases:
-    """The leases of one engine, by the request that each is for; oldest first."""
+    """The leases of one engine, by request; oldest first."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -58,11 +59,11 @@ class Leases:
         return len(self._handles)
 
     def view(self) -> tuple[Lease, ...]:
-        """Who has which leases."""
+        """All leases."""
         return tuple(Lease(owner, handle.num_blocks) for owner, handle in self._handles.items())
 
     def keep(self, owner: Hashable, handle: KVCacheHandle) -> None:
-        """Holds a handle for a request. Together, leases hold no more than half of the pool: older ones give way."""
+        """Holds a handle for a request. All leases together hold at most half of a pool: older ones end for that."""
         self.end(owner)
         held = handle.num_blocks + sum(other.num_blocks for other in self._handles.values())
         for other in list(self._handles):
@@ -73,13 +74,13 @@ class Leases:
         self._handles[owner] = handle
 
     def end(self, owner: Hashable) -> None:
-        """Lets go of what is held for a request, if anything is."""
+        """Ends the lease of a request, if it has one."""
         handle = self._handles.pop(owner, None)
         if handle is not None:
             self._manager.free(handle)
 
     def end_all(self) -> None:
-        """Memory is short: everything that is held becomes evictable."""
+        """Ends all leases, because memory is short: their blocks become evictable."""
         for owner in list(self._handles):
             self.end(owner)
 
@@ -95,9 +96,9 @@ class Importer:
         self._quiet = QuietLog(log)
 
     def import_prefix(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
-        """A lease on the prefix of a request, now cached, and what to wait for before the fetched bytes go.
+        """A lease on the prefix of a request, now cached, and calls that wait until the fetched bytes have been read.
 
-        None if there is no room, or if what the fetched blocks follow was evicted meanwhile: the request is then computed.
+        None if there is no room, or if blocks before the fetched ones were evicted meanwhile. Then the request is computed.
         """
         waits: list[Callable[[], None]] = []
         handle: KVCacheHandle | None = None
@@ -117,7 +118,7 @@ class Importer:
         return handle, waits
 
     def _lease(self, request: Request, fetch: Fetch) -> KVCacheHandle:
-        """Holds what is cached of the prefix, and the first of the blocks behind it."""
+        """Holds the cached part of the prefix, and the first blocks behind it."""
         end = fetch.num_blocks * self._size
         return self._manager.allocate(
             ("lease", request.id, fetch.first),
@@ -131,7 +132,7 @@ class Importer:
         )
 
     def _take_blocks(self, handle: KVCacheHandle, request: Request, fetch: Fetch) -> None:
-        """Takes the other blocks, part by part, and gives back those that no later query reads."""
+        """Allocates the other blocks, part by part, and gives back those that no later query reads."""
         end = fetch.num_blocks * self._size
         position = next_query(fetch.num_blocks, len(request.prompt), self._size)
         while handle.num_reserved < end:
@@ -140,7 +141,7 @@ class Importer:
         self._manager.narrow(handle, min(position, end))
 
     def _write(self, handle: KVCacheHandle, fetch: Fetch, waits: list[Callable[[], None]]) -> None:
-        """Writes the blocks that the cache did not have: exactly those that the lease holds there, or none."""
+        """Writes the blocks that were not cached. They must be exactly those that the lease holds there."""
         first, parts = handle.num_cached_blocks, []
         for group, (columns, rows) in zip(self._groups, fetch.groups, strict=True):
             ids = handle.block_ids(group.index)
@@ -152,17 +153,17 @@ class Importer:
         waits += [self._plane.write_blocks(*part) for part in parts]
 
     def _give_up(self, handle: KVCacheHandle | None) -> None:
-        """What the lease holds that is not committed becomes free."""
+        """Frees a lease. Blocks that are not committed become free."""
         if handle is not None and handle.is_live:
             self._manager.free(handle)
 
 
-BATCH_BYTES = 2**25  # that go to a tier in one call
+BATCH_BYTES = 2**25  # go to a tier in one call
 
 
 @dataclass
 class OfferProgress:
-    """How many blocks of a sequence were offered, the digest of the last one, and what the next are renamed with."""
+    """How many blocks of a sequence were offered, the digest of the last one, and the salt for the next ones."""
 
     num_blocks: int
     digest: bytes
@@ -178,7 +179,7 @@ class _Offer(NamedTuple):
 
 
 class Offers:
-    """Offers blocks to tiers from the request on that is the `min_uses`-th to use them."""
+    """Offers a block to tiers once `min_uses` requests have used it."""
 
     def __init__(self, plane: DataPlane, keys: BlockKeys, storer: Storer, min_uses: int = 1) -> None:
         self.lineage = Lineage()
@@ -186,7 +187,7 @@ class Offers:
         self._keys = keys
         self._storer = storer
         self._min_uses = min_uses
-        self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, those of late
+        self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, of blocks used lately
 
     @property
     def block_size(self) -> int:
@@ -194,7 +195,7 @@ class Offers:
         return self._keys.block_size
 
     def begin(self, scope: ReuseScope) -> OfferProgress:
-        """Of a sequence of which nothing was offered."""
+        """The progress of a new sequence: nothing was offered."""
         root = root_digest(scope)
         return OfferProgress(0, root, self._keys.salt_of(scope, root))
 
@@ -208,7 +209,10 @@ class Offers:
         *,
         is_demanded: bool = False,
     ) -> None:
-        """The whole blocks of `tokens`, all of them written, that were not offered before; demanded: at any use."""
+        """Offers the full blocks of `tokens` that were not offered before. All of them must be written.
+
+        `is_demanded` offers them whatever the number of uses.
+        """
         size = self.block_size
         start, stop = progress.num_blocks, len(tokens) // size
         if stop <= start:

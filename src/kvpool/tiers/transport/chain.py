@@ -1,6 +1,6 @@
-"""TierChain: the tiers of one client, asked one after the other. Engines, pools, vLLM, SGLang and llama.cpp use it alike.
+"""TierChain: asks the tiers of one client one after the other. Engines, pools, vLLM, SGLang and llama.cpp use it.
 
-Each tier is watched: the chain knows which keys it saw there lately, and passes a tier by while one of its calls hangs.
+The chain remembers which keys it saw in each tier lately. It skips a tier while one of its calls hangs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
 KNOWN_KEYS = 65_536
-GRACE_SECONDS = 0.1  # that a call may be late; after that its request goes on without it, and nobody calls its tier
+GRACE_SECONDS = 0.1  # a call may be late by so much; then its request goes on without it, and the tier is skipped
 
 _T = TypeVar("_T")
 
 
 class KnownKeys:
-    """Keys that were seen in a tier lately, so that they are not stored again. Bounded: the oldest are forgotten."""
+    """Keys that were seen in a tier lately and need not be stored again. With too many, the oldest are forgotten."""
 
     def __init__(self, limit: int = KNOWN_KEYS) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -60,7 +60,7 @@ class KnownKeys:
 
 
 class WatchedTier:
-    """A tier under watch: other threads see that one of its calls is overdue, and do not call it meanwhile."""
+    """A tier, and what is known of it: keys that it has, and calls that are overdue. Threads skip it while a call is."""
 
     def __init__(self, tier: KeyedTier) -> None:
         self.tier = tier
@@ -80,7 +80,7 @@ class WatchedTier:
             return [thread for thread, due in self._calls.items() if due < now]
 
     def contains(self, keys: Sequence[bytes], timeout: float) -> list[bool]:
-        """Which keys are there; remembers it."""
+        """Which keys are there. Remembers the answer."""
         found = self._call(lambda: self.tier.contains(keys, timeout=timeout), bool, len(keys), timeout)
         if found is None:
             return [False] * len(keys)
@@ -91,7 +91,7 @@ class WatchedTier:
     def load(
         self, keys: Sequence[bytes], out: Sequence[Any], timeout: float, keeper: Keeper | None = None
     ) -> list[Outcome]:
-        """Loads values; a missing or broken one is stored again when a request computes it."""
+        """Loads values. Forgets the keys of missing or broken ones, so that they are stored again when computed."""
         call = partial(self.tier.load, keys, out, timeout=timeout, keeper=keeper)
         outcomes = self._call(call, Outcome, len(keys), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
@@ -107,7 +107,7 @@ class WatchedTier:
         return outcomes
 
     def remove(self, keys: Sequence[bytes], timeout: float) -> list[Outcome]:
-        """Removes values; they do not count as known any more, whether that succeeds or not."""
+        """Removes values. Forgets their keys even if that fails."""
         self.known.discard(keys)
         outcomes = self._call(lambda: self.tier.remove(keys, timeout=timeout), Outcome, len(keys), timeout)
         return [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
@@ -119,7 +119,7 @@ class WatchedTier:
         return Purged() if purged is None else purged[0]
 
     def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
-        """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""
+        """What a call to the tier returns; None if it raised or broke the contract. Other threads see if it is overdue."""
         thread = threading.get_ident()
         with self._lock:
             self._calls[thread] = time.monotonic() + timeout + GRACE_SECONDS
@@ -136,7 +136,7 @@ class WatchedTier:
         return None
 
 
-SHORTEST_CALL = 0.001  # seconds; a tier is not asked with less
+SHORTEST_CALL = 0.001  # seconds; a tier is not asked if less is left
 
 
 def call_seconds(due: float) -> float:
@@ -145,14 +145,14 @@ def call_seconds(due: float) -> float:
 
 
 class TierChain:
-    """Tiers, fastest first. Each is asked for what those before it lack; one in which a call hangs is passed by.
+    """Tiers, fastest first. Each is asked for what those before it lack. A tier in which a call hangs is skipped.
 
-    Calls end at `due`, by `time.monotonic`. A tier that fails or is late has nothing.
+    Calls end at `due`, by `time.monotonic`. If a tier fails or is late, the chain goes on as if it had nothing.
     """
 
     def __init__(self, tiers: Iterable[KeyedTier]) -> None:
         self.watched = [WatchedTier(tier) for tier in tiers]
-        self.num_passed_by = 0  # times that a tier was not asked because one of its calls hangs
+        self.num_passed_by = 0  # how often a tier was skipped because one of its calls hangs
 
     def __len__(self) -> int:
         return len(self.watched)
@@ -170,7 +170,7 @@ class TierChain:
         return _prefix(self.find(keys, due))
 
     def load(self, keys: Sequence[bytes], rows: Sequence[Any], due: float) -> list[int]:
-        """Loads values; the number of the tier that each came from, whole and right, or `NOWHERE`."""
+        """Loads values; returns the number of the tier that each came from intact, or `NOWHERE`."""
 
         def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
             outcomes = watched.load([keys[index] for index in lacking], [rows[index] for index in lacking], seconds)

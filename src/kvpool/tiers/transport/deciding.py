@@ -1,11 +1,11 @@
-"""Load or compute again? Decided for each request from what tiers and prompts were measured to take.
+"""Decides for each request whether to load its prefix from tiers or to compute it, from measured times.
 
-    load_seconds    = what a request waits besides + for each tier: latency + bytes / bandwidth
-    compute_seconds = what steps took for so many tokens of prompts
+    load_seconds    = other waiting (look-ups, queues) + for each tier: latency + bytes / bandwidth
+    compute_seconds = measured time of steps for so many prompt tokens
 
-Both sides learn from every request, and each decision keeps its prediction, so that `DecisionStats` can say how far
-off predictions are. A tier that was not measured yet is tried. One that turned out too slow is measured again now and then
-with a few blocks that no request waits for.
+Both predictions learn from every request. Each decision keeps its prediction, so that `DecisionStats` can say how good
+predictions are. A tier that was not measured yet is tried. A tier that was too slow is measured again now and then, with a
+few blocks for which no request waits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple
 from kvpool.tiers.transport.prefix_options import Option
 
 SMOOTHING = 0.2  # weight of the newest measurement
-MARGIN = 1.05  # loading must be predicted to be faster by this factor: predictions err
+MARGIN = 1.05  # the prediction for loading must be better by this factor, because predictions err
 PROBE_SECONDS = 10.0  # between measurements of a tier that is not used because it is slow
 
 
 class TransferSpeed:
-    """Latency and bandwidth of one tier: the line through its measured loads, recent ones weighing more.
+    """Latency and bandwidth of one tier: a line fitted to its measured loads. Recent loads weigh more.
 
     >>> speed = TransferSpeed()
     >>> for num_bytes in (1_000_000, 2_000_000, 4_000_000):
@@ -57,21 +57,21 @@ class TransferSpeed:
 
     @property
     def latency(self) -> float:
-        """Seconds that a load takes besides those for its bytes."""
+        """Seconds that a load takes whatever its size."""
         return self._fit()[0]
 
     @property
     def bytes_per_second(self) -> float:
-        """How fast bytes come once they do; 0.0 before anything was measured."""
+        """The bandwidth; 0.0 before anything was measured."""
         slope = self._fit()[1]
         return 1.0 / slope if slope > 0 else 0.0
 
     def predict(self, num_bytes: int) -> float:
-        """Seconds that `num_bytes` will take, raised by the recent error of predictions; 0.0 for an unmeasured tier."""
+        """Seconds that `num_bytes` will take, plus the recent error of predictions; 0.0 for an unmeasured tier."""
         return self.expect(num_bytes) * (1.0 + self._error) if self.count else 0.0
 
     def expect(self, num_bytes: int) -> float:
-        """Seconds without that raise."""
+        """Seconds that `num_bytes` will take, without that addition."""
         latency, slope = self._fit()
         return latency + slope * num_bytes
 
@@ -81,7 +81,7 @@ class TransferSpeed:
             return (self._seconds / self._weight if self._weight else 0.0), 0.0
         spread = self._weight * self._squares - self._bytes**2
         through_zero = self._seconds / self._bytes
-        if spread <= 1e-6 * self._bytes**2:  # all loads were of one size: it cannot be told apart
+        if spread <= 1e-6 * self._bytes**2:  # all loads had one size, so latency and bandwidth cannot be told apart
             return 0.0, through_zero
         slope = (self._weight * self._products - self._bytes * self._seconds) / spread
         latency = (self._seconds - slope * self._bytes) / self._weight
@@ -91,32 +91,32 @@ class TransferSpeed:
 
 
 class LoadDecision(NamedTuple):
-    """What to do for a request, why, and what that was expected to take."""
+    """What to do for a request, why, and how long that should take."""
 
     option: Option | None  # what to load; None: compute everything
     reason: str
     load_seconds: float = 0.0
     compute_seconds: float = 0.0
-    probe: bool = False  # measure the tiers with a few blocks, beside the request
+    probe: bool = False  # measure the tiers with a few blocks; the request does not wait for that
 
     @property
     def is_prediction(self) -> bool:
-        """Whether both sides were measured, so that what happens says something about the prediction."""
+        """Whether both loading and computing were measured before, so that this is a prediction."""
         return self.option is not None and self.load_seconds > 0 and self.compute_seconds > 0
 
 
 @dataclass
 class DecisionStats:
-    """Decisions since the engine was made; seconds are of loads that were predicted."""
+    """Decisions since the engine was made. Seconds are those of loads that were predicted."""
 
     loads: int = 0
     recomputes: int = 0
     unmeasured: int = 0  # loads before both sides were known
     probes: int = 0
-    slower_than_computing: int = 0  # loads that took longer than computing was expected to
+    slower_than_computing: int = 0  # loads that took longer than the prediction for computing
     predicted_seconds: float = 0.0
     actual_seconds: float = 0.0
-    saved_seconds: float = 0.0  # what computing was expected to take, less what loading took
+    saved_seconds: float = 0.0  # predicted time of computing, less the time that loading took
 
 
 class Decider:
@@ -124,8 +124,8 @@ class Decider:
 
     def __init__(self, num_tiers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.speeds = [TransferSpeed() for _ in range(num_tiers)]
-        self.wait = TransferSpeed()  # what a request waits besides loading: look-ups, queues, writing into blocks
-        self.prompts = TransferSpeed()  # of computing, in tokens
+        self.wait = TransferSpeed()  # other waiting than for loads: look-ups, queues, writing into blocks
+        self.prompts = TransferSpeed()  # of computing, by tokens instead of bytes
         self._look_seconds = 0.0
         self._look_gain = 1.0  # the share of look-ups that led to a load
         self._num_looks = 0
@@ -140,7 +140,7 @@ class Decider:
             return self.prompts.expect(num_tokens) if self.prompts.count else None
 
     def is_worth_looking(self, num_tokens: int) -> bool:
-        """Whether asking the tiers costs a request nearly nothing, or pays on average."""
+        """Whether a look-up in tiers costs nearly nothing compared with computing, or pays on average."""
         with self._lock:
             if not self.prompts.count or not self._num_looks:
                 return True
@@ -148,7 +148,7 @@ class Decider:
             return self._look_seconds <= max((MARGIN - 1.0), self._look_gain) * computing
 
     def is_time_to_look(self) -> bool:
-        """Whether look-ups, which are not worth it, should be measured again; says so once in a while only."""
+        """Whether to measure look-ups again although they are not worth it; True once every `PROBE_SECONDS`."""
         with self._lock:
             now = self._clock()
             if now - self._looked_at < PROBE_SECONDS:
@@ -157,7 +157,7 @@ class Decider:
             return True
 
     def decide(self, options: Sequence[Option], first: int, block_size: int) -> LoadDecision:
-        """The option that saves most over computing what follows the `first` blocks."""
+        """The option that saves most time, compared with computing all after the `first` blocks."""
         with self._lock:
             decision = self._decide(options, first, block_size)
             stats = self._stats
@@ -191,12 +191,12 @@ class Decider:
         return LoadDecision(None, "computing is faster", self.predict(shortest), computing, self._is_stale(shortest))
 
     def predict(self, option: Option) -> float:
-        """Seconds that a request will wait for this."""
+        """Seconds that a request will wait for this option."""
         loading = sum(speed.predict(num) for num, speed in zip(option.num_bytes, self.speeds, strict=True) if num)
         return loading + self.wait.predict(sum(option.num_bytes))
 
     def _is_stale(self, option: Option) -> bool:
-        """Whether a tier of this option should be measured again; says so once in a while only."""
+        """Whether to measure a tier of this option again; True for each tier once every `PROBE_SECONDS`."""
         now, stale = self._clock(), False
         for num, speed in zip(option.num_bytes, self.speeds, strict=True):
             if num and now - speed.measured_at >= PROBE_SECONDS:

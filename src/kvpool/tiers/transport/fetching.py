@@ -1,6 +1,6 @@
 """Fetches a prefix from tiers: looks it up, compares loading with computing, loads into staging memory, checks for gaps.
 
-This runs in background threads, while the request waits outside the scheduler. An error leaves a shorter prefix, or none.
+This runs in background threads, while the request waits outside the scheduler. An error makes the prefix shorter or empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
 PROBE_BLOCKS = 4
-_SHARES = 4  # of the staging memory that one request may take at a time
+_SHARES = 4  # one request may take one part in so many of the staging memory
 _MARK_BYTES = 16
 _ALIGNMENT = 4096
 
@@ -48,19 +48,19 @@ class GroupRows(NamedTuple):
 
 @dataclass
 class Fetch:
-    """The prefix of one request: what is asked for, and what was loaded. `release` it when the bytes are used."""
+    """The prefix of one request: what to load, and what was loaded. Call `release` when the bytes are used."""
 
     prompt: PromptKeys
     first: int  # blocks that the cache has already
     began: float  # by `time.monotonic`
     due: float  # when the request stops waiting
-    is_asked_for: bool = False  # the caller wants it loaded even where computing it would be faster
+    is_asked_for: bool = False  # load it even if computing it would be faster
     decision: LoadDecision | None = None
-    num_blocks: int = 0  # of the prefix that is usable after the fetch; `first` or less: nothing was loaded
+    num_blocks: int = 0  # blocks of the prefix that are usable after the fetch; `first` or less: nothing was loaded
     groups: list[GroupRows] = dataclass_field(default_factory=list)
-    loading_seconds: float = 0.0  # that tiers took
+    loading_seconds: float = 0.0  # spent in calls to tiers
     num_bytes: int = 0
-    is_part: bool = False  # tiers have more of it, for the next fetch: staging memory does not hold all at once
+    is_part: bool = False  # tiers have more of it, for another fetch: staging memory was too small for all
     stage: SharedStage | None = None
 
     def release(self) -> None:
@@ -76,10 +76,10 @@ class FetchStats:
     """Prefixes that were looked for since the engine was made."""
 
     lookups: int = 0
-    found: int = 0  # look-ups that a tier could help with
+    found: int = 0  # look-ups that found a longer prefix in a tier
     no_memory: int = 0  # given up because staging memory was in use
-    incomplete: int = 0  # loads of which something was missing, broken or late
-    skipped_tiers: int = 0  # not asked because an earlier call to them hangs
+    incomplete: int = 0  # loads in which something was missing, broken or late
+    skipped_tiers: int = 0  # tiers that were skipped because an earlier call to them hangs
 
 
 class Fetcher:
@@ -105,7 +105,7 @@ class Fetcher:
         self._stats = FetchStats()
 
     def run(self, fetch: Fetch, done: Callable[[Fetch], None]) -> None:
-        """Fetches, and calls `done` exactly once, also after an error."""
+        """Fetches a prefix, and calls `done` exactly once, also after an error."""
         sources: list[Sources] = []
         try:
             sources = self._look_up(fetch)
@@ -124,7 +124,7 @@ class Fetcher:
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def _look_up(self, fetch: Fetch) -> list[Sources]:
-        """Where the blocks are: the first tier that has each of them."""
+        """Finds the first tier that has each block."""
         self._stats.lookups += 1
         prompt = fetch.prompt
         sources = [np.full(prompt.num_blocks, NOWHERE, np.int16) for _ in self.groups]
@@ -174,7 +174,7 @@ class Fetcher:
             fetch.release()
 
     def _part(self, fetch: Fetch, sources: list[Sources]) -> Option | None:
-        """The longest beginning of what is missing that staging memory holds; None: not even one block of each group."""
+        """The longest prefix that staging memory can hold; None if it cannot even hold one block of each group."""
         per_block = sum(_aligned(group.spec.block_bytes) for group in self.groups)
         end = fetch.first + self._most_bytes // per_block
         size, shorter = self.block_size, [of_group[:end] for of_group in sources]
@@ -182,7 +182,7 @@ class Fetcher:
         return options[-1] if options else None
 
     def _take_rows(self, fetch: Fetch, option: Option) -> list[GroupRows]:
-        """Memory for everything that an option loads; nothing if there is none."""
+        """Memory for everything that an option loads; an empty list if there is not enough."""
         prompt = fetch.prompt
         wanted = [
             read_columns(group, fetch.first, option.num_blocks, prompt.num_tokens, self.block_size)
@@ -201,7 +201,7 @@ class Fetcher:
         return found
 
     def _load_from(self, index: int, fetch: Fetch, sources: list[Sources], loaded: list[Sources]) -> None:
-        """Loads the blocks that one tier has, and notes in `loaded` which of them are whole."""
+        """Loads the blocks that one tier has, and marks in `loaded` which of them arrived whole."""
         keys, rows, places = [], [], []
         for g, (columns, of_group) in enumerate(fetch.groups):
             for at, column in enumerate(columns.tolist()):
@@ -253,7 +253,7 @@ class Fetcher:
 def _load_marked(
     watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float, stage: SharedStage | None
 ) -> list[Outcome]:
-    """`load`, where a value that does not fill its row is no success: it leaves a mark at the end of the row."""
+    """Calls `load`, and reports a value that does not fill its row as FAILED: a mark at the end of the row is still there."""
     mark = np.frombuffer(secrets.token_bytes(_MARK_BYTES), np.uint8)
     for row in rows:
         row[-_MARK_BYTES:] = mark[-min(_MARK_BYTES, len(row)) :]
@@ -269,4 +269,4 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _is_there() -> None:
-    """The bytes are in memory already."""
+    """A wait that returns at once, because the bytes are in memory already."""

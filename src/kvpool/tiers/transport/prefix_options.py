@@ -1,7 +1,7 @@
-"""How much of a prompt can tiers load, and which blocks does that need? Arithmetic only.
+"""How long a prefix tiers can load, and which blocks that needs. Arithmetic only.
 
-A prefix is usable when every layer group has what the next query reads: all blocks of full attention, and of a windowed
-group those that its window still covers (and its sinks). So a prefix from a tier needs fewer blocks than it has.
+A prefix is usable if every layer group has the blocks that the next query reads: all of them with full attention, only those
+in the window (and the sinks) with windowed attention. So loading a prefix needs fewer blocks than the prefix has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def next_query(num_blocks: int, num_tokens: int, block_size: int) -> int:
 
 
 def usable_blocks(groups: Sequence[Group], sources: Sequence[Sources], num_tokens: int, block_size: int) -> int:
-    """The longest prefix of a prompt, in blocks, for which every layer group has all that is read."""
+    """The longest usable prefix of a prompt, in blocks."""
     length = next_query(num_tokens // block_size, num_tokens, block_size)
     shortened = True
     while shortened and length > 0:
@@ -48,7 +48,7 @@ def usable_blocks(groups: Sequence[Group], sources: Sequence[Sources], num_token
 
 
 def read_columns(group: Group, first: int, num_blocks: int, num_tokens: int, block_size: int) -> Int64Array:
-    """The blocks from `first` on of a prefix of `num_blocks` that a layer group must have."""
+    """The blocks from `first` on that a layer group needs for a prefix of `num_blocks`."""
     columns = np.arange(first, num_blocks)
     needed: Int64Array = columns[group.reads(columns, next_query(num_blocks, num_tokens, block_size))]
     return needed
@@ -57,7 +57,7 @@ def read_columns(group: Group, first: int, num_blocks: int, num_tokens: int, blo
 def prefix_options(
     groups: Sequence[Group], sources: Sequence[Sources], first: int, num_tokens: int, block_size: int, num_tiers: int
 ) -> list[Option]:
-    """Prefixes longer than the `first` blocks that are here: with the fastest tier only, with the two fastest, and so on."""
+    """Prefixes longer than the `first` cached blocks: from the fastest tier only, from the two fastest, and so on."""
     found: list[Option] = []
     longest = first
     for last in range(num_tiers):

@@ -1,4 +1,4 @@
-"""Memory that bytes wait in between the cache and a tier: bounded, and used again."""
+"""Staging memory: bytes between the cache and a tier wait here. It is bounded and reused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PAGE = mmap.PAGESIZE
 
 
 def page_aligned(num_bytes: int) -> Bytes:
-    """Fresh memory that begins with a page, which files opened with O_DIRECT want.
+    """New memory that begins at a page, as files opened with O_DIRECT need it.
 
-    Linux is asked for huge pages: writing to memory for the first time takes a sixth of the time then.
+    It asks Linux for huge pages: then the first write to the memory takes a sixth of the time.
     """
     size = max(num_bytes, _PAGE)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
 
 class StagingMemory:
-    """Hands out at most `max_bytes` at a time. What comes back is kept for the next one of about the same size."""
+    """Lends at most `max_bytes` at a time. It keeps what comes back, and lends it again for about the same size."""
 
     def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes] = page_aligned) -> None:
         self.max_bytes = max_bytes
@@ -49,11 +49,11 @@ class StagingMemory:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes that somebody uses now."""
+        """Bytes in use."""
         return self._lent
 
     def take(self, num_bytes: int) -> Staged | None:
-        """Memory of this size, with undefined content; None if there is no room for it at the moment."""
+        """Memory of this size, with undefined content; None if too much is in use."""
         with self._lock:
             at = min(
                 (i for i, each in enumerate(self._idle) if num_bytes <= len(each) <= 2 * num_bytes + _PAGE),
@@ -80,7 +80,7 @@ class StagingMemory:
         return Staged(whole, whole)
 
     def give(self, staged: Staged) -> None:
-        """Takes memory back that nobody reads or writes any more."""
+        """Takes back memory that nobody uses any more."""
         with self._lock:
             self._lent -= len(staged.whole)
             self._idle.append(staged.whole)

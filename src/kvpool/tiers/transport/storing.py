@@ -1,6 +1,6 @@
-"""Stores blocks in tiers, in the background. When too much waits, blocks are dropped and counted.
+"""Stores blocks in tiers, in the background. If too many wait, further blocks are dropped and counted.
 
-A dropped block is offered again when a request uses it next.
+A dropped block is offered again when the next request uses it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class StoreStats:
     dropped: int = 0  # too much waited already, or the engine was closed before
     bytes_stored: int = 0
     removed: int = 0  # values that were taken out because they were invalidated
-    not_removed: int = 0  # that may still be there: the tier failed, was late, or too much waited; 1 for a whole scope
+    # Values that may still be there: the tier failed, was late, or too much waited. A whole scope counts as 1.
+    not_removed: int = 0
 
 
 class Storer:
@@ -51,12 +52,12 @@ class Storer:
         self._stats = StoreStats()
 
     def listen(self, listener: Listener) -> None:
-        """Calls this from now on, in the thread of a tier, whenever stores have ended."""
+        """From now on, calls this in the thread of a tier whenever stores have ended."""
         with self._lock:
             self._listeners.append(listener)
 
     def leave(self, listener: Listener) -> None:
-        """Calls it no more."""
+        """Does not call this any more."""
         with self._lock:
             self._listeners.remove(listener)
 
@@ -67,7 +68,7 @@ class Storer:
             listener(index, keys)
 
     def is_storing(self, index: int, keys: Collection[bytes]) -> bool:
-        """Whether one of these is in flight to a tier."""
+        """Whether a store of one of these keys is in flight to a tier."""
         with self._lock:
             return not self._in_flight[index].isdisjoint(keys)
 
@@ -79,7 +80,7 @@ class Storer:
         )
 
     def take_memory(self, num_bytes: int, num_blocks: int) -> SharedStage | None:
-        """Memory for blocks to be stored; None, and they count as dropped, while too much waits already."""
+        """Memory for blocks to be stored; None if too much waits already, and then they count as dropped."""
         staged = self.memory.take(num_bytes)
         if staged is None:
             self.drop(num_blocks)
@@ -94,9 +95,9 @@ class Storer:
         wait: Callable[[], None],
         only: Sequence[int] | None = None,
     ) -> None:
-        """Puts blocks into all tiers (or those of `only`) that lack them, once `wait` has returned.
+        """Stores blocks in all tiers (or those of `only`) that lack them, once `wait` has returned.
 
-        Rows lie in `stage`, of which this takes over one use.
+        `stage` holds the rows. This call takes over one use of it from the caller.
         """
         for index, watched in enumerate(self.tiers):
             if only is not None and index not in only:
@@ -200,7 +201,7 @@ class Storer:
         return all(flushed)
 
     def close(self, seconds: float) -> None:
-        """Stores what waits, for `seconds` at most, and drops the rest."""
+        """Stores what waits, takes at most `seconds` for that, and drops the rest."""
         deadline = time.monotonic() + seconds
         self.flush(seconds)
         for threads in self._threads:

@@ -75,7 +75,7 @@ class Pending(Generic[_T]):
             return self._is_given_up
 
     def wait(self) -> _T | None:
-        """What the job brings; None if it brings nothing, or is overdue: then it is given up."""
+        """Waits for the result. None if there is none, or if the job is overdue: then it is given up."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, self.seconds_left)
         self.give_up()
@@ -153,7 +153,7 @@ class ThreadPool:
                 job, _ = self._jobs.popleft()
                 self._running += 1
             _contained(job, self.name)
-            del job  # which may hold much memory until the next one comes
+            del job  # it may hold much memory, and the next one may come late
             with self._wake:
                 self._running -= 1
                 self._wake.notify_all()

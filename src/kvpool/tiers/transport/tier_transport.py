@@ -1,4 +1,4 @@
-"""TierTransport: moves blocks between a cache and its tiers, for an engine and for a pool of transformers."""
+"""TierTransport: moves blocks between a cache and its tiers, for an engine and for a `CachePool` of transformers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from kvpool.tiers.transport.storing import Storer, StoreStats
 from kvpool.tiers.transport.threads import ThreadPool
 
 FETCH_THREADS = 2
-MAX_HELD = 256  # requests; more are not held but computed
-STAGING_BYTES = 2**28  # each for what comes and for what goes; four times as much beside a GPU
-FLUSH_SECONDS = 5.0  # that closing waits for blocks in flight
+MAX_HELD = 256  # requests that may wait; further ones are computed
+STAGING_BYTES = 2**28  # for loads, and as much for stores; four times as much with a GPU
+FLUSH_SECONDS = 5.0  # closing waits so long for blocks in flight
 SHORTEST_WAIT = 0.05
 
 
 class MeasuredTier(NamedTuple):
-    """One tier: its own counters, and how fast it was of late."""
+    """One tier: its own counters, and how fast it was lately."""
 
     stats: TierStats
     latency: float
@@ -51,14 +51,14 @@ class HandoverStats:
     """Prompts that one engine computed for another, since the engine was made."""
 
     prefills: int = 0  # prompts that were computed here for others
-    prefills_cut: int = 0  # of which others do not find everything: a store failed, or somebody cancelled
-    prefill_blocks: int = 0  # of them that others find
-    prefetches: int = 0  # prefixes that were brought here before their request came
+    prefills_cut: int = 0  # prefills that are not all in the tier: a store failed, or they were cancelled
+    prefill_blocks: int = 0  # blocks of prefills that others find
+    prefetches: int = 0  # prefixes that were loaded before their request came
     prefetched_blocks: int = 0
 
 
 class TieringStats(NamedTuple):
-    """One look at the tiers of an engine or a pool."""
+    """The state and counters of the tiers of an engine or a pool."""
 
     tiers: tuple[MeasuredTier, ...]
     decisions: DecisionStats
@@ -66,9 +66,9 @@ class TieringStats(NamedTuple):
     stores: StoreStats
     handovers: HandoverStats
     held: int  # requests that wait for their prefix
-    joined: int  # that waited for a load of another request
-    timed_out: int  # that stopped waiting
-    crowded: int  # that were computed because too many waited
+    joined: int  # requests that waited for a load of another one
+    timed_out: int  # requests that stopped waiting
+    crowded: int  # requests that were computed because too many waited
     prompt_tokens_loaded: int
     imports: int
     imports_without_room: int
@@ -113,11 +113,11 @@ class TierTransport:
         return False
 
     def fetch(self, fetch: Fetch, done: Callable[[Fetch], None], drop: Callable[[], None]) -> bool:
-        """Has a prefix fetched in the background; False if too many wait. Closing before calls `drop` and not `done`."""
+        """Has a prefix fetched in the background; False if too many wait. Closing before that calls `drop`, not `done`."""
         return self.fetch_threads.submit(partial(self.fetcher.run, fetch, done), drop)
 
     def import_prefix(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
-        """Writes fetched blocks into the cache, unless they were forgotten meanwhile; returns what `Importer` does."""
+        """Writes fetched blocks into the cache, unless they were invalidated meanwhile; returns what `Importer` returns."""
         with self.forgetting.lock:
             if fetch.num_blocks <= fetch.first or not self.forgetting.is_valid(request, fetch):
                 return None, []
@@ -198,7 +198,10 @@ def _pinned(num_bytes: int) -> Bytes:
 
 
 class Forgetting:
-    """Holds `lock` while something is forgotten; who brings blocks into the cache asks `is_valid` and holds it meanwhile."""
+    """Invalidation, here and in tiers. Each call holds `lock`.
+
+    Who writes loaded blocks into the cache holds `lock`, too, and asks `is_valid` first.
+    """
 
     def __init__(self, keys: BlockKeys, lineage: Lineage, storer: Storer) -> None:
         self.lock = threading.RLock()
@@ -207,7 +210,7 @@ class Forgetting:
         self._storer = storer
 
     def everything(self, drop: Callable[[], int]) -> int:
-        """All content; `drop` takes it out of the cache and returns how many blocks left."""
+        """Forgets all content. `drop` takes it out of the cache and returns how many blocks left."""
         with self.lock:
             removed = drop()
             self._keys.forgotten.forget_all()
@@ -217,7 +220,7 @@ class Forgetting:
     def content(
         self, drop: Callable[[], int], prefix: Int32Array | None, scope: ReuseScope | None, session: str | None
     ) -> int:
-        """What `KVCacheManager.invalidate` forgets, which is called as `drop` and checks the arguments."""
+        """Forgets what `KVCacheManager.invalidate` forgets. `drop` calls that, which checks the arguments."""
         with self.lock:
             removed = drop()
             marks = self._beginnings(prefix, scope, session)
@@ -231,7 +234,7 @@ class Forgetting:
         return removed
 
     def of_tenant(self, drop: Callable[[], int], tenant: str) -> int:
-        """Everything of a tenant in all its scopes, also in those that only tiers know of; `drop` checks the argument."""
+        """Forgets everything of a tenant, also in scopes that only tiers know of. `drop` checks the argument."""
         with self.lock:
             removed = drop()
             self._keys.forgotten.forget([tenant_digest(tenant)])
@@ -240,21 +243,24 @@ class Forgetting:
         return removed
 
     def is_valid(self, request: Request, fetch: Fetch) -> bool:
-        """Whether nothing of what was loaded for a request was forgotten meanwhile."""
+        """Whether nothing that was loaded for a request was forgotten meanwhile."""
         if fetch.prompt.version == self._keys.forgotten.version:
             return True
         now, end = self._keys.of_prompt(request.prompt, request.scope, request.multimodal), fetch.num_blocks
         return all(new[:end] == old[:end] for new, old in zip(now.keys, fetch.prompt.keys, strict=True))
 
     def _beginnings(self, prefix: Int32Array | None, scope: ReuseScope | None, session: str | None) -> list[bytes]:
-        """The last full block of a prefix, the root of a scope, or the first blocks that requests of a session computed."""
+        """The digests from which on content is forgotten.
+
+        These are the last full block of a prefix, the root of a scope, or the first blocks that a session computed.
+        """
         if session is not None:
             return self._lineage.of_session(session)
         root = root_digest(ReuseScope() if scope is None else scope)
         return [root] if prefix is None else self._keys.digests(root, prefix)[-1:]
 
     def _names_of(self, marks: Sequence[bytes], prefix: Int32Array | None, scope: ReuseScope | None) -> list[bytes]:
-        """The last block of a prefix as it was stored before now, by whomever: without it nothing behind it is reached."""
+        """The last block of a prefix, by the names that any process stored it under. Blocks behind it need it."""
         if prefix is None or not marks:
             return []
         own = ReuseScope() if scope is None else scope
@@ -263,7 +269,7 @@ class Forgetting:
         return named(own, {marks[-1], used[-1]})
 
     def _remove(self, marks: Sequence[bytes] | None, names: Sequence[bytes] = ()) -> None:
-        """Takes values out of the tiers whose keys are known, in the background."""
+        """Removes the values whose keys are known from the tiers, in the background."""
         self._remove_named([*names, *self._lineage.take(marks)])
 
     def _remove_named(self, names: Sequence[bytes]) -> None:
