@@ -1,8 +1,8 @@
-"""Codecs: how a value is made smaller. Planes of bytes through zstd or lz4 (exact), or fp8 (half the bytes, an error).
+"""Codecs make values smaller: planes of bytes with zstd or lz4 (exact), or fp8 (half the bytes, with an error).
 
-fp8 (e4m3) of bfloat16, float16 and float32 needs numpy alone: it uses tables instead of arithmetic. A group of values shares
-a scale, a power of two: the largest of them lies between 224 and 448, the end of e4m3. A scale only shifts exponents, so a
-value's code depends on its 16 bits and the group's exponent, and is looked up.
+fp8 (e4m3) of bfloat16, float16 and float32 needs numpy only, because it uses tables. Numbers of a group share a scale, a
+power of two that brings the largest of them between 224 and 448, the largest number of e4m3. A scale only shifts exponents,
+so the 16 bits of a number and the exponent of its group determine its code. A table holds the codes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _e4m3() -> npt.NDArray[np.float64]:
 
 
 def nearest_codes(values: npt.NDArray[np.float64]) -> Codes:
-    """The e4m3 code nearest to each value, to the even one in the middle of two; above 448 it is that of 448."""
+    """The nearest e4m3 code of each value; of two equally near ones the even one; above 448 the code of 448."""
     table = _e4m3()
     size = np.minimum(np.abs(values), _LARGEST)
     above = np.clip(np.searchsorted(table, size), 1, len(table) - 1)
@@ -64,7 +64,7 @@ def as_floats(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> Bits:
-    """The bits of the nearest bfloat16, to the even one in the middle of two. No value may be NaN."""
+    """The bits of the nearest bfloat16; of two equally near ones the even one. No value may be NaN."""
     whole = values.view(np.uint32)
     bits: Bits = ((whole + np.uint32(0x7FFF) + ((whole >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
         np.uint16
@@ -73,7 +73,7 @@ def round_to_bfloat16(values: npt.NDArray[np.float32]) -> Bits:
 
 
 class Table:
-    """Codes of all 65,536 values of a 16-bit type, by the exponent of the scale; rows are made when they are needed."""
+    """The codes of all 65,536 values of a 16-bit type, one row per exponent of a scale. Rows are made when needed."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -84,7 +84,7 @@ class Table:
         self._bits = np.empty((0, 256), np.uint16)
 
     def exponents(self, groups: Bits) -> npt.NDArray[np.int16]:
-        """The exponent of the scale of each row: the smallest with which nothing exceeds 448."""
+        """The exponent of the scale of each row: the smallest for which no value exceeds 448."""
         largest = as_floats((groups & np.uint16(0x7FFF)).max(axis=1), self.dtype)
         mantissa, exponent = np.frexp(largest)  # largest = mantissa * 2**exponent, mantissa from 0.5 to 1
         found: npt.NDArray[np.int16] = (exponent - 9 + (mantissa > 0.875)).astype(np.int16)
@@ -98,7 +98,7 @@ class Table:
         return codes
 
     def decode(self, codes: Codes, exponents: npt.NDArray[np.int16]) -> Bits:
-        """The bits of every value, in the type that they came from."""
+        """The bits of every value, in its original type."""
         rows = self._rows(exponents)
         bits: Bits = self._bits.ravel()[(rows.astype(np.int64) << 8)[:, None] + codes]
         return bits
@@ -145,17 +145,17 @@ class UnreadableValueError(Exception):
 
 
 class Codec(ABC):
-    """Makes values smaller and whole again. `identity` is all that decides the bytes: other settings, other keys."""
+    """Encodes and decodes values. `identity` names all settings that change the bytes; values get keys that depend on it."""
 
     identity: str
 
     @abstractmethod
     def encode(self, data: memoryview) -> list[Any]:
-        """Pieces of memory that together are the encoded value."""
+        """The encoded value, in pieces of memory."""
 
     @abstractmethod
     def decode(self, encoded: memoryview, out: memoryview) -> None:
-        """Fills `out`, which is as long as the value was; `UnreadableValueError` if it cannot."""
+        """Fills `out`, which is as long as the original value; raises `UnreadableValueError` if it cannot."""
 
     def error(self) -> float:
         """The largest error so far, as a share of the bound; 0 for codecs that are exact."""
@@ -163,9 +163,9 @@ class Codec(ABC):
 
 
 class Planes(Codec):
-    """The first bytes of all numbers, then their second bytes, and so on, each plane compressed on its own. Exact.
+    """Compresses the first bytes of all numbers, then their second bytes, and so on, each plane by itself. Exact.
 
-    Exponents of keys and values repeat and lowest bits do not: beside each other they hide it from a compressor.
+    Exponents of keys and values repeat, and lowest bits do not. A compressor finds the repetitions only if they are apart.
     `method` is "zstd" (smaller) or "lz4" (faster).
     """
 
@@ -177,7 +177,7 @@ class Planes(Codec):
         self.identity = f"planes {self._item} {method}"
 
     def encode(self, data: memoryview) -> list[Any]:
-        """Per plane its length and its bytes; a plane that does not shrink is left as it is; then what is no whole number."""
+        """For each plane its length and its bytes, then bytes that fill no number. A plane that does not shrink stays raw."""
         count = data.nbytes // self._item
         numbers = np.frombuffer(data, np.uint8, count * self._item).reshape(count, self._item)
         pieces: list[Any] = []
@@ -190,7 +190,7 @@ class Planes(Codec):
         return [*pieces, data[count * self._item :]]
 
     def decode(self, encoded: memoryview, out: memoryview) -> None:
-        """The planes back to their places."""
+        """Puts the planes together again."""
         count, position = out.nbytes // self._item, 0
         numbers = np.frombuffer(out, np.uint8, count * self._item).reshape(count, self._item)
         for place in range(self._item):
@@ -224,7 +224,7 @@ class Fp8(Codec):
         self.identity = f"fp8 {dtype} {GROUP}"
 
     def encode(self, data: memoryview) -> list[Any]:
-        """Flag 1, exponents, codes and what fills no group; flag 0 and the value where fp8 does not do."""
+        """Flag 1, exponents, codes and bytes that fill no group; or flag 0 and the value as it is, if fp8 cannot hold it."""
         count = data.nbytes // (self._item * GROUP) * GROUP
         groups = self._bits(data, count)
         if groups is None:
@@ -235,7 +235,7 @@ class Fp8(Codec):
         return [b"\1", exponents, codes, data[count * self._item :]]
 
     def decode(self, encoded: memoryview, out: memoryview) -> None:
-        """Numbers in the type that they came from."""
+        """The numbers, in their original type."""
         count = out.nbytes // (self._item * GROUP) * GROUP
         rest = out.nbytes - count * self._item
         flag, body = bytes(encoded[:1]), encoded[1:]

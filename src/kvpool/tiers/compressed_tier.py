@@ -1,4 +1,4 @@
-"""CompressedTier: another tier whose values are made smaller on their way in, and whole again on their way out."""
+"""CompressedTier: encodes values before another tier stores them, and decodes them when they are loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_codec(name: str, dtype: str = "bfloat16") -> Codec:
 
 
 class CompressedTier(KeyedTier):
-    """Stores in `inner` what a codec makes of values, under keys of its own: what another codec made, or none, is not found.
+    """Stores values in `inner`, encoded by a codec. Keys depend on the codec: values of other codecs, or none, are not found.
 
     >>> from kvpool.tiers import MemoryTier
     >>> tier = CompressedTier(MemoryTier(2**20), "zstd")
@@ -60,7 +60,7 @@ class CompressedTier(KeyedTier):
         self._adding = threading.Lock()
 
     def introduce(self, space: KeySpace) -> None:
-        """Tells the inner tier: keys keep their first bytes."""
+        """Tells the inner tier: its keys begin with the same bytes."""
         self.inner.introduce(space)
 
     def compression(self) -> CompressionStats:
@@ -137,7 +137,7 @@ class CompressedTier(KeyedTier):
             return Outcome.FAILED
         try:
             self.codec.decode(body, out[:length])
-        except Exception as error:  # codecs of others raise what they like
+        except Exception as error:  # a codec of a user may raise anything
             if not isinstance(error, UnreadableValueError):
                 self.report(f"{type(error).__name__}: {error}")
             return Outcome.FAILED
@@ -154,7 +154,7 @@ class CompressedTier(KeyedTier):
             )
 
 
-_SHOWN_BYTES = SPACE_BYTES + TAG_BYTES  # of a key, by which values are looked for
+_SHOWN_BYTES = SPACE_BYTES + TAG_BYTES  # the first bytes of a key, by which `purge` finds values
 _SLACK = 2 * _LENGTH_BYTES + 8 * 8 + 1 + 64
 """What an encoded value may be longer than the value: lengths, of planes too, and a flag."""
 

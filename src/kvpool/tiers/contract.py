@@ -1,9 +1,8 @@
 """KeyedTier: the one contract of tiers that find blocks by key and outlive a process. Read this first.
 
-A keyed tier finds values by key. A key stands for content (see `tiers/keys.py`), so a value never changes: it is there,
-whole and right, or it is not. Whoever uses a tier can always compute again what it does not bring, hence the rule behind
-everything here: **any error is a miss**. A call returns one outcome per key before its deadline and raises only for
-arguments that are wrong.
+A keyed tier finds values by key. A key stands for content (see `tiers/keys.py`), so a value never changes. A client can
+always compute what a tier does not return. So the rule behind everything here is: **any error is a miss**. A call returns
+one outcome per key before its deadline, and raises only for wrong arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _log = logging.getLogger("kvpool")
 
 
 class Outcome(IntEnum):
-    """What became of one key in a call."""
+    """The result of a call for one key."""
 
     OK = 0
     """Loaded whole and verified, or stored, or removed."""
@@ -64,7 +63,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True)
 class TierStats:
-    """One look at a tier. Counts are of values since it was opened, by this process."""
+    """The state of a tier. Counts are values since it was opened, by this process."""
 
     name: str
     hits: int = 0
@@ -90,7 +89,7 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Purged:
-    """What became of a purge."""
+    """The result of a purge."""
 
     removed: int = 0
     is_complete: bool = False
@@ -106,7 +105,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Room:
-    """How full a tier is, as it knows itself."""
+    """How full a tier is, as far as it knows."""
 
     num_values: int | None = None
     used_bytes: int | None = None
@@ -124,12 +123,12 @@ class _Moved:
 
 
 class KeyedTier(ABC):
-    """Values of blocks by key: on a disk, in a remote store, or where a derived class of yours puts them.
+    """Values of blocks by key: on a disk, in a remote store, or wherever your derived class puts them.
 
-    A derived class writes `_contains`, `_load`, `_store`, `_remove` and, if it wants, `_look` and `_close`. It may raise
-    whatever it likes there: this class checks the arguments, turns errors into outcomes, logs them (one line a minute) and
-    counts. `deadline` is a time of `time.monotonic`; what is not done by then is `LATE`. All methods may be called from
-    several threads. `kvpool.testing.TierContract` tests a tier of your own against this contract.
+    A derived class implements `_contains`, `_load`, `_store`, `_remove` and, if useful, `_look` and `_close`. They may raise
+    any exception: this class checks the arguments, turns errors into outcomes, logs them (one line a minute) and counts.
+    `deadline` is a time of `time.monotonic`; what is not done by then is `LATE`. Several threads may call all methods.
+    `kvpool.testing.TierContract` tests a tier of your own against this contract.
     """
 
     def __init__(self, name: str, *, timeout: float = CALL_TIMEOUT) -> None:
@@ -144,7 +143,7 @@ class KeyedTier(ABC):
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
-        """Whether each key is there, as far as the tier knows; an error counts as absent."""
+        """Whether each key is there, as far as the tier knows; after an error the answer is no."""
         _check_keys(keys)
         found = self._guarded(lambda deadline: self._contains(keys, deadline), timeout)
         return [False] * len(keys) if found is None else found
@@ -165,8 +164,9 @@ class KeyedTier(ABC):
         """Copies values into the caller's buffers. `OK` means: byte for byte what was stored under this key.
 
         A value shorter than its buffer fills the beginning of it; a longer one is `FAILED`. Without `OK` the content of a
-        buffer is undefined. When the call returns, nobody writes to the buffers any more; with a `keeper`, a tier may go
-        on with what is late until it has released as often as it shared, and saves a copy.
+        buffer is undefined. When the call returns, nobody writes to the buffers any more. With a `keeper`, a tier may read
+        straight into the buffers, which saves a copy. Reads that are late then still write, until the tier has called
+        `keeper.release` as often as `keeper.share`.
         """
         call = self._load if keeper is None else partial(self._load_kept, keeper=keeper)
         return self._move(self._loads, call, keys, _views(out, keys, writable=True), timeout)
@@ -188,9 +188,10 @@ class KeyedTier(ABC):
         return outcomes
 
     def purge(self, pattern: KeyPattern, *, timeout: float = PURGE_TIMEOUT) -> Purged:
-        """Looks through the tier and takes out all values whose keys are alike: a tenant's, a scope's, a model's.
+        """Removes all values whose keys match a pattern: those of a tenant, a scope or a model.
 
-        Slow where there are many values. A tier of your own that cannot do this says so by `is_complete`.
+        It looks through the whole tier, which is slow with many values. A tier of your own that cannot do this returns a
+        `Purged` that is not complete.
         """
         purged = self._guarded(lambda deadline: self._purge(pattern, deadline), timeout)
         purged = Purged() if purged is None else purged
@@ -199,10 +200,10 @@ class KeyedTier(ABC):
         return purged
 
     def introduce(self, space: KeySpace) -> None:  # noqa: B027  # a tier may have no use for it
-        """Tells the tier whose keys will come; one that people look into keeps the fingerprint. Never raises."""
+        """Tells the tier to which model the next keys belong. A disk tier keeps the fingerprint for people. Never raises."""
 
     def stats(self) -> TierStats:
-        """Counters, and how full it is where that is known."""
+        """Counters, and how full the tier is, if it knows that."""
         with self._counting:
             loads, stores = list(self._loads.outcomes), list(self._stores.outcomes)
             sums = dict(
@@ -231,7 +232,7 @@ class KeyedTier(ABC):
         )
 
     def close(self) -> None:
-        """Lets go of files and connections; what was stored stays. Every later call finds nothing. May be called twice."""
+        """Closes files and connections; stored values stay. Every later call finds nothing. May be called twice."""
         if not self._closed:
             self._closed = True
             self._close()
@@ -253,7 +254,7 @@ class KeyedTier(ABC):
     def _load_kept(
         self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float, *, keeper: Keeper
     ) -> list[Outcome]:
-        """`_load` into memory that `keeper` keeps for as long as it is shared; a tier may have no use for that."""
+        """`_load` into memory that `keeper` keeps until each `share` is released. By default it is the same as `_load`."""
         return self._load(keys, out, deadline)
 
     @abstractmethod
@@ -270,13 +271,13 @@ class KeyedTier(ABC):
         return Room()
 
     def left_unfilled(self, num_bytes: int) -> None:
-        """For `_load` to call: a loaded value is `num_bytes` shorter than its buffer."""
+        """A derived class calls this in `_load` if a value is `num_bytes` shorter than its buffer."""
         if num_bytes:
             with self._counting:
                 self._unfilled_bytes += num_bytes
 
     def _close(self) -> None:  # noqa: B027  # a tier may have nothing to let go of
-        """Lets go of files and connections."""
+        """Closes files and connections."""
 
     def _move(
         self,
@@ -312,7 +313,7 @@ class KeyedTier(ABC):
             return None
 
     def report(self, what: str) -> None:
-        """Logs what went wrong, at most one line a minute: a store that is down would fill the log."""
+        """Logs an error, at most one line a minute, because a store that is down would fill the log."""
         self._quiet.warning("tier %s: %s; what it cannot bring is computed again", self.name, what)
 
 

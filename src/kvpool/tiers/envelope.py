@@ -1,9 +1,9 @@
-"""The header that travels with a value: it says which key it belongs to, and whether all of it is there and right.
+"""The header of a stored value: it says to which key the value belongs, and lets a reader check that it is intact.
 
     magic and version (8) | key (32) | number of bytes (8) | XXH3 of key and bytes (8) | zeros (8)
 
-XXH3 finds every flipped bit, torn write and mixed-up value at 14 GB/s, where CRC-32 takes six times as long; neither is
-meant to stop somebody who forges values.
+XXH3 detects flipped bits, torn writes and mixed-up values at 14 GB/s; CRC-32 takes six times as long. Neither protects
+against somebody who forges values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def seal(key: bytes, data: memoryview) -> bytes:
 
 
 def num_bytes(header: memoryview | bytes, key: bytes) -> int | None:
-    """How long the value behind a header is; None if it is no header of ours or belongs to another key."""
+    """The length of the value after a header; None if it is no header of ours or belongs to another key."""
     if len(header) < HEADER_BYTES:
         return None
     magic, owner, length, _ = _FIELDS.unpack(header[:HEADER_BYTES])

@@ -1,9 +1,9 @@
-"""Which settings and files do bytes depend on? Digests for the fingerprints of all engines: see `Fingerprint` in keys.py.
+"""Digests of the settings and files on which keys and values depend, for `Fingerprint` in keys.py.
 
-Everything counts unless it is named: an engine lists the few settings that are known not to reach keys and values, and a
-setting that nobody has heard of makes another fingerprint. That costs a miss, where the opposite would cost a wrong answer.
+Every setting counts, except for the few that an engine lists because they do not change keys and values. So an unknown
+setting gives another fingerprint. That costs a miss; ignoring it could give a wrong answer.
 
-Of files with weights every tensor counts: small ones in full, of each mebibyte of a large one the first 4 KiB.
+Of files with weights every tensor counts: small ones in full, large ones with the first 4 KiB of each mebibyte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SMALL = 256 * 2**10
 
 
 def settings_id(settings: Any, without: Collection[str] = ()) -> str:
-    """A digest of every setting in a configuration, and in those inside it, but for the paths in `without`.
+    """A digest of all settings in a configuration and its nested ones, without the paths in `without`.
 
     >>> one, other = {"rope": {"theta": 1}, "port": 80}, {"rope": {"theta": 1}, "port": 81}
     >>> settings_id(one) == settings_id(other), settings_id(one, {"port"}) == settings_id(other, {"port"})
@@ -57,7 +57,7 @@ def settings_id(settings: Any, without: Collection[str] = ()) -> str:
 
 
 def _plain(value: Any, without: frozenset[str], path: str = "", above: tuple[int, ...] = ()) -> Any:
-    """As JSON has it, and equal in every process; `above` are the objects that this one is in."""
+    """A value as JSON can hold it, the same in every process. `above` are the objects that contain it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if id(value) in above:
@@ -78,7 +78,7 @@ def _plain(value: Any, without: frozenset[str], path: str = "", above: tuple[int
 
 
 def _fields(value: Any) -> Mapping[Any, Any] | None:
-    """What an object consists of; None: its name says all."""
+    """The fields of an object; None if its name says all."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (type, enum.Enum)) or callable(value):
@@ -96,7 +96,7 @@ def _fields(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _named(value: Any) -> str:
-    """A function, a class, a type of numbers: without its address, which the next process gives another."""
+    """The name of a function, class or dtype, without its address in memory, which differs between processes."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if hasattr(value, "__qualname__"):
@@ -132,7 +132,7 @@ def files_id(path: str | Path) -> str:
 
 
 def read_files(root: Path) -> list[Path]:
-    """The files that count: the one that is named, or those of a directory."""
+    """The files that count: the named file, or those of the named directory."""
     if root.is_file():
         return [root]
     return sorted(
@@ -141,7 +141,7 @@ def read_files(root: Path) -> list[Path]:
 
 
 def _samples(stream: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
-    """Which bytes of a file count: its head, every small tensor, and some of each large one."""
+    """The bytes of a file that count: its head, every small tensor, and some of each large tensor."""
     head, cuts = _tensors(stream, size)
     yield from _pieces(0, head)
     for begin, end in pairwise(sorted({head, *cuts, size})):
@@ -159,7 +159,7 @@ def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _tensors(stream: BinaryIO, size: int) -> tuple[int, Sequence[int]]:
-    """How long the head of a file is, and where tensors begin or end; a file of an unknown kind is all head."""
+    """The length of the head of a file, and where tensors begin or end. A file of an unknown kind is all head."""
     for read in (_safetensors, gguf_offsets, _torch_archive):
         stream.seek(0)
         try:
@@ -194,7 +194,7 @@ _MOST = 2**32  # of anything that a head counts
 
 
 def gguf_offsets(stream: BinaryIO) -> tuple[int, Sequence[int]]:
-    """How long the head is, and where tensors begin, in bytes; ValueError if it is no GGUF file."""
+    """The length of the head and where tensors begin, in bytes; raises ValueError if it is no GGUF file."""
     if stream.read(4) != b"GGUF" or _number(stream, 4) not in (2, 3):
         raise ValueError("no GGUF file")
     num_tensors, num_values, alignment = _number(stream), _number(stream), 32

@@ -1,10 +1,10 @@
-"""Whose bytes are these? Keys of blocks outside the process, rooted in everything that makes bytes compatible.
+"""Keys of blocks in tiers. A key depends on everything that must be equal before two processes may share bytes.
 
     fingerprint (8) | tenant (2) | scope (2) | SHA-256 of fingerprint, layer group and digest of the block (20)
 
-The first bytes let all values of one model, tenant or scope be found together, to take them out (decision 12). The
-digest (`prefix/digests.py`) is chained over every token before the block and the reuse scope. Neither a token
-nor a tenant's name can be read from a key.
+By its first bytes, a purge finds all values of one model, tenant or scope (decision 12). The digest (`prefix/digests.py`)
+depends on the reuse scope and on all tokens up to the end of the block. Nobody can read tokens or the name of a tenant from
+a key.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ WHOLE = Shard()
 class Fingerprint:
     """Everything that must be equal before one process may use the bytes of another.
 
-    `model` names the architecture and all settings that it computes with (`settings_id`), `weights` identifies the numbers in
-    it (`files_id`); `layout` says how the bytes lie in a block where another engine than kvpool's wrote them. The rest comes
+    `model` names the architecture and all settings that it computes with (`settings_id`). `weights` identifies the weights
+    (`files_id`). `layout` says how bytes lie in a block if another engine than kvpool's wrote them. The other fields come
     from the configuration of the cache.
     """
 
@@ -72,7 +72,7 @@ class Fingerprint:
     def of(
         cls, config: KVCacheConfig, model: str, weights: str, *, layout: str = "kvpool", shard: Shard = WHOLE
     ) -> Fingerprint:
-        """The fingerprint of a cache of this configuration, for a model whose numbers `weights` identifies."""
+        """The fingerprint of a cache with this configuration, for a model whose weights `weights` identifies."""
         for name, value in (("model", model), ("weights", weights), ("layout", layout)):
             if not isinstance(value, str) or not value:
                 raise InvalidArgumentError(f"{name} must be a string that is not empty, got {show(value)}")
@@ -82,7 +82,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that differ as soon as anything in it does."""
+        """32 bytes that change if any field changes."""
         message = json.dumps(self.describe(), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(b"kvpool fingerprint\0" + message.encode()).digest()
 
@@ -92,7 +92,7 @@ class Fingerprint:
 
     @classmethod
     def from_description(cls, fields: Any) -> Fingerprint:
-        """The fingerprint that `describe` described; refused where another version of kvpool made its keys otherwise."""
+        """The fingerprint that `describe` described. Raises if another version of kvpool made keys differently."""
         version = fields.get("version") if isinstance(fields, dict) else None
         remedy = "purge its values by --space instead"
         if version is not None and (problem := other_format(version, FORMAT_VERSION, FORMAT_VERSION, remedy)):
@@ -107,7 +107,7 @@ class Fingerprint:
 
 
 def _described(group: LayerGroup) -> str:
-    """All that a layer group says of itself: shapes and types, and which tokens its layers see."""
+    """The fields of a layer group: shapes and types, and which tokens its layers see."""
     spec = {each.name: getattr(group.spec, each.name) for each in dataclass_fields(group.spec)}
     fields = {**spec, "dtype": group.spec.dtype.value, "layers": list(group.layers), "bytes": group.block_bytes}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
@@ -119,12 +119,12 @@ def tenant_digest(tenant: str) -> bytes:
 
 
 def tenant_tag(tenant: str) -> bytes:
-    """What keys say about a tenant: two bytes, which one in 65,536 others share."""
+    """The two bytes of keys that stand for a tenant. One in 65,536 other tenants has the same."""
     return tenant_digest(tenant)[:TENANT_BYTES]
 
 
 def scope_tag(scope: ReuseScope) -> bytes:
-    """What keys say about a scope: its tenant's bytes, and two of its own."""
+    """The four bytes of keys that stand for a scope: those of its tenant, and two of its own."""
     own = hashlib.sha256(b"kvpool scope\0" + root_digest(scope)).digest()[: TAG_BYTES - TENANT_BYTES]
     return tenant_tag(scope.tenant) + own
 
@@ -137,9 +137,9 @@ def named(scope: ReuseScope, digests: Iterable[bytes]) -> list[bytes]:
 
 @dataclass(frozen=True)
 class KeyPattern:
-    """Keys that are alike in their first bytes: of one model, of a tenant, of a scope, or of both.
+    """Keys with the same first bytes: of one model, of a tenant or scope, or of both.
 
-    A tag is short, so a few values of others may be among them: one in 65,536 tenants, one in four billion scopes.
+    Tags are short, so values of others may match: of one in 65,536 tenants, of one in four billion scopes.
 
     >>> KeyPattern.of_tenant("acme").matches(bytes(8) + tenant_tag("acme") + bytes(22))
     True
@@ -170,7 +170,7 @@ class KeyPattern:
         return cls(space, scope_tag(scope))
 
     def matches(self, key: bytes) -> bool:
-        """Whether a key is meant."""
+        """Whether a key has this pattern."""
         return (self.space is None or key.startswith(self.space)) and key.startswith(self.tag, SPACE_BYTES)
 
 
@@ -195,9 +195,9 @@ class KeySpace:
         ]
 
     def keys(self, digests: Iterable[bytes], group: int = 0) -> list[bytes]:
-        """The keys of blocks of one layer group, from their digests in the prefix cache, which `named` put a tag before.
+        """The keys of blocks of one layer group, from their digests in the prefix cache with a tag before each (`named`).
 
-        Without a tag they belong to no tenant or scope that could be taken out.
+        Without a tag, a purge of a tenant or a scope does not find them.
         """
         root, prefix = self._roots[group], self.prefix
         keys = []
@@ -211,7 +211,7 @@ class KeySpace:
     def of_tokens(
         self, tokens: npt.NDArray[np.int32], scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
     ) -> list[bytes]:
-        """The keys of all whole blocks of a text, of all layer groups: what to remove to take it out of a tier."""
+        """The keys of all full blocks of a text, of all layer groups: those to remove if a tier must forget the text."""
         size = self.fingerprint.block_size
         whole = tokens[: len(tokens) // size * size]
         names = named(scope, chain_digests(root_digest(scope), whole, size, multimodal))

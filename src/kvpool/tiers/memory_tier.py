@@ -1,4 +1,4 @@
-"""MemoryTier: values in this process's memory. The smallest tier there is, to read, to test with, and to start one from."""
+"""MemoryTier: values in the memory of this process. It is the smallest tier: read it, test with it, copy it for your own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpool.tiers.keys import KeyPattern
 
 
 class MemoryTier(KeyedTier):
-    """Keeps up to `capacity_bytes` of values; the one that was used longest ago goes first.
+    """Keeps up to `capacity_bytes` of values, and evicts the one that was used longest ago.
 
     >>> tier = MemoryTier(1024)
     >>> tier.store([bytes(32)], [b"keys and values"])

@@ -1,8 +1,8 @@
 """The tiers of one model: which they are, and the keys of its blocks there. Needs torch.
 
-Blocks of one model must never reach another, so keys depend on the model's weights, down to their numbers. All weights are
-read, in a fraction of a second: the rows and the columns of every tensor are summed as integers, which is exact and the same
-on any device, and changes when one number does, or when two change places.
+Blocks of one model must never reach another, so keys depend on all weights of the model. Reading them takes a fraction of a
+second: the rows and the columns of every tensor are summed as integers. These sums are exact and the same on any device.
+They change if one number changes, or if two change places.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class OpenedTiers(NamedTuple):
     keys: BlockKeys
     timeout: float
     min_uses: int
-    owned: Sequence[KeyedTier]  # those that whoever uses them closes
+    owned: Sequence[KeyedTier]  # tiers that the user of this object must close
 
 
 @dataclass(frozen=True)
 class ModelTiers:
-    """The tiers of an engine or a pool of transformers, checked before a model is loaded and opened for it afterwards.
+    """The tiers of an engine or a `CachePool`. They are checked before a model is loaded, and opened afterwards.
 
-    They are asked in this order: tiers of the caller's own, a disk, a remote store.
+    They are asked in this order: the caller's own tiers, the disk, the remote store.
     """
 
     given: tuple[KeyedTier, ...]
@@ -54,7 +54,7 @@ class ModelTiers:
 
     @classmethod
     def of(cls, tiers: Any, disk: Any, disk_bytes: Any, **keywords: Any) -> ModelTiers:
-        """Of the keywords of a client: `tiers`, and settings of `TierConfig`. `disk` may also be an address."""
+        """From the keywords of a client: `tiers`, and settings of `TierConfig`. `disk` may also be an address."""
         given = _checked_tiers(tiers)
         address = disk if isinstance(disk, str) and disk.startswith("disk:") else None
         if address is None:
@@ -100,7 +100,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def model_id(model: Any) -> str:
-    """The class of a model and a digest of its configuration: positions, norms and scales are nowhere else."""
+    """The class of a model and a digest of its configuration, which alone holds positions, norms and scales."""
     return f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)}"
 
 
@@ -127,7 +127,7 @@ def weights_id(model: Any) -> str:
 
 
 def _content(tensor: Tensor) -> Tensor:
-    """int64: the words of a vector; of anything else the sums of its columns and of its rows."""
+    """The words of a vector as int64; of other tensors the sums of their columns and of their rows."""
     last = tensor.shape[-1] if tensor.ndim > 1 else 1
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))

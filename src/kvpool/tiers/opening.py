@@ -20,7 +20,7 @@ from kvpool.tiers.remote.s3 import S3Tier
 
 
 def open_tiers(addresses: Iterable[str | None], space: KeySpace) -> list[KeyedTier]:
-    """The tiers at some addresses, for keys of `space`; None stands for no tier. If one cannot be opened, none stays open."""
+    """Opens the tiers at some addresses, for keys of `space`; None is no tier. If one fails to open, all are closed."""
     opened: list[KeyedTier] = []
     try:
         for address in addresses:
@@ -37,15 +37,15 @@ def open_tiers(addresses: Iterable[str | None], space: KeySpace) -> list[KeyedTi
 def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     """The tier at an address.
 
-    `disk:DIRECTORY?bytes=50GB` is a `DiskTier`, also without `disk:` where a slash shows that it is a path; more options are
+    `disk:DIRECTORY?bytes=50GB` is a `DiskTier`; `disk:` may be left out if the path has a slash. Further options are
     `threads`, `direct`, `read_only` and `timeout`. `node:` or `node:NAME` is a `NodeTier`: memory that `kvpool node` owns;
     its options are `engine` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
-    `mooncake://…` a `MooncakeTier`: see these classes for their options. With `compress=zstd`, `lz4` or `fp8` behind any of
-    them, and `dtype=` that of keys and values (bfloat16), it is a `CompressedTier` over it.
+    `mooncake://…` a `MooncakeTier`: see these classes for their options. Any address may have `compress=zstd`, `lz4` or
+    `fp8`, and `dtype=` with the type of keys and values (bfloat16). Then it is a `CompressedTier` over that tier.
 
-    An address that is wrong raises `InvalidArgumentError` and names the part; a package that is missing raises `ConfigError`
-    and says what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds
-    nothing, and works as soon as the server does.
+    A wrong address raises `InvalidArgumentError` that names the wrong part. A missing package raises `ConfigError` that says
+    what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds nothing, and
+    works as soon as the server answers.
     """
     if not isinstance(address, (str, os.PathLike)):
         raise InvalidArgumentError(f"the address of a tier is a string, got {show(address)}")
@@ -64,7 +64,7 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
 
 
 def _divided(address: str) -> tuple[str, dict[str, str]]:
-    """An address without the options of compression, and these."""
+    """Splits an address into the address without the options of compression, and these options."""
     start, _, query = address.partition("?")
     options = [part.partition("=") for part in query.split("&") if part]
     ours = {name: value for name, _, value in options if name in option_kinds(CompressionOptions)}

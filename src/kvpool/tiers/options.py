@@ -1,6 +1,6 @@
-"""Settings and addresses of tiers as people write them: what a value may be, and the parts of an address.
+"""Settings and addresses of tiers as people write them: which values are allowed, and the parts of an address.
 
-An address may hold a password, so no error and no log repeats it.
+An address may hold a password, so errors and logs show it without one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0
 
 
 class Kind(NamedTuple):
-    """What a setting may be: `check` returns a value as it is used, and raises for a wrong one. `rule` ends the error.
+    """The kind of a setting: `check` returns the value to use, or raises for a wrong one. `rule` is the end of the error.
 
-    `parse` makes a value of text (and of the setting's name, for errors); None: the value is text.
+    `parse` makes a value of a text; it also gets the name of the setting, for errors. None: the value is text.
     """
 
     rule: str
@@ -38,14 +38,14 @@ class Kind(NamedTuple):
     is_secret: bool = False
 
     def read(self, value: Any, name: str = "size") -> Any:
-        """The same for a value that may also be written as text."""
+        """Checks a value that may also be written as text."""
         if isinstance(value, str) and self.parse is not None:
             value = self.parse(value, name)
         return self.check(value)
 
 
 def text(rule: str, is_right: Callable[[str], bool] = bool, *, is_secret: bool = False) -> Kind:
-    """Text; by default any that is not empty."""
+    """Text; by default any text that is not empty."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or not is_right(value):

@@ -67,20 +67,20 @@ _REMOTE = text(
 
 
 def _setting(kind: Kind, *, default: Any = None, option: str = "", in_address: str = "", help: str = "") -> Any:
-    """A setting: `default` is what clients use where it is not set, `option` its name as an option of commands where that
-    differs, `in_address` its name in the address of its tier."""
+    """A setting. Clients use `default` if it is not set. `option` is its name as an option of commands, if that differs;
+    `in_address` is its name in the address of its tier."""
     metadata = {"kind": kind, "default": default, "option": option, "in_address": in_address, "help": help}
     return field(default=None, metadata=metadata)
 
 
 def _of_tier(options: Any, name: str, help: str = "") -> Any:
-    """A setting of one tier, which its address may have as an option, too."""
+    """A setting of one tier, which its address may also have as an option."""
     return _setting(option_kinds(options)[name], in_address=name, help=help)
 
 
 @dataclass(frozen=True)
 class TierConfig:
-    """What was set, checked; None: not set."""
+    """All settings of tiers, checked. None means not set."""
 
     timeout: float | None = _setting(
         seconds(LONGEST_TIMEOUT),
@@ -113,7 +113,7 @@ class TierConfig:
 
     @classmethod
     def of(cls, **keywords: Any) -> TierConfig:
-        """Of keywords of a client, such as `tier_timeout` and `disk`: `ConfigError` for what is wrong."""
+        """From keywords of a client, such as `tier_timeout` and `disk`; raises `ConfigError` for a wrong one."""
         given = {}
         for name, value in keywords.items():
             setting = _SETTINGS[name.removeprefix("tier_")]
@@ -144,7 +144,7 @@ class TierConfig:
         return None if self.remote is None else _with_options(self.remote, self._options("remote_"))
 
     def engine_options(self) -> dict[str, Any]:
-        """The arguments of `Engine` that say the same."""
+        """The same settings as keywords of `Engine`."""
         found = {
             "disk": self.disk_address,
             "remote": self.remote_address,
@@ -183,7 +183,7 @@ def help_of(name: str) -> str:
 
 
 class _Given(NamedTuple):
-    """A value as it was given, and what its user calls it: a keyword, a key of a file, a variable or an option."""
+    """A value, and the name under which it was given: a keyword, a key of a file, a variable or an option."""
 
     value: Any
     name: str
@@ -193,7 +193,7 @@ class _Given(NamedTuple):
         return f"{self.name}={show(self.value)}" if self.is_keyword else f"{self.name} = {show(self.value)}"
 
     def other(self, name: str) -> str:
-        """What its user calls another setting."""
+        """The name of another setting, written in the same way."""
         return name if self.is_keyword else f"{SECTION}.{name}"
 
     def checked(self, kind: Kind) -> Any:
@@ -238,7 +238,7 @@ def read_tiers(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds; ConfigError with the file where it is none."""
+    """The content of a TOML file; raises ConfigError with the file name if it is none."""
     try:
         text = read_plain(path).decode("utf-8")
     except OSError as error:
@@ -280,7 +280,7 @@ def _of_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
 
 
 def _take_away(found: dict[str, _Given], name: str) -> None:
-    """An empty variable: the setting counts as not set, and with a tier goes what belongs to it."""
+    """An empty variable unsets a setting. If it names a tier, all settings of that tier are unset."""
     for each in list(found):
         if each == name or (name in ("disk", "remote") and each.startswith(f"{name}_")):
             del found[each]
@@ -297,7 +297,7 @@ def _toml() -> Any:
 
 
 def _checked(given: Mapping[str, _Given]) -> TierConfig:
-    """Refuses a value that is wrong, and one that would have no effect."""
+    """Refuses wrong values, and values that would have no effect."""
     found = {name: each.checked(_SETTINGS[name].metadata["kind"]) for name, each in given.items()}
     for name, each in given.items():
         tier, divider, _ = name.partition("_")

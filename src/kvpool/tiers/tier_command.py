@@ -64,7 +64,7 @@ def register(app: typer.Typer, name: str) -> None:
 
 
 def ls(address: AddressArgument = None, config: ConfigOption = None, json: Json = None) -> None:
-    """Whose values lie in a tier: a line for each model, with how many, how large, and when they were last used.
+    """List whose values a tier holds: a line for each model, with how many, how large, and when they were last used.
 
     Works while an engine uses the tier. A store knows neither the names of models nor when values were used. Exit status 1
     if it does not answer.
@@ -114,7 +114,7 @@ def stat(
     config: ConfigOption = None,
     json: Json = None,
 ) -> None:
-    """How full a tier is: slabs and slots of a directory, values of a store. Exit status 1 if a store does not answer.
+    """Show how full a tier is: slabs and slots of a directory, values of a store. Exit status 1 if a store does not answer.
 
     \b
     kvpool tier stat /var/cache/kvpool
@@ -146,7 +146,7 @@ def verify(
 ) -> None:
     """Read every value and compare it with its checksum. Exit status 1 if something is damaged, or a store does not answer.
 
-    An engine never returns a damaged value: it looks at the checksum on every load. This tells how well the disk is.
+    Engines never use a damaged value: every load compares the checksum. This command tells whether the disk is healthy.
     """
     check_files(json)
     where = _place(address, config)
@@ -247,10 +247,10 @@ def warm(
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
     json: Json = None,
 ) -> None:
-    """Fill another tier with the values of a directory, those used last first, until it takes no more.
+    """Copy the values of a directory to another tier, the most recently used first, until it is full.
 
-    An engine that starts with the other tier finds them: a new machine, or all machines that share a store. Works while an
-    engine uses the directory.
+    Engines that use the other tier find them: one on a new machine, or all that share a store. Works while an engine uses the
+    directory.
 
     \b
     kvpool tier warm /var/cache/kvpool redis://127.0.0.1:6379
@@ -285,7 +285,7 @@ def warm(
 
 
 def shown_time(microseconds: int) -> str:
-    """A time of use; values that were found again by their headers have none."""
+    """A time of last use. Values that were found again by their headers have none."""
     if not microseconds:
         return "unknown"
     return datetime.fromtimestamp(microseconds / 1e6, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -322,14 +322,14 @@ def _place(given: str | None, config: Path | None) -> Path | str:
 
 
 def _end_with(problem: str) -> None:
-    """Ends the command with status 1 where a store did not answer, or not to the end."""
+    """Ends the command with status 1 if a store did not answer, or only in part."""
     if problem:
         console(to_stderr=True).print(f"the store does not answer: {problem}", style="red", markup=False)
         raise typer.Exit(1)
 
 
 def _needed(given: _T | None, configured: _T | None, what: str, key: str) -> _T:
-    """What was named, or what the settings say."""
+    """The argument, or the value of the settings."""
     found = configured if given is None else given
     if found is None:
         variable = f"{PREFIX}{key.upper()}"
@@ -346,7 +346,7 @@ def _send(tier: Any, batch: list[tuple[bytes, bytes]], counts: dict[Outcome, int
 
 
 def _copy_descriptions(upkeep: Upkeep, tier: Any) -> None:
-    """Another directory learns whose values it has now; compressed ones too, whose keys begin as they did."""
+    """Copies the fingerprints to another directory; keys of compressed values begin with the same bytes."""
     directory = getattr(innermost(tier), "directory", None)
     if directory is not None:
         for path in upkeep.directory.path.glob("space-*.json"):

@@ -1,6 +1,6 @@
-"""What people do to tiers: count what a store holds, see whose it is, check every value, and purge values.
+"""What `kvpool tier` does to tiers: count values, list whose they are, check them, and purge them.
 
-A purge takes out the values of a model, a tenant, a scope or a text, old values, or everything.
+A purge removes the values of a model, a tenant, a scope or a text, old values, or everything.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def innermost(tier: KeyedTier) -> KeyedTier:
 
 
 def listed(store: Store) -> Listing:
-    """What a store holds; refused where it cannot say."""
+    """What a store holds; raises if the store cannot list it."""
     if not store.can_list:
         raise InvalidArgumentError(
             f"{store.name} cannot list what it holds; `kvpool tier stat` says whether it answers, `kvpool tier purge` takes "
@@ -62,7 +62,7 @@ def listed(store: Store) -> Listing:
 
 
 def store_figures(store: Store) -> dict[str, Any]:
-    """How full a store is. `problem` says why the figures may be too small; without an answer there are none."""
+    """How full a store is. `problem` says why figures may be too small. If the store does not answer, there are none."""
     if isinstance(store, NodeTier):
         return _node_figures(store)
     if store.can_list:
@@ -96,7 +96,7 @@ def _node_figures(node: NodeTier) -> dict[str, Any]:
 
 
 def _answer(store: Store) -> str:
-    """Asks for a value that is not there; why there was no answer, or nothing."""
+    """Asks for a value that does not exist. Returns why there was no answer; empty if there was one."""
     end = time.monotonic() + 2 * store.timeout  # the first probe may still be in flight
     while (problem := store.stats().problem) and time.monotonic() < end:
         time.sleep(0.01)
@@ -106,7 +106,7 @@ def _answer(store: Store) -> str:
 
 
 def store_spaces(listing: Listing) -> list[Space]:
-    """Whose values a store holds; those of most bytes first. A store keeps no description of models and no times of use."""
+    """Whose values a store holds, largest first. A store keeps neither descriptions of models nor times of use."""
     found: dict[bytes, Space] = {}
     for key, size in listing.sizes.items():
         space = found.setdefault(key[:SPACE_BYTES], Space(key[:SPACE_BYTES], None))
@@ -116,9 +116,9 @@ def store_spaces(listing: Listing) -> list[Space]:
 
 
 def verify_store(store: Store, listing: Listing, progress: Progress, *, repair: bool) -> tuple[Checked, str]:
-    """Loads every value, which compares it with its seal; also why some could not be looked at, or nothing.
+    """Loads every value, which checks it. Also returns why some could not be checked; empty if all were.
 
-    A value that left meanwhile is not counted.
+    Values that are evicted meanwhile do not count.
     """
     result, problem = Checked(), listing.problem
     for keys in _batches(listing.sizes):
@@ -158,7 +158,7 @@ def _batches(sizes: dict[bytes, int]) -> Iterator[list[bytes]]:
 
 @dataclass(frozen=True)
 class PurgeRequest:
-    """What to take out, as it was asked for."""
+    """Which values to remove: the options of `kvpool tier purge`."""
 
     pattern: KeyPattern
     scope: ReuseScope
@@ -200,7 +200,7 @@ class PurgeRequest:
         return cls(pattern, scope, ids, fingerprints, unused_days, everything)
 
     def keys(self, described: list[Any]) -> tuple[list[bytes], list[str]]:
-        """Of the text, in the scope, for every model that is described; and why none were made for some of them."""
+        """The keys of the text, in the scope, for every described model; and why there are none for some models."""
         assert self.tokens is not None
         spaces, problems = [], []
         for fields in described:
@@ -225,7 +225,7 @@ class PurgeRequest:
 
 
 def purge_directory(path: Path, wanted: PurgeRequest, quiet: bool) -> None:
-    """Takes values out of a directory that nobody else uses."""
+    """Removes values from a directory that no other process uses."""
     out = console(to_stderr=False)
     if wanted.everything:
         out.print(f"{shown_bytes(remove_everything(path))} removed")
@@ -247,7 +247,7 @@ def purge_directory(path: Path, wanted: PurgeRequest, quiet: bool) -> None:
 
 
 def purge_store(address: str, wanted: PurgeRequest) -> None:
-    """Takes values out of a store that others may use meanwhile."""
+    """Removes values from a store. Others may use it meanwhile."""
     if wanted.unused_days is not None:
         raise InvalidArgumentError("--unused-days is for directories: a store has a time to live or rules of its own")
     problems: list[str] = []
@@ -269,7 +269,7 @@ def purge_store(address: str, wanted: PurgeRequest) -> None:
 
 
 def _end_with(problems: list[str]) -> None:
-    """Ends the command with status 1 where the text of some models could not be named."""
+    """Ends the command with status 1 if the keys of the text could not be made for some models."""
     for problem in problems:
         console(to_stderr=False).print(f"some may be left: {problem}", style="red", markup=False)
     if problems:

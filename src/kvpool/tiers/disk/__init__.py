@@ -1,4 +1,4 @@
-"""Values on a local disk that are there again after a restart: slab files, an index beside each, and who may use them."""
+"""Values on a local disk that survive a restart: slab files, an index file for each, and a lock for the writer."""
 
 from kvpool.tiers.disk.disk_tier import DiskOptions, DiskTier
 

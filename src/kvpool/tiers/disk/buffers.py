@@ -1,7 +1,7 @@
-"""Threads that only read and write, the aligned memory that they do it with, and the calls that wait for them.
+"""Threads that read and write files, their aligned buffers, and the calls that wait for them.
 
-The calling thread copies and compares checksums, while the threads keep the disk busy. Only the caller touches its own
-memory: a read that ends after the deadline ends in a buffer of ours, not in memory that meanwhile holds something else.
+The calling thread copies bytes and compares checksums, while the threads keep the disk busy. Only the caller writes to its
+own memory. A read that ends after the deadline ends in a buffer of ours, because the caller may use its memory again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ JOIN_SECONDS = 10.0
 
 
 def pages(num_bytes: int) -> int:
-    """Rounded up to whole pages."""
+    """A number of bytes, rounded up to whole pages."""
     return ceil_div(num_bytes, PAGE) * PAGE
 
 
 class Buffer:
-    """Page-aligned memory; it grows to the largest value it has met.
+    """Page-aligned memory that grows to the largest value so far.
 
-    The second page lies at the beginning of a huge page: behind the header, a value of 2 MiB is one piece for the disk's
-    driver instead of 512, which makes reads and writes up to twice as fast.
+    Its second page begins a huge page. So a value of 2 MiB behind its header is one piece for the driver of the disk instead
+    of 512 pieces, which makes reads and writes up to twice as fast.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ Job: TypeAlias = Callable[[], None]
 
 
 class Workers:
-    """Threads that take jobs from one queue, in order, and the buffers for those jobs: they bound what is in flight."""
+    """Threads that take jobs from one queue, in order. The number of buffers limits how many are in flight."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -79,7 +79,7 @@ class Workers:
             thread.start()
 
     def take_buffer(self, deadline: float) -> Buffer | None:
-        """A buffer for a job; None if all are in use until the deadline (0: now)."""
+        """A buffer for a job; None if all are in use until the deadline (0: do not wait)."""
         seconds = deadline - time.monotonic()
         try:
             return self._buffers.get_nowait() if seconds <= 0 else self._buffers.get(timeout=seconds)
@@ -117,7 +117,7 @@ class FinishedJob(NamedTuple):
 
 
 class Call:
-    """What the threads finish for one call, until its caller leaves."""
+    """The finished jobs of one call, until its caller leaves."""
 
     def __init__(self, workers: Workers, deadline: float) -> None:
         self.num_pending = 0
@@ -128,7 +128,7 @@ class Call:
         self._has_left = False
 
     def expect(self) -> None:
-        """One job more will end."""
+        """One more job is in flight."""
         self.num_pending += 1
 
     def finish(self, index: int, outcome: Outcome, buffer: Buffer | None = None) -> None:
@@ -150,11 +150,11 @@ class Call:
         return finished
 
     def take_buffer(self) -> Buffer | None:
-        """A buffer if one is free, or, with nothing of this call in flight, when one is."""
+        """A buffer if one is free. If no job of this call is in flight, waits for one."""
         return self._workers.take_buffer(0.0 if self.num_pending else self._deadline)
 
     def leave(self) -> None:
-        """The caller goes; what ends later gives its buffer back itself."""
+        """The caller leaves. Jobs that end later give their buffers back themselves."""
         with self._lock:
             self._has_left = True
         while not self._finished.empty():

@@ -1,7 +1,7 @@
-"""Catalog: which value is in which slot of which slab, which slots are free, and which value goes next. Memory only, no I/O.
+"""Catalog: which value is in which slot of which slab, which slots are free, and which value is evicted next. No I/O.
 
-Its caller holds one lock around every call; `State` has that lock, and keeps slabs open while jobs use them. A place is one
-integer: the number of the slab here, and the slot in it.
+Callers hold the lock of `State` around every call. `State` also keeps slabs open while jobs use them. A place is one integer
+that holds the number of a slab and a slot in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SizeClass:
 
 
 class Catalog:
-    """All slots of a directory. Of values that were used in one call, the last goes first: it needs those before it."""
+    """All slots of a directory. Of the values used in one call, the last is evicted first, because it needs the others."""
 
     def __init__(self) -> None:
         self.slabs: dict[int, Slab] = {}
@@ -52,7 +52,7 @@ class Catalog:
     # --- slabs -------------------------------------------------------------------------------------------------------
 
     def add(self, slab: Slab) -> None:
-        """Takes a slab with its values. Where one of them is elsewhere already, the slot there is free now."""
+        """Adds a slab with its values. If another slot holds one of these values already, that slot becomes free."""
         number, self._next_number = self._next_number, self._next_number + 1
         self.slabs[number] = slab
         self.allocated_bytes += slab.num_bytes
@@ -71,7 +71,7 @@ class Catalog:
         size.free.extend(((number << _SLOT_BITS) + free).tolist())
 
     def _drop_unfound(self, number: int) -> None:
-        """Empties slots whose key is found in another one. Both hold the same bytes; one is enough."""
+        """Empties slots whose key is found in another slot. Both hold the same bytes."""
         for other_number, other in self.slabs.items():
             for slot in np.flatnonzero(is_held(other.records)).tolist():
                 if self._places[other.records["key"][slot].tobytes()] != (other_number << _SLOT_BITS) + slot:
@@ -81,7 +81,7 @@ class Catalog:
                         self.classes[other.slot_bytes].free.append((other_number << _SLOT_BITS) + slot)
 
     def update(self, number: int, records: Records) -> None:
-        """Takes over records that another process has written to a slab."""
+        """Takes records that another process has written to a slab."""
         slab = self.slabs[number]
         changed = np.flatnonzero((slab.records["key"] != records["key"]) | (slab.records["check"] != records["check"]))
         for slot in changed.tolist():
@@ -113,9 +113,9 @@ class Catalog:
         return slab
 
     def coldest_slab(self, size: SizeClass | None = None) -> int | None:
-        """The slab, not of this class, whose last use lies furthest back; None if there is none that nobody writes to.
+        """The slab of another class that was not used for the longest time; None if all are being written to.
 
-        If the class has slabs itself, the whole slab must be older than the value that would go otherwise.
+        If the class has slabs itself, all values of the slab must be older than the value that it would evict otherwise.
         """
         limit = None
         if size is not None and size.slabs and (oldest := self._next_victim(size)) is not None:
@@ -142,7 +142,7 @@ class Catalog:
         return [key in places for key in keys]
 
     def matching(self, pattern: KeyPattern) -> list[bytes]:
-        """The keys of all values that are alike."""
+        """The keys of all values that match a pattern."""
         return [key for key in self._places if pattern.matches(key)]
 
     def at(self, place: int) -> tuple[Slab, int]:
@@ -150,7 +150,7 @@ class Catalog:
         return self.slabs[place >> _SLOT_BITS], place & ((1 << _SLOT_BITS) - 1)
 
     def touch(self, places: Sequence[int]) -> None:
-        """These values are used now, in the order of a prompt: the first is worth the most."""
+        """These values, in the order of a prompt, are used now. The first counts as used last, so it stays longest."""
         now = self.stamp(len(places))
         for distance, place in enumerate(places):
             self.touch_at(place, now - distance)
@@ -162,12 +162,12 @@ class Catalog:
         slab.newest_use = max(slab.newest_use, used)
 
     def stamp(self, count: int) -> int:
-        """Takes `count` new times of use, in microseconds; returns the latest. They grow even if the clock goes back."""
+        """Makes `count` new times of use, in microseconds; returns the latest. They grow even if the clock goes back."""
         self._newest = max(self._newest + count, microseconds())
         return self._newest
 
     def class_for(self, slot_bytes: int) -> SizeClass:
-        """The class that a value of this slot size goes to: an existing one that wastes little, or one of its own."""
+        """The class for a value of this slot size: an existing one that wastes little, or a new one."""
         fitting = [size for size in self.classes if slot_bytes <= size <= slot_bytes + slot_bytes // WASTE]
         chosen = min(fitting, default=slot_bytes)
         return self.classes.get(chosen) or SizeClass(chosen)
@@ -177,7 +177,7 @@ class Catalog:
         return self._reserved(size.free.pop()) if size.free else None
 
     def take_oldest(self, size: SizeClass, before: int) -> int | None:
-        """The slot of the value used longest ago, which goes; None if all were used since, or are being written."""
+        """Evicts the value used longest ago and returns its slot. None if all are newer than `before` or being written."""
         victim = self._next_victim(size)
         if victim is None:
             return None
@@ -188,7 +188,7 @@ class Catalog:
         return self._reserved(victim[0])
 
     def withdraw(self, key: bytes) -> int | None:
-        """Takes a value out; its slot, which is to be given back."""
+        """Takes a value out; returns its slot, which the caller must give back."""
         place = self._places.get(key)
         if place is None:
             return None
@@ -196,7 +196,7 @@ class Catalog:
         return self._reserved(place)
 
     def forget(self, key: bytes) -> None:
-        """Takes a value out whose slot another process may write to: it is not free here."""
+        """Takes a value out. Its slot does not become free, because another process may write to it."""
         self._empty(*self.at(self._places[key]))
 
     def _reserved(self, place: int) -> int:
@@ -204,20 +204,20 @@ class Catalog:
         return place
 
     def fill(self, place: int, record: Records) -> None:
-        """Gives a reserved slot its record; it is not found yet."""
+        """Gives a reserved slot its record. `find` does not see the value yet."""
         slab, slot = self.at(place)
         slab.records[slot] = record[0]
         slab.newest_use = max(slab.newest_use, int(record["used"][0]))
 
     def publish(self, place: int, key: bytes) -> None:
-        """From now on the value is found."""
+        """Lets `find` see the value."""
         slab, _ = self.at(place)
         slab.num_writing -= 1
         self._places[key] = place
         self.used_bytes += slab.slot_bytes
 
     def give_back(self, place: int) -> None:
-        """A reserved slot that nothing was written to."""
+        """Frees a reserved slot to which nothing was written."""
         slab, slot = self.at(place)
         slab.num_writing -= 1
         slab.records[slot] = np.zeros((), RECORD)
@@ -229,7 +229,7 @@ class Catalog:
         self.used_bytes -= slab.slot_bytes
 
     def _next_victim(self, size: SizeClass) -> tuple[int, int] | None:
-        """The value used longest ago, exactly: what was not among the oldest when they were collected is younger."""
+        """The value used longest ago. Values that were not among the collected ones are all younger."""
         for _ in range(2):
             while size.victims:
                 place, used = size.victims.popleft()
@@ -261,7 +261,7 @@ class Catalog:
 
 
 class State:
-    """One directory as this process sees it. Whoever uses the catalog holds `lock`, and never during I/O."""
+    """One directory as this process sees it. Users of the catalog hold `lock`, but never during I/O."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.lock = threading.Lock()
@@ -272,13 +272,13 @@ class State:
         self.report = report
 
     def refuse(self, problem: str) -> None:
-        """Notes and reports why something was not stored."""
+        """Remembers and reports why a value was not stored."""
         with self.lock:
             self.problem = problem
         self.report(problem)
 
     def begin_job(self, slab: Slab) -> bool:
-        """Keeps the files of a slab open for a job; False if the slab is given up."""
+        """Keeps the files of a slab open for a job; False if the slab was retired."""
         with self.lock:
             if slab.retired:
                 return False
@@ -286,7 +286,7 @@ class State:
             return True
 
     def end_job(self, slab: Slab) -> None:
-        """The last job of a slab that is given up closes its files."""
+        """Ends a job. The last job of a retired slab closes its files."""
         with self.lock:
             slab.num_jobs -= 1
             is_last = slab.retired and not slab.num_jobs
@@ -294,7 +294,7 @@ class State:
             slab.close()
 
     def retire(self, number: int) -> Slab:
-        """Takes a slab out of the catalog, called under the lock. It counts as a job, which the caller ends outside of it."""
+        """Takes a slab out of the catalog. The caller holds the lock, and calls `end_job` after it has released it."""
         slab = self.catalog.retire(number)
         slab.num_jobs += 1
         return slab

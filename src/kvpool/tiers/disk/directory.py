@@ -1,4 +1,4 @@
-"""The directory of a disk tier: who owns it, what lies in it, and whose values they are."""
+"""The directory of a disk tier: which process writes to it, which files it has, and to which models the values belong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpool.tiers.keys import SPACE_BYTES, KeySpace
 LOCK = "lock"
 _SPACE = "space-"
 _NAMED = 5
-_locked_here: set[tuple[int, int]] = set()  # by this process; numbers of processes are alike in every container
+_locked_here: set[tuple[int, int]] = set()  # by this process; a process id does not tell, containers have the same
 
 
 class Directory:
@@ -28,7 +28,7 @@ class Directory:
         try:
             self.path = Path(path)
             if create:
-                self.path.mkdir(0o700, parents=True, exist_ok=True)  # values are made of what people said
+                self.path.mkdir(0o700, parents=True, exist_ok=True)  # private: values come from what people wrote
         except TypeError:
             raise ConfigError(f"a disk tier's directory is a path, got {show(path)}") from None
         except (OSError, ValueError) as error:
@@ -40,7 +40,7 @@ class Directory:
         self._lock_fd = -1
 
     def lock(self) -> bool:
-        """Makes this process the one that writes; False where the directory cannot be written to at all."""
+        """Makes this process the writer; False if the directory cannot be written to at all."""
         import fcntl
 
         try:
@@ -64,7 +64,7 @@ class Directory:
                 else f"{self.path} belongs to process {owner}, which writes to it; give this process a directory of its own, "
                 "or read_only=True to use what the other one stores"
             ) from None
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        with contextlib.suppress(OSError):  # on a full disk, the lock works without the number of its process
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
@@ -79,7 +79,7 @@ class Directory:
             self._lock_fd = -1
 
     def owner(self) -> str:
-        """The number of the process that writes to it; empty if none does."""
+        """The id of the process that writes to it; empty if none does."""
         import fcntl
 
         try:
@@ -97,11 +97,11 @@ class Directory:
     # --- slabs -------------------------------------------------------------------------------------------------------
 
     def slab_paths(self) -> list[Path]:
-        """The files that call themselves slabs, in a fixed order."""
+        """The files with names of slabs, in a fixed order."""
         return sorted(path for path in self.path.iterdir() if path.suffix == SLAB_SUFFIX)
 
     def open_slabs(self, *, writable: bool, direct: bool, known: Container[Path] = ()) -> tuple[list[Slab], list[str]]:
-        """The slabs of this format, and a sentence for everything that is not as it should be. Nothing foreign is touched."""
+        """The slabs of this format, and one sentence for each problem. Foreign files are not touched."""
         if writable:
             self._sweep()
         slabs, notes = [], []
@@ -125,7 +125,7 @@ class Directory:
         return sorted(path.name for path in self.path.iterdir() if not _is_ours(path))
 
     def _sweep(self) -> None:
-        """Removes what a killed process was making, and records whose slab is gone."""
+        """Removes unfinished files of a killed process, and index files without a slab."""
         for path in self.path.iterdir():
             orphan = path.suffix == INDEX_SUFFIX and not path.with_suffix(SLAB_SUFFIX).exists()
             if _is_ours(path) and (path.suffix == NEW_SUFFIX or orphan):
@@ -135,7 +135,7 @@ class Directory:
     # --- whose values ------------------------------------------------------------------------------------------------
 
     def describe(self, space: KeySpace) -> None:
-        """Keeps the fingerprint of keys, so that people who look into the directory know whose values they see."""
+        """Writes the fingerprint of keys to a file, so that people can see to which model values belong."""
         path = self.path / f"{_SPACE}{space.prefix.hex()}.json"
         if not path.exists():
             new = path.with_name(path.name + NEW_SUFFIX)
@@ -143,7 +143,7 @@ class Directory:
             os.replace(new, path)
 
     def descriptions(self) -> dict[bytes, dict[str, Any]]:
-        """Fingerprints by the first bytes of their keys; what cannot be read is left out."""
+        """Fingerprints by the first bytes of their keys, without unreadable ones."""
         found = {}
         for path in self.path.glob(f"{_SPACE}{'?' * 2 * SPACE_BYTES}.json"):
             with contextlib.suppress(OSError, ValueError):

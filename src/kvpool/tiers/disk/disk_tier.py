@@ -1,4 +1,4 @@
-"""DiskTier: values on a local disk, there again after a restart. How to use it: docs/tiers.md; why it is so: decision 9."""
+"""DiskTier: values on a local disk that survive a restart. How to use it: docs/tiers.md; why it is built so: decision 9."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class DiskOptions:
 
 
 class DiskTier(KeyedTier):
-    """Values in preallocated slab files below `directory`, up to `capacity_bytes`; the one used longest ago goes first.
+    """Values in preallocated slab files in `directory`, up to `capacity_bytes`. It evicts the value used longest ago.
 
-    One process writes to a directory. Another one that wants to gets a `ConfigError` that names the first, or passes
-    `read_only=True` and finds what the first one stores. A directory that cannot be written to is only read from, and
+    One process writes to a directory. A second one gets a `ConfigError` that names the first. With `read_only=True` it
+    opens the directory and finds what the first one stores. A directory that cannot be written to is only read, and
     `stats()` says so.
 
     >>> import tempfile
@@ -74,7 +74,7 @@ class DiskTier(KeyedTier):
         for name_of, value in (("direct", direct), ("read_only", read_only)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name_of}={value!r} must be True or False")
-        checksum(bytes(32), memoryview(b""))  # says now which package is missing
+        checksum(bytes(32), memoryview(b""))  # raises now if the package is missing
         self.directory = Directory(directory, create=not read_only)
         self._state = State(self.report)
         self._state.is_writable = not read_only and self.directory.lock()
@@ -92,7 +92,7 @@ class DiskTier(KeyedTier):
         self._storing = Storing(self._state, self._workers, growth)
 
     def _open(self, direct: bool) -> bool:
-        """Takes over what earlier processes left, and says in one line what is not as it should be."""
+        """Opens the slabs of earlier processes, and logs all problems in one line."""
         state, catalog = self._state, self._state.catalog
         first = None if state.is_writable else next(iter(self.directory.slab_paths()), None)
         possible = (state.is_writable or first is not None) and supports_direct(self.directory.path, first)
@@ -115,7 +115,7 @@ class DiskTier(KeyedTier):
         return direct and possible
 
     def introduce(self, space: KeySpace) -> None:
-        """Keeps the fingerprint behind the keys that will come, for `kvpool tier ls`."""
+        """Writes the fingerprint of the next keys to a file, for `kvpool tier ls`."""
         if self._state.is_writable and not self._closed:
             try:
                 self.directory.describe(space)
@@ -138,7 +138,7 @@ class DiskTier(KeyedTier):
 
     def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
         if not self._state.is_writable:
-            self._contains(keys, deadline)  # takes over what the writing process has stored
+            self._contains(keys, deadline)  # reads what the writing process has stored
         return self._loading.load(keys, out, deadline)
 
     def _load_kept(
@@ -166,7 +166,7 @@ class DiskTier(KeyedTier):
             return Room(len(catalog), catalog.used_bytes, self._capacity, self._state.problem)
 
     def _refresh(self) -> None:
-        """Takes over what the writing process has changed since; at most once a second."""
+        """Reads what the writing process has changed since; at most once a second."""
         try:
             self._read_again()
         finally:
@@ -184,7 +184,7 @@ class DiskTier(KeyedTier):
                 if path in paths:
                     changed.append((number, slab.reread()))
                     continue
-            except OSError:  # given up by the writer between the two looks
+            except OSError:  # the writer deleted it meanwhile
                 pass
             gone.append(number)
         opened, _ = self.directory.open_slabs(writable=False, direct=self._direct, known=set(known))
@@ -200,7 +200,7 @@ class DiskTier(KeyedTier):
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        if not self._workers.close():  # a thread hangs in a call: if its file were closed, it might reach another one
+        if not self._workers.close():  # a thread hangs in a call: a closed descriptor might become another file
             self.report("a read or write hangs: files stay open")
             return
         with self._state.lock:

@@ -1,4 +1,4 @@
-"""Loading: finds values, lets the threads read them, compares key and checksum, and copies what is right to the caller."""
+"""Loading: finds values, has the threads read them, compares key and checksum, and copies correct ones to the caller."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loading:
     def load(
         self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float, keeper: Keeper | None = None
     ) -> list[Outcome]:
-        """One outcome per key, at the deadline at the latest. Values are read straight into memory that `keeper` keeps."""
+        """One outcome per key, at the deadline at the latest. With a `keeper`, values are read straight into `out`."""
         outcomes = [Outcome.MISS] * len(keys)
         waiting = self._find(keys, out, outcomes, keeper)
         in_flight: dict[int, _Read] = {}
@@ -75,7 +75,7 @@ class Loading:
     def _find(
         self, keys: Sequence[bytes], out: Sequence[memoryview], outcomes: list[Outcome], keeper: Keeper | None
     ) -> deque[_Read]:
-        """The values that are there, and as outcomes what is clear without reading; LATE for what is to be read."""
+        """The values that are there, and the outcomes: final for values that are not read, LATE for the others."""
         catalog, reads = self._state.catalog, deque[_Read]()
         with self._state.lock:
             for index, (key, view) in enumerate(zip(keys, out, strict=True)):
@@ -108,7 +108,9 @@ class Loading:
             memory = [buffer.view(size)] if read.keeper is None else [buffer.view(PAGE), read.out]
             got = os.preadv(read.slab.data_fd, memory, read.slab.offset(read.slot))
             if got < size:
-                buffer.view(HEADER_BYTES)[:] = bytes(HEADER_BYTES)  # behind the end of the file: no header, no value
+                buffer.view(HEADER_BYTES)[:] = bytes(
+                    HEADER_BYTES
+                )  # a read past the end of the file then finds no header
             outcome = Outcome.OK
         except Exception as error:
             self._state.report(f"{read.slab.path.name}: {error}")
@@ -119,11 +121,10 @@ class Loading:
             call.finish(read.number, outcome, buffer)
 
     def _doubted(self, read: _Read) -> Outcome:
-        """What a slot with other bytes than expected means: `LATE` to look again.
+        """The outcome for a slot with unexpected bytes; `LATE` means to read it again.
 
-        The value may have been evicted meanwhile, by this process or the one that writes, and its slot written again; then it
-        is a miss. It may have been evicted and stored again in the same slot; then it is right at the second look. Otherwise
-        it is damaged, and is forgotten.
+        This process or the writer may have evicted the value and reused its slot: a miss. The value may have been evicted and
+        stored again in the same slot: a second read finds it. Otherwise it is damaged, and is forgotten.
         """
         state, slab = self._state, read.slab
         is_replaced = not state.is_writable and slab.is_replaced(read.slot)
@@ -145,12 +146,12 @@ class Loading:
         return Outcome.FAILED
 
     def _wipe_record(self, read: _Read) -> None:
-        """The slot of a damaged value is free again."""
+        """Frees the slot of a damaged value."""
         state, slab = self._state, read.slab
         try:
             slab.write_record(read.slot)
         except OSError:
-            pass  # the header is as wrong at the next start
+            pass  # the next start finds the wrong header, too
         finally:
             with state.lock:
                 state.catalog.give_back(read.place)
@@ -158,7 +159,7 @@ class Loading:
 
 
 def _taken(read: _Read, buffer: Buffer) -> Outcome:
-    """Copies a value to its caller, unless it is there already, if it is the one that was stored."""
+    """Checks a value, and copies it to the caller unless it was read straight into its memory."""
     if read.keeper is not None:
         return Outcome.OK if is_whole(buffer.view(HEADER_BYTES), read.key, read.out) else Outcome.FAILED
     memory = buffer.view(PAGE + pages(read.out.nbytes))

@@ -1,17 +1,17 @@
 """Slab: a preallocated file of slots of one size, and beside it the file of its records.
 
-    DIR/slab-ID.kvslab    a page that says what it is | slot 0 | slot 1 | ...      slot: header page, then the value
-    DIR/slab-ID.kvindex   64 bytes that say what it is | record 0 | record 1 | ...
+    DIR/slab-ID.kvslab    a header page | slot 0 | slot 1 | ...      slot: header page, then the value
+    DIR/slab-ID.kvindex   a header of 64 bytes | record 0 | record 1 | ...
 
 A record has 64 bytes, and there is one per slot, so that the file of records never grows:
 
     key (32) | number of bytes (8) | last use (8) | check of key, number, slab and slot (8) | zeros (8)
 
-A record of zeros is a free slot. The check finds damaged records; it leaves out the last use, which is written later and
-may be old. A record is a hint: a value counts only when the header in its slot agrees (`tiers/envelope.py`).
+A record of zeros is a free slot. The check detects damaged records. It does not cover the last use, which is written later
+and may be old. A record is only a hint: a value counts if the header in its slot agrees (`tiers/envelope.py`).
 
-Values are written before their record. Whoever is killed in between leaves a slot without a record, or a record whose slot
-holds something else; both are misses. If the file of records is lost, it is made again from the headers in the slots.
+Values are written before their record. A process that is killed in between leaves a slot without a record, or a record whose
+slot holds something else; both are misses. If the file of records is lost, it is rebuilt from the headers in the slots.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def empty_records(num_slots: int) -> Records:
 
 
 def is_held(records: Records) -> npt.NDArray[np.bool_]:
-    """Which slots have a record that is not of zeros."""
+    """Which slots have a record that is not all zeros."""
     held: npt.NDArray[np.bool_] = records["check"] != 0
     return held
 
@@ -72,7 +72,7 @@ def made_record(slab_id: int, slot: int, key: bytes, length: int, used: int) -> 
 
 
 def fill_record(records: Records, slab_id: int, slot: int, key: bytes, length: int, used: int) -> None:
-    """Writes the record of one slot, at once."""
+    """Fills in the record of one slot."""
     records[slot] = made_record(slab_id, slot, key, length, used)[0]
 
 
@@ -82,7 +82,7 @@ def microseconds() -> int:
 
 
 def take_damaged(records: Records, slab_id: int, max_length: int) -> int:
-    """Empties damaged records, and sets times of use in the future to now; returns how many records were emptied."""
+    """Empties damaged records, and sets times of use that lie in the future to now; returns how many were damaged."""
     records["used"] = np.minimum(records["used"], np.uint64(microseconds()))
     words = records.view(np.uint64).reshape(len(records), -1)
     wrong = (records["check"] != _checks(records, slab_id, 0)) | (records["length"] > max_length)
@@ -92,7 +92,7 @@ def take_damaged(records: Records, slab_id: int, max_length: int) -> int:
 
 
 def _checks(records: Records, slab_id: int, first_slot: int) -> npt.NDArray[np.uint64]:
-    """The check that belongs into each record; never 0."""
+    """The correct check of each record; never 0."""
     words = records.view(np.uint64).reshape(len(records), -1)[:, :5]
     slots = np.arange(first_slot + 1, first_slot + 1 + len(records), dtype=np.uint64)
     sums = (words * _FACTORS[:5]).sum(axis=1, dtype=np.uint64) + slots * _FACTORS[5] + np.uint64(slab_id)
@@ -109,11 +109,11 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class UnreadableSlabError(Exception):
-    """A file that calls itself a slab and cannot be used; the message says why."""
+    """A file with the name of a slab that cannot be used; the message says why."""
 
 
 class Slab:
-    """One open slab. `records` is the truth of this process; `write_record` copies it to the file."""
+    """One open slab. `records` is what this process uses; `write_record` copies it to the file."""
 
     def __init__(
         self, path: Path, slab_id: int, slot_bytes: int, num_slots: int, *, writable: bool, direct: bool
@@ -126,7 +126,7 @@ class Slab:
         """What was wrong with its files, one sentence each."""
         self.records = empty_records(num_slots)
         self.newest_use = 0
-        self.num_jobs = 0  # reads and writes in flight; the files stay open as long
+        self.num_jobs = 0  # reads and writes in flight; until they end, the files stay open
         self.num_writing = 0
         self.retired = False
         self._is_synced = True
@@ -138,7 +138,7 @@ class Slab:
 
     @classmethod
     def create(cls, directory: Path, slot_bytes: int, num_slots: int, *, direct: bool) -> Slab:
-        """Makes and preallocates the files; OSError, with nothing left behind, where the disk refuses."""
+        """Makes and preallocates the files. If the disk refuses, raises OSError and leaves no file."""
         slab_id = int.from_bytes(os.urandom(8), "little")
         path = directory / f"slab-{slab_id:016x}{SLAB_SUFFIX}"
         new = path.with_name(path.name + NEW_SUFFIX)
@@ -179,7 +179,7 @@ class Slab:
         return slab
 
     def _read_records(self, writable: bool) -> None:
-        """From the file of records; from the headers in the slots where that file is missing or another's."""
+        """Reads the file of records. If it is missing or belongs to another slab, uses the headers in the slots."""
         path = self.path.with_suffix(INDEX_SUFFIX)
         try:
             found = read_plain(path)
@@ -203,7 +203,7 @@ class Slab:
             self.index_fd = open_plain(path, os.O_RDWR)
 
     def _parsed(self, found: bytes) -> tuple[Records, int]:
-        """The records in a file of records and how many were damaged; what it is too short for is free."""
+        """The records in a file and how many were damaged. If the file is too short, the other slots are free."""
         records = empty_records(self.num_slots)
         whole = min(self.num_slots, max(0, len(found) - _HEAD_BYTES) // RECORD_BYTES)
         body = found[_HEAD_BYTES : _HEAD_BYTES + whole * RECORD_BYTES]
@@ -215,9 +215,9 @@ class Slab:
         return self._parsed(read_plain(self.path.with_suffix(INDEX_SUFFIX)))[0]
 
     def is_replaced(self, slot: int) -> bool:
-        """Whether the process that writes has given the slot to another value, or the slab up, since its record was read.
+        """Whether the writing process has since given the slot to another value, or deleted the slab.
 
-        That process empties the record before it touches the slot: who reads another value there asks this afterwards.
+        The writer empties the record before it touches the slot. So a reader that finds another value there asks this.
         """
         path = self.path.with_suffix(INDEX_SUFFIX)
         try:
@@ -241,7 +241,7 @@ class Slab:
         return ours and bool(record["key"] != known["key"] or record["check"] != known["check"])
 
     def _rebuild(self) -> None:
-        """Makes records from the headers in the slots. They count as the oldest: their times of use are lost."""
+        """Rebuilds records from the headers in the slots. Their times of use are lost, so they count as the oldest."""
         fd = open_plain(self.path)
         try:
             for slot in range(self.num_slots):
@@ -254,7 +254,7 @@ class Slab:
             os.close(fd)
 
     def _mend_size(self, size: int, writable: bool) -> None:
-        """Makes a truncated slab whole again, without the values that stood behind its end."""
+        """Extends a truncated slab to its full size; values behind the old end are lost."""
         whole = max(0, size - PAGE) // self.slot_bytes
         if whole >= self.num_slots:
             return
@@ -265,7 +265,7 @@ class Slab:
             self.write_records()
 
     def _write_index(self) -> None:
-        """A new file of records, whole or not there."""
+        """Writes a new file of records, completely or not at all."""
         path = self.path.with_suffix(INDEX_SUFFIX)
         new = path.with_name(path.name + NEW_SUFFIX)
         write_plain(new, _head(_INDEX_MAGIC, self.slab_id, self.slot_bytes, self.num_slots) + self.records.tobytes())
@@ -276,7 +276,7 @@ class Slab:
 
     @property
     def num_bytes(self) -> int:
-        """What its files take on the disk."""
+        """Bytes of its files on the disk."""
         return slab_bytes(self.slot_bytes, self.num_slots)
 
     @property
@@ -337,7 +337,7 @@ def slab_bytes(slot_bytes: int, num_slots: int) -> int:
 
 
 def read_head(head: bytes, magic: bytes = _MAGIC) -> tuple[int, int, int]:
-    """Slab id, bytes of a slot and slots, from the head of a file; `UnreadableSlabError` says what else it is."""
+    """Slab id, bytes per slot and number of slots from the header; raises `UnreadableSlabError` if it is none."""
     if len(head) < _FIELDS.size:
         raise UnreadableSlabError("is cut short")
     found, version, slab_id, slot_bytes, num_slots, check = _FIELDS.unpack(head[: _FIELDS.size])
@@ -366,7 +366,7 @@ def _open(path: Path, writable: bool, direct: bool) -> int:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Gives the file its size, with blocks behind it where the file system can, so that the disk is full now or never."""
+    """Gives the file its size and, if the file system can, allocates its blocks. So a full disk fails now, not later."""
     try:
         os.posix_fallocate(fd, 0, size)
     except AttributeError:  # not on this system
@@ -378,7 +378,7 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def supports_direct(directory: Path, readable: Path | None) -> bool:
-    """Whether files can be written past the page cache in this directory, or this one read, if one is given."""
+    """Whether direct I/O works: for writing in this directory, or for reading the given file."""
     if not _O_DIRECT:
         return False
     probe = readable or directory / f"probe-{os.getpid()}{NEW_SUFFIX}"

@@ -1,5 +1,5 @@
-"""Storing on a disk: a slot for each value, then the value, then its record, then it is found. Also removing, times of use,
-and new slabs while the capacity allows them.
+"""Storing on a disk: takes a slot, writes the value, then its record, then lets loads find it. Also removes values, writes
+times of use, and makes new slabs while the capacity allows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Storing:
         self._next_flush = time.monotonic() + FLUSH_SECONDS
 
     def store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
-        """One outcome per key, at the deadline at the latest. A write in flight then still ends."""
+        """One outcome per key, at the deadline at the latest. Writes in flight are still finished after that."""
         outcomes = [Outcome.REFUSED] * len(keys)
         if not self._state.is_writable or time.monotonic() < self._paused_until:
             return outcomes
@@ -79,7 +79,7 @@ class Storing:
         return outcomes
 
     def _buffer(self, call: Call, outcomes: list[Outcome]) -> Buffer | None:
-        """A buffer to fill; meanwhile, what has ended is noted."""
+        """A buffer to fill. While it waits for one, it records writes that have ended."""
         while (buffer := call.take_buffer()) is None:
             finished = call.next() if call.num_pending else None
             if finished is None:
@@ -102,7 +102,7 @@ class Storing:
                     return Outcome.LATE
                 size = catalog.class_for(slot_bytes)
                 place = catalog.take_free(size)
-                if place is None and last:  # a call does not push out what it has stored itself
+                if place is None and last:  # a call does not evict what it has stored itself
                     place = catalog.take_oldest(size, before)
                 if place is not None:
                     slab, slot = catalog.at(place)
@@ -116,7 +116,7 @@ class Storing:
         return Outcome.REFUSED
 
     def _prepared(self, write: _Write, view: memoryview, buffer: Buffer) -> bool:
-        """Fills the buffer and empties the record in the file: who is killed from here on leaves none of what was there."""
+        """Fills the buffer and empties the record in the file, so that a killed process leaves no record of the old value."""
         try:
             _fill(write, view, buffer)
             write.slab.write_record(write.slot)
@@ -144,13 +144,13 @@ class Storing:
             self._end(write, outcome)
 
     def _failed(self, write: _Write, error: Exception) -> Outcome:
-        """Pauses stores, and says why."""
+        """Pauses stores, and reports why."""
         self._paused_until = time.monotonic() + PAUSE_SECONDS
         self._state.refuse(f"{write.slab.path.name}: {getattr(error, 'strerror', None) or error}")
         return Outcome.REFUSED if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
     def _end(self, write: _Write, outcome: Outcome) -> None:
-        """From here on the value is found, or its slot is free again."""
+        """Lets loads find the value, or frees its slot if the write failed."""
         with self._state.lock:
             if outcome == Outcome.OK:
                 self._state.catalog.publish(write.place, write.key)
@@ -165,7 +165,7 @@ class Storing:
     # --- removing ----------------------------------------------------------------------------------------------------
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Takes values out; also their headers, so that they do not come back when the records are made again."""
+        """Removes values and their headers, so that they do not come back when records are rebuilt."""
         outcomes = [Outcome.MISS] * len(keys)
         call = Call(self._workers, deadline)
         with self._state.lock:
@@ -200,7 +200,7 @@ class Storing:
     # --- times of use ------------------------------------------------------------------------------------------------
 
     def _flush_if_due(self) -> None:
-        """Writes the times of last use now and then: after a crash, some are older than they were."""
+        """Writes the times of last use now and then. After a crash, some in the file are outdated."""
         if time.monotonic() < self._next_flush:
             return
         self._next_flush = time.monotonic() + FLUSH_SECONDS
@@ -248,7 +248,7 @@ RETRY_SECONDS = 5.0
 
 
 class Growth:
-    """Sees to free slots. The files are made outside of the catalog's lock, so that look-ups never wait for them."""
+    """Makes slabs for free slots. It makes files without the catalog's lock, so that look-ups never wait for them."""
 
     def __init__(self, directory: Path, state: State, capacity_bytes: int, *, direct: bool) -> None:
         self._directory = directory
@@ -259,7 +259,7 @@ class Growth:
         self._next_try = 0.0
 
     def make_room(self, slot_bytes: int) -> None:
-        """Sees to a free slot by making a slab, unless none may be made: then the value used longest ago has to go."""
+        """Makes a slab if there is no free slot. If the capacity is used up, the caller must evict a value."""
         with self._growing:
             while True:
                 with self._state.lock:
@@ -284,7 +284,7 @@ class Growth:
         return max(0, min(max(1, (goal - fixed) // per_slot), (room - fixed) // per_slot))
 
     def _given_up(self, size: SizeClass) -> Slab | None:
-        """A slab whose slots of another size give way, if all in them is older than what would go otherwise."""
+        """Retires a slab with slots of another size, if all its values are older than the value to be evicted otherwise."""
         number = self._state.catalog.coldest_slab(size)
         if number is None or slab_bytes(size.slot_bytes, 1) > self._capacity:
             return None

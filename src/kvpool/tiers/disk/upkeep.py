@@ -1,4 +1,4 @@
-"""What people do to a directory: list it, check every value, give space back, take values out. Slow and plain on purpose."""
+"""What `kvpool tier` does to a directory: list, check and remove values, give space back. Simple rather than fast."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Value:
 
 
 class Upkeep:
-    """A directory that is open for people. With `writing`, no tier may have it open; without, one may write meanwhile."""
+    """A directory opened for `kvpool tier`. With `writing`, no tier may use it; without, a tier may write meanwhile."""
 
     def __init__(self, path: Path, *, writing: bool = False) -> None:
         self.directory = Directory(path, create=False)
@@ -88,7 +88,7 @@ class Upkeep:
         return sum(int(is_held(slab.records).sum()) for slab in self.slabs)
 
     def spaces(self) -> list[Space]:
-        """Whose values lie here; the most recently used first."""
+        """The models whose values are here, the most recently used first."""
         known = self.directory.descriptions()
         found: dict[bytes, Space] = {}
         for slab in self.slabs:
@@ -102,7 +102,7 @@ class Upkeep:
         return sorted(found.values(), key=lambda space: -space.last_use)
 
     def verify(self, progress: Progress, *, repair: bool = False) -> Checked:
-        """Reads every value and compares it; with `repair`, what is damaged is taken out."""
+        """Reads and checks every value; with `repair`, removes damaged ones."""
         result = Checked()
         for slab in self.slabs:
             for slot in np.flatnonzero(is_held(slab.records)).tolist():
@@ -121,7 +121,7 @@ class Upkeep:
         return result
 
     def values(self, progress: Progress, space: bytes = b"") -> Iterator[Value]:
-        """The whole values, of one fingerprint or all; those used last come first."""
+        """The intact values, of one fingerprint or all, the most recently used first."""
         places = [
             (int(slab.records["used"][slot]), number, slot)
             for number, slab in enumerate(self.slabs)
@@ -143,7 +143,7 @@ class Upkeep:
         keys: Collection[bytes] | None = None,
         used_before: int | None = None,
     ) -> int:
-        """Takes out values whose keys are alike, or named, and that were last used before a time; returns how many."""
+        """Removes values by a pattern or a list of keys, if they were last used before a time; returns how many."""
         removed = 0
         for slab in self.slabs:
             for slot in np.flatnonzero(is_held(slab.records)).tolist():
@@ -159,7 +159,7 @@ class Upkeep:
         return removed
 
     def compact(self, progress: Progress) -> int:
-        """Moves values together and removes slabs that are empty then; returns the bytes given back to the disk."""
+        """Moves values together and removes the slabs that become empty; returns the bytes given back to the disk."""
         given_back = 0
         for slot_bytes in {slab.slot_bytes for slab in self.slabs}:
             slabs = [slab for slab in self.slabs if slab.slot_bytes == slot_bytes]
@@ -173,7 +173,7 @@ class Upkeep:
         return given_back
 
     def _emptied(self, slab: Slab, others: list[Slab], progress: Progress) -> bool:
-        """Moves all values of a slab into free slots of others, if there are enough of them."""
+        """Moves all values of a slab into free slots of other slabs, if there are enough."""
         free = [(other, slot) for other in others for slot in np.flatnonzero(~is_held(other.records)).tolist()]
         held = np.flatnonzero(is_held(slab.records)).tolist()
         if len(held) > len(free):
@@ -191,7 +191,7 @@ class Upkeep:
         return True
 
     def _read(self, slab: Slab, slot: int) -> memoryview | None:
-        """A value, as long as nothing else is read; None if it is not the one that was stored."""
+        """A value, valid until the next read; None if it is not the one that was stored."""
         length = int(slab.records["length"][slot])
         memory = self._buffer.view(PAGE + pages(length))
         try:
@@ -209,7 +209,7 @@ class Upkeep:
 
 
 def remove_everything(path: Path) -> int:
-    """Deletes all files of ours, also those of older formats; nothing of anybody else. Returns the bytes given back."""
+    """Deletes all files of disk tiers, also of older formats, and no others. Returns the bytes given back."""
     directory = Directory(path, create=False)
     if not directory.lock():
         raise ConfigError(f"{path} cannot be written to")

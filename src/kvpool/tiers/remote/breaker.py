@@ -1,4 +1,4 @@
-"""Breaker: nobody asks a node that did not answer, until a probe finds it back. So it costs callers one deadline only."""
+"""Breaker: after a node did not answer, nobody asks it until a probe succeeds. So a dead node costs callers one deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
-FAIR_SECONDS = 0.02  # to answer in: less, all in all since the last answer, says nothing of a node
+FAIR_SECONDS = 0.02  # a node that had less time to answer, in all since its last answer, does not count as failed
 
 
 class Breaker:
@@ -45,7 +45,7 @@ class Breaker:
         self._open_until = None if proven else clock()
         self._probing = False
         self._last_success = -float("inf")
-        self._waited = 0.0  # since then, in vain
+        self._waited = 0.0  # seconds spent waiting since the last answer
         self._problem = "" if proven else "not asked yet"
 
     def allows(self) -> bool:
@@ -68,21 +68,21 @@ class Breaker:
             if self._open_until is None:
                 return
             if not self._probing:
-                return  # the answer to a question from before the failure: only a probe tells that the node is back
+                return  # it answers a request from before the failure: only a probe shows that the node is back
             self._open_until = None
             self._probing = False
             self._pause = self._first_pause
             self._problem = ""
 
     def failed(self, problem: str, *, asked_at: float | None = None) -> None:
-        """The node did not answer a question of `asked_at`. If it answered another one since, it is busy and not dead.
+        """The node did not answer a request of `asked_at`. If it has answered another one since, it is busy and not dead.
 
-        Nor is one to blame that was asked at the end of a deadline which others used up (`FAIR_SECONDS`).
+        A node also does not count as failed if it had hardly any time to answer (`FAIR_SECONDS`).
         """
         with self._lock:
             if not self._probing:
                 if self._open_until is not None:
-                    return  # others asked at the same time: one failure, one pause
+                    return  # several requests failed at the same time: they count as one failure
                 if asked_at is not None:
                     if self._last_success > asked_at:
                         return

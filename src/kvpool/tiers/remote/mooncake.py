@@ -1,8 +1,8 @@
 """MooncakeTier: values in the memory that the machines of a Mooncake Store lend each other, over TCP or RDMA.
 
-One object per value: the seal (`tiers/envelope.py`) and then the bytes. Mooncake's calls take no deadline and may block for
-seconds, so they run in threads that a caller need not wait for, on memory of the tier's own (`CallBuffers`): a call that ends
-too late touches nobody else's.
+Each value is one object: the header (`tiers/envelope.py`), then the bytes. Mooncake's calls take no deadline and may block
+for seconds. So they run in threads that a caller need not wait for, and use memory of the tier (`CallBuffers`): a call that
+ends too late does not touch the caller's memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CallBuffers:
 
 
 class CallBuffer:
-    """Places for the values of one call, one behind the other."""
+    """Places for the values of one call, one after the other."""
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
         self._memory = memory
@@ -156,7 +156,7 @@ class MooncakeTier(RemoteTier[StoreNode]):
             raise NodeError(_message(answer))
 
     def _connect(self) -> None:
-        """Joins the store. It runs in the background and may take as long as it likes."""
+        """Joins the store. It runs in the background and may take any time."""
         try:
             socket.create_connection(self._master, self.timeout).close()  # where nobody listens, setup tries for 90 s
         except OSError as error:
@@ -175,7 +175,7 @@ class MooncakeTier(RemoteTier[StoreNode]):
         raise NodeError(f"Mooncake could not register {memory.nbytes:,} bytes ({code})" if code else "closed")
 
     def _call(self, share: Share[StoreNode], buffer: CallBuffer | None, function: str, *arguments: object) -> Any:
-        """What a call of the client returns, unless it takes past the deadline; then it goes on alone, with its buffer."""
+        """What a call of the client returns. At the deadline it raises; the call then goes on in the background."""
         with share.node.asking():
             call = self._calls.submit(getattr(self._client, function), *arguments)
             if buffer is not None:
@@ -243,7 +243,7 @@ class MooncakeTier(RemoteTier[StoreNode]):
                 share.outcomes[place] = self._take(key, answered[key], places[key][1], view)
 
     def _take(self, key: bytes, answer: int, place: memoryview, view: memoryview) -> Outcome:
-        """Copies a value out of the buffer if it is the one that was stored."""
+        """Checks a value in the buffer and copies it to the caller."""
         if answer == _NOT_FOUND:
             return Outcome.MISS
         if answer == _TOO_SMALL or answer > HEADER_BYTES + view.nbytes:

@@ -1,8 +1,8 @@
 """RedisTier: values in Redis or Valkey, one server or a cluster, shared by every process that has the address.
 
-Each value is two strings in one hash slot: the bytes under `kvpool:NAMESPACE:{KEY}` and their seal (`tiers/envelope.py`)
-under the same name with `:seal` behind it. So bytes travel straight between the server and the caller's memory, and a seal
-says how many to expect. It is written last: where it is missing, nothing is there.
+Each value is two strings in one hash slot: the bytes under `kvpool:NAMESPACE:{KEY}`, and their seal (the header of
+`tiers/envelope.py`) under the same name with `:seal` at the end. So bytes go straight between the server and the caller's
+memory, and the seal says how many to expect. The seal is written last: without it, the value does not exist.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RedisTier(RemoteTier[RedisNode]):
             return list(self._by_address.values())
 
     def _holders(self) -> list[RedisNode]:
-        """In a cluster the masters: a replica has what they have."""
+        """In a cluster only the masters, because replicas hold the same values."""
         slots = self._slots
         with self._lock:
             nodes = self._by_address
@@ -86,7 +86,7 @@ class RedisTier(RemoteTier[RedisNode]):
         node.check(self.timeout)
 
     def _learn_slots(self, nodes: list[RedisNode]) -> None:
-        """Takes over the slots as the first node that answers knows them. Nodes that left are let go."""
+        """Takes the slot map of the first node that answers, and closes nodes that have left."""
         with self._learning:
             for node in nodes:
                 try:
@@ -124,7 +124,7 @@ class RedisTier(RemoteTier[RedisNode]):
     def _ask(
         self, share: Share[RedisNode], client: object, places: Sequence[int], commands: list[list[object]]
     ) -> Iterator[tuple[int, object]]:
-        """The answer to each place's command; refused ones are failed, or the node is."""
+        """The answer to the command of each place. If the server refuses one, that key has failed, or the node has."""
         for place, answer in zip(places, self._run(share, client, commands), strict=True):
             if not isinstance(answer, CommandError):
                 yield place, answer
@@ -145,8 +145,8 @@ class RedisTier(RemoteTier[RedisNode]):
                     share.outcomes[place] = Outcome.OK if count == 2 else Outcome.MISS
 
     def _find_groups(self, share: Share[RedisNode], client: object) -> list[int]:
-        """Looks up several keys with one command, which counts them. Returns the places of groups that are there in part:
-        of a prefix that is one group, so a long one costs little more than a short one."""
+        """Looks up groups of keys, each with one command that counts how many exist. Returns the places of groups of which
+        only some exist. Of a prefix that is one group, so a long prefix costs little more than a short one."""
         groups = [list(range(len(share.keys)))[start : start + GROUP] for start in range(0, len(share.keys), GROUP)]
         commands: list[list[object]] = [
             ["EXISTS", *(name for place in group for name in self.names(share.keys[place]))] for group in groups
@@ -168,7 +168,7 @@ class RedisTier(RemoteTier[RedisNode]):
                 self.stale.discard(share.keys[place])
 
     def _purge_share(self, purging: Purging[RedisNode]) -> None:
-        """SCAN does not stop the server for others; what is written meanwhile may be found or not."""
+        """Uses SCAN, which does not block the server for others. It may miss values that are written meanwhile."""
         with purging.node.connection() as client:
             for names in self._scanned(purging.node, client, purging.pattern, purging.deadline):
                 answers = self._answers(purging.node, client, [["UNLINK", name] for name in names], purging.deadline)
@@ -238,8 +238,8 @@ class RedisTier(RemoteTier[RedisNode]):
     def _read(self, share: Share[RedisNode], client: object, key: bytes, view: memoryview) -> int | None:
         """The number of bytes read; None if they are gone, -1 if they are not what was sealed.
 
-        Straight into the caller's memory if the client gives up before the deadline, which its limit for such requests
-        decides; otherwise through a copy, with the rest of the time as the limit: nobody may write there afterwards.
+        Nobody may write to the caller's memory after the deadline. If the time limit of the client ends before the deadline,
+        it reads straight into that memory. Otherwise it reads a copy, with the remaining time as the limit.
         """
         node, name = share.node, self.names(key)[0]
         if not view.nbytes:
@@ -291,12 +291,12 @@ class RedisTier(RemoteTier[RedisNode]):
 
 
 def _is_value(name: bytes) -> bool:
-    """Whether a name is that of a value's bytes or seal. Other names with our prefix are not ours to touch."""
+    """Whether a name is that of a value's bytes or seal. Other names with our prefix are never touched."""
     return _VALUE.search(name) is not None
 
 
 def _parts(places: list[int], views: list[memoryview]) -> Iterator[list[int]]:
-    """Places whose values travel together: of a bounded number of bytes, or a single one."""
+    """Places in parts, each with a bounded number of bytes or a single value; a part goes to the server at once."""
     part: list[int] = []
     size = 0
     for place in places:
@@ -328,7 +328,7 @@ class SlotMap:
     """Slots to addresses, from the answer to CLUSTER SLOTS."""
 
     def __init__(self, answer: list[list[Any]], asked: str) -> None:
-        """`asked` is the host that answered: a node that does not know its own address means itself."""
+        """`asked` is the host that answered. An entry without an address means this host."""
         ranges = sorted((int(last), int(first), master) for first, last, master, *_ in answer)
         self._lasts = [last for last, _, _ in ranges]
         self._firsts = [first for _, first, _ in ranges]

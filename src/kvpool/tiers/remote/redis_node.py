@@ -1,7 +1,7 @@
 """One Redis or Valkey server through valkey-glide, and what the address of a tier says about it.
 
-Requests end at their time limit, and the client's errors become ours. Every node of a cluster gets clients of its own, which
-know nothing of the others: glide's client for whole clusters lets requests to living nodes wait for one that is paused.
+Requests end at their time limit, and errors of the client become errors of kvpool. Every node of a cluster gets its own
+clients, because with glide's cluster client, requests to healthy nodes wait for one that is paused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_VALUE_BYTES = 512 << 20  # the longest string that Redis takes
 
 @dataclass(frozen=True)
 class RedisOptions:
-    """An address, part by part. `ca`, `cert` and `key` are paths of files in the address, and their bytes here."""
+    """The parts of an address. `ca`, `cert` and `key` are paths of files in the address; here they are the bytes."""
 
     seeds: tuple[tuple[str, int], ...]
     database: int
@@ -113,7 +113,7 @@ class CommandError:
 
     @property
     def is_about_the_value(self) -> bool:
-        """Something else than a string lies under this name; other keys are not concerned."""
+        """The name holds something else than a string. Other keys are not affected."""
         return "WRONGTYPE" in self.text
 
 
@@ -158,7 +158,7 @@ class RedisNode(StoreNode):
 
     @contextmanager
     def connection(self) -> Iterator[Any]:
-        """A connection that no other thread uses; if all are in use, the first. It stays open until it is given back."""
+        """A connection that no other thread uses; if all are in use, the first one. It stays open until it is returned."""
         with self._lock:
             if self._closing:
                 raise NodeError("closed")
@@ -176,7 +176,7 @@ class RedisNode(StoreNode):
                 self._close_clients()
 
     def run(self, client: Any, commands: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
-        """The answers to commands that travel together, each a value or a `CommandError`."""
+        """The answers to commands that are sent together, each a value or a `CommandError`."""
         with self.asking():
             return self._send(client, commands, seconds)
 
@@ -206,7 +206,7 @@ class RedisNode(StoreNode):
             return self._answer(client, ["CLUSTER", "SLOTS"], seconds)
 
     def close(self) -> None:
-        """Lets go of threads, and of connections when the last request is over."""
+        """Closes threads, and closes connections when the last request is over."""
         super().close()
         with self._lock:
             self._closing = True
@@ -215,7 +215,7 @@ class RedisNode(StoreNode):
             self._close_clients()
 
     def _reach(self, seconds: float) -> None:
-        """Connects without the client: it prints a line for each request that fails, and nothing switches that off."""
+        """Tries to connect without the client, which would print a line for each failure that cannot be turned off."""
         try:
             socket.create_connection((self.host, self._port), seconds).close()
         except TimeoutError:
@@ -264,7 +264,7 @@ def import_glide() -> Any:
 
 
 def _message(error: Exception) -> str:
-    """What a server or the client said, on one line. Neither repeats passwords."""
+    """An error message of the server or client on one line. Neither contains passwords."""
     return " ".join(str(error).split())
 
 

@@ -1,8 +1,8 @@
-"""RemoteTier: what all tiers over a network share. Nodes that fail cost one deadline; what they lack is a miss.
+"""RemoteTier: what all tiers over a network share. A failed node costs one deadline; then its keys are misses.
 
-The keys of a call are divided into shares, each for one node and of bounded size; shares of a call run at the same time. A
-node that does not answer is left alone until a probe in the background finds it back (`breaker.py`), so that callers
-never wait for it a second time.
+The keys of a call are divided into shares, each for one node and of bounded size. The shares of a call run at the same time.
+After a node did not answer, nobody asks it until a probe in the background succeeds (`breaker.py`), so that callers never
+wait for it a second time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoreNode:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Around every request to the node: its breaker learns what became of it."""
+        """Wraps every request to the node: tells the breaker whether it succeeded."""
         asked_at = time.monotonic()
         try:
             yield
@@ -58,15 +58,15 @@ class StoreNode:
         self.breaker.succeeded()
 
     def is_full(self) -> bool:
-        """Whether it refused a value for lack of room a moment ago."""
+        """Whether it has lately refused a value for lack of room."""
         return time.monotonic() < self.full_until
 
     def refused(self) -> None:
-        """It had no room: for a moment nobody sends it values."""
+        """It had no room: for a short time, nobody sends it values."""
         self.full_until = time.monotonic() + FULL_SECONDS
 
     def close(self) -> None:
-        """Lets go of threads and connections."""
+        """Closes threads and connections."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -75,7 +75,7 @@ _Node = TypeVar("_Node", bound=StoreNode)
 
 @dataclass
 class Share(Generic[_Node]):
-    """Keys of one call that go to one node together. Who serves it fills `outcomes`; what is not reached stays late."""
+    """Keys of one call that go to one node together. The node fills in `outcomes`; keys that it does not reach stay late."""
 
     node: _Node
     places: list[int]
@@ -94,7 +94,7 @@ class Share(Generic[_Node]):
 
 @dataclass
 class Purging(Generic[_Node]):
-    """The values of one node that are looked through. Who serves it counts what it removed and what it could not."""
+    """A purge of one node: how many values were removed, and how many could not be."""
 
     node: _Node
     pattern: KeyPattern
@@ -144,9 +144,9 @@ class Stale:
 
 
 class RemoteTier(KeyedTier, Generic[_Node]):
-    """Values on servers. A derived class says which node has a key, and serves one share of a call at a time.
+    """Values on servers. A derived class says which node has a key, and implements calls for one share of keys.
 
-    It may raise `TimeoutError` and `NodeError` there. `stale` are keys whose values turned out to be missing or damaged.
+    These may raise `TimeoutError` and `NodeError`. `stale` are keys whose values turned out to be missing or damaged.
     """
 
     can_list = True
@@ -154,7 +154,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
 
     def __init__(self, name: str, *, timeout: float = CALL_TIMEOUT, max_value_bytes: int) -> None:
         super().__init__(name, timeout=timeout)
-        checksum(bytes(32), memoryview(b""))  # a missing package is said now and not with the first value
+        checksum(bytes(32), memoryview(b""))  # raises now if the package is missing, not with the first value
         self.max_value_bytes = max_value_bytes
         self.stale = Stale()
 
@@ -165,7 +165,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         """The nodes that are known."""
 
     def _holders(self) -> list[_Node]:
-        """Those that hold values."""
+        """The nodes that hold values."""
         return self._nodes()
 
     @abstractmethod
@@ -221,7 +221,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         return self._serve(keys, None, self._remove_share, deadline)
 
     def listed(self, *, timeout: float = PURGE_TIMEOUT) -> Listing:
-        """Looks through the store for all its values. Slow where there are many; what is written meanwhile may be missing."""
+        """Lists all values of the store. Slow with many values; values that are written meanwhile may be missing."""
         deadline = time.monotonic() + timeout
         sizes: dict[bytes, int] = {}
         problems = []
@@ -272,7 +272,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         deadline: float,
         decided: Sequence[Outcome | None] | None = None,
     ) -> list[Outcome]:
-        """One outcome per key: as decided already, or from the node that has it."""
+        """One outcome per key: one that was decided before, or that of the node that has the key."""
         outcomes = [Outcome.FAILED if outcome is None else outcome for outcome in decided or [None] * len(keys)]
         places = [place for place in range(len(keys)) if decided is None or decided[place] is None]
         shares = self._shares(keys, views, places, deadline)
@@ -309,7 +309,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         ]
 
     def _serve_share(self, serve: Callable[[Share[_Node]], None], share: Share[_Node]) -> None:
-        """Serves it and keeps what was reached before an error."""
+        """Serves a share. If an error ends it, the outcomes so far stay."""
         try:
             share.seconds_left()
             serve(share)
@@ -325,7 +325,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
 
     @staticmethod
     def _await(waiting: list[Future[None]], deadline: float) -> None:
-        """Waits for all shares: those that run end by the deadline, those still queued then are not begun any more."""
+        """Waits for all shares. Running ones end by the deadline; shares that are still queued then do not begin."""
         wait(waiting, max(0.0, deadline - time.monotonic()))
         for future in waiting:
             if not future.cancel():
@@ -334,14 +334,14 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     def _is_up(self, node: _Node) -> bool:
-        """Whether the node may be asked. If it is time to look whether it is back, that happens in the background."""
+        """Whether the node may be asked. If a probe is due, starts it in the background."""
         if node.breaker.allows():
             return True
         self._probe_in_background(node)
         return False
 
     def _told(self, node: _Node, problem: str) -> str:
-        """A problem with the name of its node, where there are several."""
+        """A problem, with the name of its node if there are several nodes."""
         return problem if len(self._nodes()) == 1 else f"{node.name}: {problem}"
 
     def _probe_in_background(self, node: _Node) -> Future[None] | None:
@@ -350,7 +350,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     def _run_probe(self, node: _Node) -> None:
         try:
             self._probe(node)
-        except Exception as error:  # whatever a client raises: the node is not back
+        except Exception as error:  # any error of the client means that the node is not back
             node.breaker.failed(str(error) or "no answer")
             self.report(self._told(node, node.breaker.problem))
         else:

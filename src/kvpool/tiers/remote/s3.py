@@ -1,8 +1,8 @@
-"""S3Tier: values as objects in a bucket of S3, or of a store that speaks its language.
+"""S3Tier: values as objects in a bucket of S3, or of a store with the same API.
 
-One object per value: the seal (`tiers/envelope.py`) and then the bytes, under
-`PREFIX/FINGERPRINT/TENANT/SCOPE/REST OF THE KEY`. Requests run on an event loop in a thread of the tier's own, many at once;
-those that are not done at the deadline are cancelled.
+Each value is one object, the header (`tiers/envelope.py`) and then the bytes, under
+`PREFIX/FINGERPRINT/TENANT/SCOPE/REST OF THE KEY`. A thread of the tier runs an event loop with many requests at once.
+Requests that are not done at the deadline are cancelled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_CONNECTIONS = 256
 NUM_THREADS = 4
 PURGE_AT_ONCE = 1000
 _PARTS = (0, SPACE_BYTES, SPACE_BYTES + TENANT_BYTES, SPACE_BYTES + TAG_BYTES, KEY_BYTES)
-# The end of an object's path if it is a value, also of the first format: what else lies in a bucket is not ours to remove.
+# The end of the path of a value, also of the first format. Other objects of a bucket are never removed.
 _VALUE = re.compile("(?:^|/)(?:([0-9a-f]{16}/[0-9a-f]{4}/[0-9a-f]{4}/[0-9a-f]{40})|[0-9a-f]{16}/[0-9a-f]{48})$")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
 
@@ -96,7 +96,7 @@ class S3Tier(RemoteTier[StoreNode]):
         return self._node
 
     def _probe(self, node: StoreNode) -> None:
-        """Asks for an object that is not there: who can say so can be asked for others."""
+        """Asks for an object that does not exist: a store that answers so works."""
         share = Share(node, [0], [bytes(32)], [memoryview(bytearray())], time.monotonic() + self.timeout)
         self._loop.wait_for(self._all(share, self._load_one))
         if share.outcomes[0] == Outcome.LATE:
@@ -235,12 +235,12 @@ class S3Tier(RemoteTier[StoreNode]):
 
 
 def object_path(key: bytes) -> str:
-    """All values of one model lie together, and in it those of a tenant, and of a scope."""
+    """The path of a value. It groups values by model, then by tenant, then by scope."""
     return "/".join(key[start:end].hex() for start, end in pairwise(_PARTS))
 
 
 def _absent(error: FileNotFoundError) -> Outcome:
-    """An object that is not there is a miss; a bucket that is not there is a problem."""
+    """The outcome for a missing object: a miss. Raises if the bucket is missing."""
     if "NoSuchBucket" in str(error):
         raise NodeError("there is no such bucket") from None
     return Outcome.MISS
@@ -281,7 +281,7 @@ def _import_obstore() -> Any:
 
 
 def _message(error: BaseException) -> str:
-    """The first line of a message, which names the object and what the store answered; the rest is for debuggers."""
+    """The first line of a message, which names the object and the answer; the other lines are for debugging."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -292,7 +292,7 @@ _T = TypeVar("_T")
 
 
 class LoopThread:
-    """Runs coroutines for threads that wait for them. `close` cancels those that run; nobody waits for ever."""
+    """Runs coroutines for threads that wait for them. `close` cancels those that run, so that nobody waits for ever."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -318,7 +318,7 @@ class LoopThread:
             raise NodeError("closed") from None
 
     def close(self) -> None:
-        """Cancels what runs, and ends the thread. May be called twice."""
+        """Cancels running coroutines, and ends the thread. May be called twice."""
         with self._lock:
             if self._closing:
                 return
