@@ -14,7 +14,7 @@ from kvpool.server.errors import Problem
 
 HOLE = "\0"
 """The text that an `EventForm` fills in."""
-# What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
+# Why a sample ended, in OpenAI's words. "length" also stands for requests that were cut off.
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
 
 Piece = Callable[[int], str]
@@ -32,7 +32,7 @@ def as_event(part: dict[str, Any], name: str = "") -> bytes:
 
 
 class EventForm:
-    """Events that differ in one text only: all else is written once, since a stream has an event for each token.
+    """Events that differ only in one text. The rest is encoded once, because a stream has an event for each token.
 
     >>> EventForm({"index": 0, "text": HOLE}).filled('"é"')
     b'data: {"index":0,"text":"\\\\"\\xc3\\xa9\\\\""}\\n\\n'
@@ -47,7 +47,7 @@ class EventForm:
 
 
 class Writer(Protocol):
-    """The form of one kind of answer: whole, or as events of a stream. Samples are numbered over all prompts."""
+    """Writes one kind of answer: whole, or as events of a stream. Samples are numbered over all prompts."""
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes: ...
@@ -56,7 +56,7 @@ class Writer(Protocol):
 
 
 class _Answer:
-    """What both kinds share: a name, a time, and the count of tokens."""
+    """What both kinds share: a name, a time, and token counts."""
 
     prefix: str
     kind: str
@@ -65,7 +65,7 @@ class _Answer:
     def __init__(self, model: str, piece: Piece, include_usage: bool = False) -> None:
         self._piece = piece
         self._include_usage = include_usage
-        self._forms: dict[int, EventForm] = {}  # of the samples that are open: an event with nothing but text
+        self._forms: dict[int, EventForm] = {}  # by open sample: the form of an event with text only
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -80,7 +80,7 @@ class _Answer:
         return {**self._frame(self.kind, choices), "usage": _counts(generations)}
 
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
-        """What one step added to a sample; before the first of a sample what opens it."""
+        """The events for what one step added to a sample. The first ones of a sample begin with its opening event."""
         form, opening = self._forms.get(index), None
         if form is None:
             form = self._forms[index] = EventForm(self._added(index, Chunk(index, HOLE, ())))
@@ -90,12 +90,12 @@ class _Answer:
         return added if opening is None else as_event(opening) + added
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The end of a stream: what it cost, where that was asked for."""
+        """The end of a stream, with the usage if the client asked for it."""
         usage = {**self._frame(self.kind_of_part, []), "usage": _counts(generations)}
         return (as_event(usage) if self._include_usage else b"") + b"data: [DONE]\n\n"
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of a stream that goes wrong: clients raise on an event like this."""
+        """The end of a stream that fails. Clients raise when they get such an event."""
         return as_event(problem.body())
 
     def _opening(self, index: int) -> dict[str, Any] | None:
@@ -118,7 +118,7 @@ class ChatAnswer(_Answer):
     prefix, kind, kind_of_part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _opening(self, index: int) -> dict[str, Any]:
-        """Who speaks."""
+        """The role of the speaker."""
         return self._part(index, {"role": "assistant", "content": ""}, None, None)
 
     def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class ChatAnswer(_Answer):
 
 
 class TextAnswer(_Answer):
-    """`text_completion`, whole or in parts: both have one form. With `echo` a sample begins with its prompt."""
+    """`text_completion`; whole answers and parts have the same form. With `echo` a sample begins with its prompt."""
 
     prefix, kind, kind_of_part = "cmpl", "text_completion", "text_completion"
 
@@ -157,7 +157,7 @@ class TextAnswer(_Answer):
         self._n = n
 
     def _opening(self, index: int) -> dict[str, Any] | None:
-        """Its prompt, where that was asked for."""
+        """The prompt, if the client asked for it."""
         return self._part(index, self._echo(index), None, None) if self._echoes else None
 
     def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The application: which path is answered by what, and what every request goes through first."""
+"""The ASGI application: its routes, and the checks that every request passes first."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from kvpool.server.tracing import Tracing
 from kvpool.version import __version__
 from kvpool.web import BodyLimit, LocalNames
 
-_REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")  # that a client may choose
+_REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")  # an id that a client may choose
 
 
 class Server:
-    """What the routes share: the models, who may ask, how much at once, and the counts."""
+    """What the routes share: models, access, limits and metrics."""
 
     def __init__(
         self, models: Sequence[ServedModel], access: Access, limits: Limits, tracing: Tracing | None = None
@@ -83,11 +83,11 @@ class Server:
         return self.models[name]
 
     def refused(self, status: int, message: str, code: str) -> JSONResponse:
-        """The answer to what no route sees: a body that was not taken, a foreign name."""
+        """The answer to a request that is refused before it reaches a route, for its body or its `Host` header."""
         return self.refusal(Problem(status, message, code=code))
 
     def refusal(self, problem: Problem) -> JSONResponse:
-        """The answer to what is refused, counted."""
+        """The answer to a refused request. Counts it."""
         self.metrics.latencies.refused(problem.status)
         return JSONResponse(problem.body(), problem.status, problem.headers)
 
@@ -100,10 +100,11 @@ def create_app(
     *,
     any_name: bool = False,
 ) -> FastAPI:
-    """An ASGI application that serves the models. Without `access` everybody may ask; `kvpool serve` decides on that.
+    """An ASGI application that serves the models. Without `access` it answers everybody.
 
-    `tracing` sends spans of requests to OpenTelemetry; it is closed with the application. Without keys, what comes to a
-    loopback address must name it in its `Host` header, as clients do and pages of strangers do not, unless `any_name`.
+    `tracing` sends spans of requests to OpenTelemetry; it is closed with the application. Without keys, a request to a
+    loopback address must name that address in its `Host` header, unless `any_name`. Clients do so; web pages of other sites
+    cannot.
     """
     server = Server(models, access or Access(), limits or Limits(), tracing)
 
@@ -141,7 +142,7 @@ def _caller_of(server: Server) -> Any:
 
         return Depends(anybody)
 
-    async def caller(  # async, as is the one above, although nothing waits: others are called in a thread
+    async def caller(  # async, like the one above, because FastAPI runs other functions in a thread
         bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
         key: Annotated[str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
     ) -> Caller:
@@ -177,12 +178,12 @@ def _add_refusals(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(Exception)
     async def admit(request: Request, error: Exception) -> Response:  # its traceback is logged by the server
-        named = {"x-request-id": request.state.id}  # nothing that names answers is around this one
+        named = {"x-request-id": request.state.id}  # `RequestIds` does not see this answer
         return server.refusal(Problem(500, f"this server failed: {type(error).__name__}", code="failed", headers=named))
 
 
 def _methods_at(app: FastAPI, request: Request) -> str:
-    """The methods of all routes with the path of a request; the router names those of the first."""
+    """The methods of all routes with the path of a request. The router itself names only those of the first route."""
     found = {
         method
         for route in app.router.routes
@@ -356,9 +357,9 @@ def _add_live_view(app: FastAPI, server: Server) -> None:
 
 
 class RequestIds:
-    """Names requests: routes find the name in `request.state.id`, and the answer carries it in `x-request-id`.
+    """Gives each request an id: the client's, or a new one.
 
-    It is the client's own or a new one.
+    Routes find it in `request.state.id`, and the answer has it in `x-request-id`.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask: keys of the API, kept as SHA-256 only, each of a tenant whose cache nobody else sees."""
+"""API keys. The server keeps only their SHA-256. Each key belongs to a tenant, and tenants do not share cached prefixes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _ADMIN = "admin"
 
 
 class Caller(NamedTuple):
-    """Who asks. Without keys, everybody is the one caller that may do everything."""
+    """Who asks. Without keys there is one caller, who may do everything."""
 
     tenant: str = ""
     is_admin: bool = True
-    key: str = ""  # of the caller's requests in counts; not the secret
+    key: str = ""  # a name for the key in counters, not the secret
 
 
 class CacheShare(NamedTuple):
-    """What a tenant's idle cache may hold: blocks (int), or a fraction of each GPU pool (float).
+    """How much of the cache a tenant may keep: blocks (int), or a fraction of each GPU pool (float).
 
-    Other tenants cannot evict what is `guaranteed`; beyond `maximum` its own blocks go first.
+    Other tenants cannot evict its `guaranteed` blocks. If it has more than `maximum`, its own blocks are evicted first.
     """
 
     guaranteed: int | float = 0
@@ -37,7 +37,7 @@ class CacheShare(NamedTuple):
 
 
 class Access:
-    """The callers by the SHA-256 of their keys. An access without keys lets everybody in.
+    """The callers by the SHA-256 of their keys. Without keys, everybody has access.
 
     >>> access = Access({hashlib.sha256(b"sk-1").hexdigest(): Caller("acme", False, "acme")})
     >>> access.caller("sk-1").tenant
@@ -70,7 +70,7 @@ class Access:
             raise Problem(401, "this server needs a key: send 'Authorization: Bearer KEY'", code="missing_api_key")
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         found = None
-        for known, caller in self._callers.items():  # all of them: the time says nothing about how close a guess was
+        for known, caller in self._callers.items():  # always all of them, so that the time reveals nothing
             if hmac.compare_digest(known, digest):
                 found = caller
         if found is None:
@@ -79,7 +79,7 @@ class Access:
 
     @classmethod
     def read(cls, file: Path | None, environment: Mapping[str, str], *, share: bool = False) -> Access:
-        """Keys of a file (`TENANT SHA256 [admin]` a line) and of the environment (`TENANT:KEY[:admin]`, by commas).
+        """Reads keys from a file (lines `TENANT SHA256 [admin]`) and the environment (`TENANT:KEY[:admin]`, with commas).
 
         A line of the file may end with `guaranteed=` and `maximum=`: the tenant's quota, such as `10%` or `500` (blocks).
         """
@@ -115,7 +115,7 @@ def _add(callers: dict[str, Caller], where: str, words: list[str]) -> None:
 
 
 def _add_quota(quotas: dict[str, CacheShare], where: str, tenant: str, settings: list[str]) -> None:
-    """Notes the quota of a line, if it has one; a tenant with several keys may say it once, or the same each time."""
+    """Records the quota of a line, if it has one. A tenant with several keys gives it once, or the same each time."""
     given: dict[str, int | float] = {}
     for setting in settings:
         name, _, value = setting.partition("=")

@@ -1,6 +1,6 @@
-"""`/v1/cache/...` and `/v1/prefill`: what would be reused, what is kept, what is forgotten, and prompts for other servers.
+"""`/v1/cache/...` and `/v1/prefill`: queries, pins and invalidation of the cache, and prompts for other servers.
 
-A caller reaches the cache of their own tenant only. One server computes a prompt by `/v1/prefill`; another one loads it by
+A caller reaches only the cache of its own tenant. One server computes a prompt by `/v1/prefill`; another one loads it by
 `/v1/cache/prefetch` and answers.
 """
 
@@ -31,7 +31,7 @@ from kvpool.server.schema import CacheQuery, Invalidation, PromptForOthers
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.web import EventStream, unless_gone
 
-ALIVE_SECONDS = 1.0  # in which a stream says something, also while its prompt waits
+ALIVE_SECONDS = 1.0  # a stream sends something at least so often, also while its prompt waits
 
 
 class CacheRoutes:
@@ -98,12 +98,12 @@ class CacheRoutes:
 
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
-    """The prompt of a body, and the scope in which the caller may look."""
+    """The prompt of a body, and the scope that the caller may use."""
     return await named_tokens(model, body.prompt, body.messages), scope_for_tenant(caller.tenant, body.cache_salt)
 
 
 async def _quietly(call: Any, *arguments: Any) -> Any:
-    """The manager's answer; in a thread, since its lock may be held for a moment."""
+    """Asks the manager in a thread, because its lock may be held for a moment."""
     try:
         return await asyncio.to_thread(call, *arguments)
     except KVPoolError as error:
@@ -111,7 +111,7 @@ async def _quietly(call: Any, *arguments: Any) -> Any:
 
 
 async def prefill(request: Request, body: PromptForOthers, model: ServedModel, caller: Caller, gate: Gate) -> Response:
-    """Computes a prompt for others. Answers when all of it is in the tier, or as a stream how much is there so far."""
+    """Computes a prompt for others. Answers when all of it is in the tier, or streams how much is there so far."""
     tokens = await named_tokens(model, body.prompt, body.messages)
     if len(tokens) > gate.limits.prompt_tokens:
         limit = gate.limits.prompt_tokens
@@ -190,7 +190,7 @@ class _RunningPrefill:
         return {"object": "prefill", "stored_tokens": done.num_stored_tokens, "usage": usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """How much is there whenever it is more, and as a sign of life; the answer as the last event."""
+        """An event whenever more tokens are in the tier, and at least every second; the last event is the answer."""
         while not self.prefill.is_over:
             yield as_event({"object": "prefill.progress", "stored_tokens": self.prefill.num_stored_tokens})
             try:

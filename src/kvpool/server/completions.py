@@ -22,7 +22,7 @@ from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
 from kvpool.server.served_model import ServedModel
 
-FILL_CONTEXT = 2**31 - 1  # as many as the context has room for: the engine cuts it
+FILL_CONTEXT = 2**31 - 1  # tokens; the engine cuts this to what the context has room for
 
 
 async def complete(
@@ -62,7 +62,7 @@ async def chat(
 
 
 def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The tools that the template is told of. What the model writes is the answer, so nothing can make it call one."""
+    """The tools for the chat template. The model decides whether it calls one; nothing can force it."""
     if choice is None or choice in ("auto", "none"):
         return [] if choice == "none" else tools
     raise Problem(
@@ -89,7 +89,7 @@ async def conversation_tokens(
     tools: Sequence[dict[str, Any]] = (),
     template: dict[str, Any] | None = None,
 ) -> Int32Array:
-    """The token ids of a conversation; parts of a message that are texts are joined."""
+    """The token ids of a conversation. Text parts of a message are joined."""
     spoken = []
     for number, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
@@ -109,7 +109,7 @@ async def conversation_tokens(
 
 @lru_cache
 def _reserved() -> frozenset[str]:
-    """What the tokenizer itself takes, such as a template in place of the model's: no variables of the template."""
+    """Arguments of the tokenizer itself, such as another template. Clients may only set variables of the template."""
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"} | {"messages"}

@@ -1,4 +1,4 @@
-"""What the server refuses, in the form that OpenAI's clients understand."""
+"""Errors of the server, in the form that OpenAI's clients understand."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Problem(Exception):
         return known.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """The answer's body: OpenAI's, with the `type` at the top that Anthropic's has."""
+        """The body of the answer: OpenAI's form, with the top-level `type` of Anthropic's."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"type": "error", "error": error}
 
 
 def problem_of(error: KVPoolError) -> Problem:
-    """An error of the library as an answer: the caller's mistake, a lack of room, or ours."""
+    """The `Problem` for an error of the library: a mistake of the caller, a lack of room, or a fault of the server."""
     if isinstance(error, NeverFitsError):
         return Problem(400, str(error), code="context_length_exceeded")
     if isinstance(error, (InvalidArgumentError, ConfigError)):
@@ -63,9 +63,9 @@ def problem_of(error: KVPoolError) -> Problem:
 
 
 def problem_of_body(errors: Sequence[Mapping[str, Any]], body: Any) -> Problem:
-    """What is wrong with a body that does not fit its description: the field, and what it should be.
+    """The `Problem` for a body that does not fit its schema: it names the field and what it should be.
 
-    A field that may have several forms has an error for each; those that got furthest are told.
+    A field with several allowed forms has an error for each form. The message has those that matched furthest.
 
     >>> errors = [{"loc": ("body", "stop", "str"), "msg": "no text"}, {"loc": ("body", "stop", "list", 1), "msg": "too long"}]
     >>> str(problem_of_body(errors, {"stop": ["a", "b"]}))
@@ -83,7 +83,7 @@ def problem_of_body(errors: Sequence[Mapping[str, Any]], body: Any) -> Problem:
 
 
 def _place(location: Sequence[str | int], body: Any) -> list[str | int]:
-    """The part of an error's location that is in the body: it also names the forms that a field may have."""
+    """The part of an error's location that exists in the body, without the names of allowed forms."""
     found: list[str | int] = []
     for part in location[1:]:
         if isinstance(body, dict) and isinstance(part, str) and (part in body or part == location[-1]):

@@ -1,4 +1,4 @@
-"""One exchange with a client: its prompts run, its answer goes out whole or as a stream, and what is left over ends."""
+"""One request of a client: runs its prompts, sends the answer whole or as a stream, and ends what still runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvpool.web import EventStream, unless_gone
 
 
 class RequestContext(NamedTuple):
-    """What all requests of a server share: how many may be under way, how long they take, what they pin, who traces them."""
+    """What all requests of a server share: limits, latencies, pins and tracing."""
 
     gate: Gate
     latencies: Latencies
@@ -36,7 +36,7 @@ class RequestContext(NamedTuple):
 
 
 class Exchange:
-    """One request of a client: its prompts run together, their samples are numbered one after the other."""
+    """One request of a client. Its prompts run together, and their samples are numbered one after the other."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Exchange:
         self._pins = context.pins
         self._tracing = context.tracing
         self._trace: RequestTrace | None = None
-        self._trouble = ""  # what ended it before its time
+        self._trouble = ""  # why it ended early
         self._answer = answer
         self._headers: dict[str, str] = {}
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
     async def run(self, prompts: Sequence[Int32Array], params: SamplingParams, **more: Any) -> Response:
-        """Queues the prompts and answers, at the end or while they go on; `more` is for the engine."""
+        """Queues the prompts and answers, at the end or as a stream. `more` are further options for the engine."""
         for prompt in prompts:
             if len(prompt) > self._gate.limits.prompt_tokens:
                 limit = self._gate.limits.prompt_tokens
@@ -89,7 +89,7 @@ class Exchange:
                 self._running.append(self._model.start(prompt, params, **options))
             if self._body.stream:
                 parts = self._events()
-                first = await anext(parts)  # what is refused at once is refused with a status
+                first = await anext(parts)  # an error before the first part still gets an HTTP status
                 seconds = self._gate.limits.send_seconds
                 return EventStream(self._after(first, parts), self._leave, seconds, self._headers)
             result = await unless_gone(self._request, self._whole())
@@ -104,7 +104,7 @@ class Exchange:
         self._stack.enter_context(context)
 
     def _leave(self) -> None:
-        """The answer is over or nobody wants it: what still runs ends."""
+        """The answer is complete, or the client has left: cancels what still runs."""
         if self._trace is not None:
             is_over = all(running.generation.is_over for running in self._running)
             trouble = self._trouble or ("" if is_over else "the client left")
@@ -115,7 +115,7 @@ class Exchange:
         self._stack.close()
 
     async def _pin(self, running: LiveRequest) -> None:
-        """Pins what was asked for, at the first token: the prompt is computed, and the request still holds its blocks."""
+        """Pins what the client asked for. At the first token the prompt is computed, and the request holds its blocks."""
         made: list[dict[str, Any]] = []
         tenant = self._caller.tenant
         scope = scope_for_tenant(tenant, self._body.cache_salt)
@@ -123,7 +123,7 @@ class Exchange:
             for kept in pins_of(self._body):
                 tokens = running.generation.prompt[: kept.end]
                 made.append(await self._pins.pin(tenant, self._model, tokens, scope, kept.ttl_seconds))
-        except Problem:  # all of them, or none: the client would not learn their names
+        except Problem:  # all pins or none, because the client would not learn their names
             for pin in made:
                 await self._pins.unpin(tenant, pin["id"])
             raise
@@ -145,7 +145,7 @@ class Exchange:
         return self._answer.whole([running.generation for running in self._running])
 
     async def _after(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """All parts; what goes wrong after the first is told in the stream, since the status is out already."""
+        """All parts. An error after the first part goes into the stream, because the status is already sent."""
         yield first
         try:
             async for part in rest:
@@ -154,7 +154,7 @@ class Exchange:
             yield self._answer.failed(problem)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """The events of the stream; those that come together go out together."""
+        """The events of the stream. Events that are there at the same time are sent together."""
         try:
             async for number, news in _merged(self._running):
                 running = self._running[number]
@@ -168,7 +168,7 @@ class Exchange:
 
 
 async def _merged(running: Sequence[LiveRequest]) -> AsyncIterator[tuple[int, list[Chunk]]]:
-    """The chunks of several requests as they come, with the number of each."""
+    """The chunks of several requests as they come, each with the number of its request."""
     if len(running) == 1:
         async for news in running[0]:
             yield 0, news

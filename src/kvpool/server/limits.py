@@ -1,4 +1,4 @@
-"""How much one server, and one key, may ask for at once: what is over a limit is refused, and a crowd begins in turns."""
+"""Limits of one server and of one key. Requests over a limit are refused; many at once begin one after the other."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ AT_ONCE = 2  # requests that begin at one turn of the event loop
 class Limits:
     """`requests` run or wait at once, `requests_per_key` of one key; `samples` is the largest `n`; bodies are in bytes.
 
-    A request with several prompts counts as so many.
-    `send_seconds` is how long a client may leave the server waiting before its request is cancelled.
-    `pins_per_tenant` hold at once; those that expired or were invalidated do not count.
+    A request with several prompts counts as so many requests. If a client does not read for `send_seconds`, its request is
+    cancelled. A tenant may have `pins_per_tenant` pins; expired and invalidated ones do not count.
     """
 
     requests: int = 512
@@ -38,7 +37,7 @@ class Limits:
 
     @property
     def prompts(self) -> int:
-        """The most that one request may bring: more could never pass the gate."""
+        """The most prompts of one request: with more, it could never pass the gate."""
         return min(self.requests, self.requests_per_key)
 
     def __post_init__(self) -> None:
@@ -47,7 +46,7 @@ class Limits:
 
 
 class Gate:
-    """Counts what is under way. One event loop uses it, so no lock is needed."""
+    """Counts requests under way. One event loop uses it, so it needs no lock."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -57,7 +56,7 @@ class Gate:
 
     @contextmanager
     def passed(self, key: str, prompts: int = 1) -> Iterator[None]:
-        """One request, from when it is accepted to when its answer is over; each of its prompts counts."""
+        """Counts one request, and each of its prompts, from when it is accepted to the end of its answer."""
         if self.is_draining:
             raise Problem(503, "the server is shutting down; ask another one", code="draining", retry_after=5)
         if self.under_way + prompts > self.limits.requests:
@@ -103,14 +102,14 @@ class Turns:
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         for _ in range(min(AT_ONCE, len(self._waiting))):
             turn = self._waiting.popleft()
-            if not turn.done():  # whoever waited was cancelled
+            if not turn.done():  # else the request that waited was cancelled
                 turn.set_result(None)
         if self._waiting:
             loop.call_soon(self._next, loop)
 
 
 class InTurns:
-    """Requests that bring work begin in turns; a look such as /health does not stand in line."""
+    """Lets requests that cause work begin in turns. Others, such as /health, do not wait."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

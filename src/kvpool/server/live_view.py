@@ -1,4 +1,4 @@
-"""`/` and `/view/...`: the live view of the served models. Its stream tells of all tenants, so it needs an admin key."""
+"""`/` and `/view/...`: the live view of the served models. Its stream shows all tenants, so it needs an admin key."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
 from kvpool.web import EventStream
 
-_MAX_TOLD = 100  # of those who wait
-_ASK_SECONDS = 0.5  # between two questions of who waits, and until a stream notices that the server ends
+_MAX_TOLD = 100  # waiting requests that are shown
+_ASK_SECONDS = 0.5  # how often waiting requests are read, and until a stream notices that the server ends
 
 
 class LiveViews:
-    """The live views of a server's models, each looked at while somebody watches it."""
+    """The live views of a server's models. A model is sampled only while somebody watches it."""
 
     def __init__(self, models: Sequence[ServedModel], latencies: Latencies, gate: Gate) -> None:
         self._gate = gate
@@ -51,7 +51,7 @@ class LiveViews:
         return Response(found.content, media_type=found.kind, headers=HEADERS)
 
     async def stream(self, model: ServedModel, caller: Caller) -> Response:
-        """Everything that the cache of a model does, as it does it."""
+        """The stream of everything that happens in the cache of a model."""
         _require_admin(caller)
         hub, news, loop = self._hubs[model.name], asyncio.Event(), asyncio.get_running_loop()
 
@@ -75,7 +75,7 @@ class LiveViews:
             yield viewer.take()
 
     def block(self, model: ServedModel, caller: Caller, pool: int, tier: str, block_id: int) -> dict[str, Any]:
-        """Whose a block is, and what hangs on it."""
+        """Which sequences and runs hold a block."""
         _require_admin(caller)
         try:
             return block_details(self._hubs[model.name], pool, tier, block_id)
@@ -104,7 +104,7 @@ def _require_admin(caller: Caller) -> None:
 
 
 class _Beside:
-    """What the page shows of an engine that its manager does not know: who waits, and how long requests take."""
+    """What the page shows of an engine besides its manager: waiting requests, and how long requests take."""
 
     def __init__(self, engine: Engine, latencies: Latencies) -> None:
         self._engine = engine

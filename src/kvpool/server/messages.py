@@ -37,7 +37,7 @@ class CacheControl(Body):
 
 
 class TextBlock(Body):
-    """A part of a message; what is no text is refused by name."""
+    """A part of a message. Parts that are no text are refused, and the error names their type."""
 
     type: str
     text: str | None = None
@@ -52,14 +52,14 @@ class Turn(Body):
 
 
 class MessageTool(Body):
-    """A tool as this endpoint has it."""
+    """A tool in the form of this endpoint."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str = ""
     input_schema: dict[str, Any] | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """The same as the templates of models know it."""
+        """The tool in the form that chat templates read."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
 
@@ -120,7 +120,7 @@ async def _retention(
     model: ServedModel,
     tools: Sequence[dict[str, Any]],
 ) -> Retention | None:
-    """The marks of a conversation as ranges of tokens; a mark inside a message counts from the message's end."""
+    """The marks of a conversation as ranges of tokens. A mark inside a message covers the whole message."""
     ranges: list[TokenRange] = []
     start = 0
     for number, turn in enumerate(turns):
@@ -165,7 +165,7 @@ class MessageAnswer:
         return {**self._message(generation), "content": content, **self._reason(generation)}
 
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
-        """What one step added; before the first what opens the message."""
+        """The events for what one step added. The first ones begin with the event that opens the message."""
         events = b""
         if not self._begun:
             self._begun = True
@@ -175,7 +175,7 @@ class MessageAnswer:
         return events + _DELTA.filled(chunk.text) if chunk.text else events
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """Why it ended, and what it cost."""
+        """The events at the end: why the message ended, and its usage."""
         (generation,) = generations
         delta = {"type": "message_delta", "delta": self._reason(generation), "usage": _usage(generation)}
         return (
@@ -185,7 +185,7 @@ class MessageAnswer:
         )
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of a stream that goes wrong."""
+        """The end of a stream that fails."""
         return as_event(problem.body(), "error")
 
     def _message(self, generation: Generation) -> dict[str, Any]:

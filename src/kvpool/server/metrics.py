@@ -1,4 +1,4 @@
-"""What Prometheus reads: every number of the engines' statistics (cache, scheduler, tiers), and how long requests waited."""
+"""Metrics for Prometheus: all statistics of the engines (cache, scheduler, tiers), and the latencies of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _RECENT = 2048  # measurements that are kept
 _RECENT_SECONDS = 30.0
-# Integers of the cache's statistics are totals, but for those that say how many there are now.
+# Integers in the statistics of the cache are totals, except for these, which say how many there are now.
 _TOTALS = tuple(field.name for field in fields(CacheStats) if field.type == "int" and not field.name.startswith("num_"))
 _TIER_TOTALS = (
     *("hits", "misses", "load_failures", "late_loads", "stored", "refused", "store_failures", "late_stores", "removed"),
@@ -42,7 +42,7 @@ Rows = Iterable[tuple[Sequence[str], float]]
 
 
 class Durations:
-    """A histogram that one thread fills, without a lock: something is observed for every token."""
+    """A histogram that one thread fills. It has no lock, because it observes something for every token."""
 
     def __init__(self, name: str, words: str, bounds: Sequence[float]) -> None:
         self._name, self._words = name, words
@@ -56,14 +56,14 @@ class Durations:
         self._total += seconds
 
     def collect(self) -> Iterable[Metric]:
-        """The histogram for Prometheus, whose buckets include those below."""
+        """The histogram for Prometheus, where each bucket includes those below it."""
         sums = accumulate(self._counts)
         buckets = [(str(bound), float(count)) for bound, count in zip((*self._bounds, "+Inf"), sums, strict=True)]
         yield HistogramMetricFamily(self._name, self._words, buckets, self._total)
 
 
 class Latencies:
-    """Times and counts of requests, as they happen, in the event loop."""
+    """Times and counts of requests, recorded in the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._queued = Durations("kvpool_queue_seconds", "From request to its first blocks.", _SECONDS)
@@ -95,7 +95,7 @@ class Latencies:
             self._whole.observe(time.perf_counter() - began)
 
     def tokens(self, running: LiveRequest, news: Sequence[Chunk]) -> float | None:
-        """New tokens of a request arrived. Returns the seconds since those before them, if there were any."""
+        """New tokens of a request arrived. Returns the seconds since the tokens before them, if there were any."""
         count = 0
         for chunk in news:
             count += len(chunk.token_ids)
@@ -122,7 +122,7 @@ class Latencies:
         yield generated
 
     def recent(self) -> dict[str, list[float]]:
-        """Median and 99th percentile, in milliseconds, of what was measured in the last half minute."""
+        """Median and 99th percentile, in milliseconds, of the last half minute."""
         since = time.perf_counter() - _RECENT_SECONDS
         found = {}
         for name, measured in self._recent.items():
@@ -151,7 +151,7 @@ class Metrics:
 
 
 class EngineCollector:
-    """Turns the statistics of engines into metrics when somebody asks."""
+    """Turns the statistics of engines into metrics whenever Prometheus asks."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._models = models
@@ -168,7 +168,7 @@ class EngineCollector:
 def _metric(
     kind: type, name: str, words: str, labels: Sequence[str], looks: Looks, rows: Callable[[Any], Rows]
 ) -> Metric:
-    """A metric of all models; `rows` gives the labels besides the model, and the value, of one look."""
+    """A metric of all models. `rows` gives the further labels and the value, from the statistics of one model."""
     metric = kind(f"kvpool_{name}", words, labels=["model", *labels])
     for model, look in looks:
         for values, number in rows(look):
@@ -259,7 +259,7 @@ def _scheduler(looks: Looks) -> Iterator[Metric]:
 
 
 def _tiers(looks: Looks) -> Iterator[Metric]:
-    """Of models with keyed tiers: each tier, the requests that wait for them, and what is on its way."""
+    """Metrics of models with keyed tiers: each tier, requests that wait for them, and blocks in flight."""
     tiered = [(model, look) for model, look in looks if look.tiers is not None]
     if not tiered:
         return
@@ -300,7 +300,7 @@ def _tiers(looks: Looks) -> Iterator[Metric]:
 
 
 def _gauge_or_total(part: str, name: str, looks: Looks) -> Metric:
-    """Sums of measured seconds may fall (a load may cost time); counts only grow."""
+    """A gauge for sums of seconds, which may fall because a load may cost time; else a total, which only grows."""
     make = _gauge if name.endswith("_seconds") else _total
     return make(f"tiering_{part}_{name}", _in_words(name), [], looks, _one(f"tiers.{part}.{name}"))
 

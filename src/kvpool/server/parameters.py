@@ -1,4 +1,4 @@
-"""A request's body becomes sampling parameters and options of the engine."""
+"""Turns the body of a request into sampling parameters and options of the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def sampling_params(
             max_new_tokens=max_new_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=0 if body.top_k == -1 else body.top_k,  # -1 is how others say that it is off
+            top_k=0 if body.top_k == -1 else body.top_k,  # in other servers -1 turns it off
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
             presence_penalty=body.presence_penalty,
@@ -55,7 +55,7 @@ async def sampling_params(
 
 
 async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None:
-    """What holds the answer to the form that is wanted; compiled in a thread, since the first one takes a second."""
+    """The grammar for the form of the answer. It is compiled in a thread, because the first one takes a second."""
     if wanted.type == "text":
         return None
     if wanted.type == "json_schema" and wanted.json_schema is None:
@@ -75,7 +75,7 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None
 
 
 def request_options(body: Sampling, caller: Caller, headers: Mapping[str, str]) -> dict[str, Any]:
-    """What the engine is told besides the prompt and the parameters."""
+    """Further options for the engine, besides the prompt and the parameters."""
     session = body.session_id or headers.get(SESSION_HEADER)
     if session is not None and len(session) > MAX_NAME:
         raise Problem(400, f"{SESSION_HEADER} is longer than {MAX_NAME} characters", code="invalid_value")
@@ -90,7 +90,7 @@ def request_options(body: Sampling, caller: Caller, headers: Mapping[str, str]) 
 
 
 def _retention(kept: Sequence[KeptTokens]) -> Retention | None:
-    """How long the tokens of a request stay cached; what is pinned only is not in it."""
+    """How long the tokens of a request stay cached, without entries that only pin."""
     ranges, of_answer = [], []
     for number, each in enumerate(kept):
         wrong = _wrong(each)
@@ -112,7 +112,7 @@ def _retention(kept: Sequence[KeptTokens]) -> Retention | None:
 
 
 def _wrong(kept: KeptTokens) -> str:
-    """What is wrong with an entry of `retention`; nothing, in most cases."""
+    """What is wrong with an entry of `retention`; empty if it is right."""
     if kept.priority is None and not kept.pin:
         return "give a priority, or pin"
     if kept.end is not None and kept.end <= kept.start:
@@ -132,5 +132,5 @@ def pins_of(body: Sampling) -> list[KeptTokens]:
 
 
 def session_name(caller: Caller, session_id: str) -> str:
-    """A session's name among all tenants': one tenant cannot name, or end, a session of another."""
+    """The name of a session with its tenant, so that one tenant cannot name or end a session of another."""
     return f"{len(caller.tenant)}:{caller.tenant}{session_id}"

@@ -1,4 +1,4 @@
-"""Pins that clients asked for: each has a name, belongs to a tenant, and is forgotten once it does not hold any more."""
+"""Pins of clients. Each has a name, belongs to a tenant, and is forgotten when it has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.server.served_model import ServedModel
 
 
 class _TenantPin(NamedTuple):
-    """A pin that was asked for."""
+    """A pin of a client."""
 
     tenant: str
     model: ServedModel
@@ -32,7 +32,7 @@ class PinBook:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._pins: dict[str, _TenantPin] = {}
-        self._making: Counter[str] = Counter()  # pins that are on their way, by tenant
+        self._making: Counter[str] = Counter()  # pins that are being made, by tenant
         self._numbers = itertools.count(1)
 
     async def check_room(self, tenant: str) -> None:
@@ -86,7 +86,7 @@ class PinBook:
 
 
 async def _in_thread(call: Any, *arguments: Any) -> Any:
-    """The manager's answer; in a thread, since its lock may be held for a moment."""
+    """Asks the manager in a thread, because its lock may be held for a moment."""
     try:
         return await asyncio.to_thread(call, *arguments)
     except KVPoolError as error:

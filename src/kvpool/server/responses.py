@@ -33,31 +33,31 @@ from kvpool.server.served_model import ServedModel
 
 
 class TextFormat(Body):
-    """The form of a text, as this endpoint has it: the schema stands beside the type."""
+    """The form of a text in this endpoint: the schema is beside the type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
     of: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     def as_response_format(self) -> ResponseFormat:
-        """The same as the other endpoints have it."""
+        """The same in the form of the other endpoints."""
         schema = None if self.of is None else JsonSchema.model_validate({"name": self.name, "schema": self.of})
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
 class TextOptions(Body):
-    """How the text of a response should be."""
+    """Options for the text of a response."""
 
     format: TextFormat | None = None
 
 
 class ResponseTool(Function):
-    """A function as this endpoint has it: its name stands beside the type."""
+    """A function in this endpoint: its name is beside the type."""
 
     type: Literal["function"]
 
     def as_function(self) -> dict[str, Any]:
-        """The same as the templates of models know it."""
+        """The function in the form that chat templates read."""
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
@@ -120,7 +120,7 @@ class ResponseAnswer:
         }
 
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
-        """What one step added; before the first what opens the response."""
+        """The events for what one step added. The first ones begin with the events that open the response."""
         events = b""
         if self._number < 0:
             blank = self._response("in_progress", [])
@@ -135,7 +135,7 @@ class ResponseAnswer:
         return events
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The text as a whole, and what it cost."""
+        """The events at the end: the whole text, and its usage."""
         whole = self.whole(generations)
         (item,), text = whole["output"], generations[0].samples[0].text
         kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
@@ -147,7 +147,7 @@ class ResponseAnswer:
         )
 
     def failed(self, problem: Problem) -> bytes:
-        """The end of a stream that goes wrong."""
+        """The end of a stream that fails."""
         error = {"code": problem.code or problem.kind, "message": str(problem)}
         response = {**self._response("failed", []), "error": error}
         return self._event("error", **error, param=problem.param) + self._event("response.failed", response=response)

@@ -14,7 +14,7 @@ DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the
 
 
 def _whole(value: Any) -> Any:
-    """5.0 is the integer 5 in JSON; everything else stays what it is."""
+    """Turns 5.0 into the integer 5, as JSON means it; leaves everything else."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -27,8 +27,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """Values have the types of the document: "1" is no number. Fields that we do not know are ignored, as other servers
-    do: clients send many.
+    """Values must have the documented types: "1" is no number. Unknown fields are ignored, as other servers do, because
+    clients send many.
     """
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), strict=True)
@@ -36,7 +36,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """null leaves a field as it is without it: many clients send it for what was not said."""
+        """Treats null as if the field were missing: many clients send null for fields that were not set."""
         if not isinstance(data, dict):
             return data
         needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}

@@ -78,8 +78,9 @@ def serve(
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
-    Prefixes are reused between requests: usage.prompt_tokens_details.cached_tokens says how much. Tenants, each with keys of
-    its own, do not share. /metrics is for Prometheus, /docs describes every path, /v1/cache/... asks and changes the cache.
+    Requests reuse prefixes of earlier ones: usage.prompt_tokens_details.cached_tokens says how many tokens. Tenants have
+    their own keys and do not share prefixes. /metrics is for Prometheus, /docs describes every path, /v1/cache/... shows and
+    changes the cache.
     """
     if new_key_for is not None:
         _print_key(new_key_for)
@@ -128,7 +129,7 @@ def serve(
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets at an address, before a model is loaded for nothing; they do not listen yet."""
+    """Sockets bound to an address. They are made before the model is loaded, and do not listen yet."""
     made: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -138,7 +139,7 @@ def bound(host: str, port: int) -> list[socket.socket]:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            taken = made[0].getsockname()[1]  # where the port is 0, all take that of the first
+            taken = made[0].getsockname()[1]  # with port 0, all sockets take the port of the first
             one.bind((address[0], port or (taken if len(made) > 1 else 0), *address[2:]))
     except OSError as error:
         for one in made:
@@ -151,7 +152,7 @@ def bound(host: str, port: int) -> list[socket.socket]:
 
 
 def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
-    """A server that says where it listens once it does."""
+    """A server that prints its address when it listens."""
 
     class AnnouncedServer(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: Any = None) -> None:
@@ -181,7 +182,7 @@ def _print_key(tenant: str) -> None:
 
 
 def _check_address(host: str, access: Access, insecure: bool) -> None:
-    """Without keys only this machine may ask."""
+    """Refuses an address that other machines can reach if there are no keys."""
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:

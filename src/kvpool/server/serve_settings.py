@@ -28,13 +28,13 @@ from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits
 from kvpool.tiers.settings import read_toml
 
-# Keys of a model in a file: its name and path, the settings of an engine that files have, and what their options are called.
+# The keys of a model in a file, and the fields of `EngineOptions` that they set.
 _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
 _MODEL_KINDS: dict[str, type] = {
     **{"name": str, "model": str, "host_memory": str, "max_sequences": int},
     **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
 }
-CPU_PROMPT_TOKENS = 256  # of one step, beside the sequences that decode
+CPU_PROMPT_TOKENS = 256  # prompt tokens of one step on a CPU, besides one token for each sequence
 _LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key"} | {
     each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
 }
@@ -62,7 +62,7 @@ class ModelSettings:
     max_sequences: int
 
     def make_engine(self) -> Engine:
-        """Its engine."""
+        """Makes the engine of this model."""
         scheduler = step_limits(self.options.device, self.max_sequences)
         return self.options.make_engine(host_memory=self.host_memory, scheduler=scheduler)
 
@@ -84,7 +84,7 @@ class ServeSettings:
 def read_serve(
     options: EngineOptions, host_memory: str | None, name: str | None, given: Mapping[str, Any]
 ) -> tuple[ServeSettings, list[ModelSettings]]:
-    """The settings of a server and of its models; `given` are options of the command, None where they were not.
+    """The settings of a server and of its models. `given` are options of the command; None means not given.
 
     `--model` serves that model instead of those in the file.
     """
@@ -111,7 +111,7 @@ def read_serve(
 
 
 def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
-    """How much one step may hold. On a CPU its time grows with every token: long steps make streams wait and save nothing."""
+    """The limits of a step. On a CPU, time grows with every token, so large steps save nothing and delay streams."""
     from kvpool.model.loading import torch_device
 
     is_cpu = torch_device(device).type == "cpu"
@@ -121,7 +121,7 @@ def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
 def _models(
     tables: list[Any], options: EngineOptions, host_memory: str | None, max_sequences: int
 ) -> list[ModelSettings]:
-    """The models of a file. A disk tier belongs to one engine: each of several gets a directory in that of `[tiers]`."""
+    """The models of a file. A disk tier belongs to one engine, so each model gets its own directory in that of `[tiers]`."""
     found: list[ModelSettings] = []
     shared_disk = options.tiers(host_memory).disk
     if options.record is not None and len(tables) > 1:
@@ -149,7 +149,7 @@ def _models(
 
 
 def _checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """A table of a file, if it has known keys with values of their kinds."""
+    """Checks that a table of a file has only known keys, with values of the right types."""
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a section, got {show(table)}")
     for key, value in table.items():

@@ -1,4 +1,4 @@
-"""A model that is served, and its requests as an event loop sees them: chunks that arrive, and an end."""
+"""A served model, and its requests for an event loop: chunks that arrive, then an end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 
 _T = TypeVar("_T")
-_SHORT = 2048  # characters or tokens: some tenths of a millisecond
-_TURN = 16  # requests that are woken before the event loop looks at other things
+_SHORT = 2048  # characters or tokens; shorter texts take less than a millisecond
+_TURN = 16  # requests that are woken before the event loop does other things
 
 
 class ServedModel:
@@ -54,9 +54,9 @@ class ServedModel:
 
 
 class LoopNotifier:
-    """From an engine's thread to the event loop: one call for all requests that a step has news for.
+    """Wakes requests in the event loop after a step of the engine, with one call for all of them.
 
-    They are woken some at a turn, so that what else the loop has to do, such as /health, never waits for all of them.
+    It wakes only some requests at a turn of the loop, so that other work, such as /health, does not wait for all of them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
@@ -66,8 +66,8 @@ class LoopNotifier:
         self._is_called = False
 
     def put(self, request: LiveRequest) -> None:
-        """Wakes a request once the step is over; in the engine's thread."""
-        if self.loop.is_closed():  # nobody is left to hear it
+        """Wakes a request once the step is over. Called in the engine's thread."""
+        if self.loop.is_closed():  # nobody is left to get the answer
             request.cancel()
             return
         self._waiting.append(request)
@@ -86,14 +86,14 @@ class LoopNotifier:
     def _wake_some(self) -> None:  # in the event loop
         for _ in range(min(_TURN, len(self._waiting))):
             self._waiting.popleft().wake.set()
-        self._is_called = False  # before the look: what is put after it calls again
+        self._is_called = False  # before the next line, so that `put` calls again if it comes later
         if self._waiting:
             self._is_called = True
             self.loop.call_soon(self._wake_some)
 
 
 class LiveRequest:
-    """One request: iterate over what it adds, several chunks at a time where they come faster than they are sent."""
+    """One request. Iterating over it gives new chunks, several at a time if they come faster than they are sent."""
 
     def __init__(
         self, notifier: LoopNotifier, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any
@@ -114,7 +114,7 @@ class LiveRequest:
 
     def _on_chunk(self, chunk: Chunk) -> None:  # in the engine's thread
         self._news.append(chunk)
-        if not self._woken:  # once for all that is there when the event loop comes to look
+        if not self._woken:  # one wake-up serves all chunks until the event loop takes them
             self._woken = True
             self._notifier.put(self)
 
@@ -123,12 +123,12 @@ class LiveRequest:
         self._notifier.put(self)
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
-        """What came since the last time; at the end raises the `Problem` that ended it, if one did."""
+        """The chunks since the last time. At the end raises the `Problem` that ended the request, if there was one."""
         while True:
             await self.wake.wait()
             self.wake.clear()
-            self._woken = False  # first: what is appended from here on wakes us again
-            ended = self._ended  # and this before the chunks, all of which come before the end
+            self._woken = False  # first: chunks that come from here on wake us again
+            ended = self._ended  # read before the chunks: then all chunks are there if it has ended
             news = [self._news.popleft() for _ in range(len(self._news))]
             if news:
                 yield news
@@ -140,17 +140,17 @@ class LiveRequest:
             raise problem_of(error) from error
 
     def cancel(self) -> None:
-        """Ends it if it is not over: its blocks are free after the step that it is in."""
+        """Ends it if it is not over. Its blocks are free after the current step."""
         self.generation.cancel()
 
 
 def scope_for_tenant(tenant: str, salt: str) -> ReuseScope:
-    """Whose cache a request may use: that of its tenant, and within it of those who send the same salt."""
+    """The scope of a request: it shares prefixes with requests of its tenant that have the same salt."""
     return ReuseScope(tenant=tenant, salt=salt)
 
 
 async def _of_library(length: int, work: Callable[[], _T]) -> _T:
-    """The result of work on a text: in a thread where it is long, which for a short one takes longer than the work."""
+    """The result of work on a text. Long texts are handled in a thread; for short ones, that would take longer."""
     try:
         return work() if length < _SHORT else await asyncio.to_thread(work)
     except KVPoolError as error:

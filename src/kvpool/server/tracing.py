@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry: who waited how long for what. Off unless `kvpool serve --traces` names a collector."""
+"""Spans of requests for OpenTelemetry, with the times of their parts. `kvpool serve --traces` names a collector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpool.errors import ConfigError
 from kvpool.terminal import is_http
 from kvpool.version import __version__
 
-_MAX_STEPS = 4096  # whose times a span holds
+_MAX_STEPS = 4096  # steps whose times a span holds
 
 
 class Tracing:
@@ -28,7 +28,7 @@ class Tracing:
 
     @classmethod
     def to(cls, url: str) -> Tracing:
-        """Spans go to the collector at an address such as http://127.0.0.1:4318/v1/traces, in batches, in a thread."""
+        """Sends spans to a collector, such as http://127.0.0.1:4318/v1/traces. A thread sends them in batches."""
         if not is_http(url):
             raise ConfigError(f"--traces is {url!r}; write an address such as http://127.0.0.1:4318/v1/traces")
         try:
@@ -43,7 +43,7 @@ class Tracing:
         return cls(provider)
 
     def begin(self, headers: Mapping[str, str], name: str, request_id: str, model: str, tenant: str) -> RequestTrace:
-        """A request came; its span is part of the caller's trace if its headers name one (`traceparent`)."""
+        """Begins the span of a request. It is part of the caller's trace if the headers name one (`traceparent`)."""
         span = self._tracer.start_span(
             name,
             self._propagator.extract(dict(headers)),
@@ -53,12 +53,12 @@ class Tracing:
         return RequestTrace(self, span)
 
     def part(self, span: Any, name: str, start: int, end: int, attributes: Mapping[str, Any] | None = None) -> None:
-        """A span below another one, whose times are known."""
+        """Adds a span below another one, with known times."""
         context = self._trace.set_span_in_context(span)
         self._tracer.start_span(name, context, attributes=attributes, start_time=start).end(end)
 
     def failed(self, span: Any, words: str) -> None:
-        """Says that what the span is about went wrong."""
+        """Marks the span as failed."""
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, words))
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """The span of one request while it runs, and what it will say."""
+    """The span of one request while it runs, and its attributes."""
 
     def __init__(self, tracing: Tracing, span: Any) -> None:
         self._tracing = tracing
@@ -76,7 +76,7 @@ class RequestTrace:
         self._steps: list[float] = []
 
     def step(self, seconds: float) -> None:
-        """New tokens came, so long after those before them."""
+        """New tokens came; `seconds` have passed since those before them."""
         if len(self._steps) < _MAX_STEPS:
             self._steps.append(seconds)
 

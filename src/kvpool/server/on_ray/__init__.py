@@ -1,1 +1,1 @@
-"""Engines as replicas of a Ray Serve deployment: `kvpool serve --ray`. Only its modules with Ray in them import it."""
+"""Engines as replicas of a Ray Serve deployment: `kvpool serve --ray`. Only modules that need Ray import it."""

@@ -1,4 +1,4 @@
-"""One engine as a replica on Ray Serve: it answers what a front sends, announces its cache, and says where.
+"""One engine as a replica on Ray Serve: it answers the requests of a front, and publishes events of its cache.
 
 A replica calls its ASGI application without a socket (`called`).
 """
@@ -22,11 +22,11 @@ from kvpool.server.serve_settings import ModelSettings
 
 _quiet = QuietErrors(logging.getLogger("kvpool"))
 Message = MutableMapping[str, Any]
-MOST_WAITING = 64  # messages of an answer that nobody has taken yet
+MOST_WAITING = 64  # messages of an answer that wait to be taken
 
 
 class Head(NamedTuple):
-    """The first part of an answer: all of it, or as far as the first part of a stream."""
+    """The first part of an answer: all of it, or the beginning of a stream."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -52,10 +52,10 @@ def scope_for(method: str, path: str, query: bytes, headers: list[tuple[bytes, b
 
 
 async def called(app: Any, scope: dict[str, Any], content: bytes) -> AsyncIterator[Head | bytes]:
-    """An answer: its `Head`, then what follows in a stream, several parts at once where they come faster than they are taken.
+    """Calls an application: yields the `Head` of its answer, then the stream, several parts at once if they come fast.
 
-    Whoever stops to listen cancels the application's work, as a client does that hangs up. Whoever does not take what comes
-    makes the application wait in its `send`, as a client does that does not read.
+    Ending the iteration cancels the work of the application, like a client that hangs up. Not taking parts makes the
+    application wait in its `send`, like a client that does not read.
     """
     messages = _SentMessages()
     given = [{"type": "http.request", "body": content, "more_body": False}]
@@ -95,14 +95,14 @@ async def called(app: Any, scope: dict[str, Any], content: bytes) -> AsyncIterat
 
 
 class _SentMessages:
-    """What an application has sent and nobody has taken, `MOST_WAITING` at most; its end needs no room."""
+    """Messages that an application has sent and that wait to be taken, at most `MOST_WAITING`. The end needs no room."""
 
     def __init__(self) -> None:
         self._sent: asyncio.Queue[Message | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MOST_WAITING)
 
     async def send(self, message: Message) -> None:
-        """Adds one, once there is room for it."""
+        """Adds a message, once there is room for it."""
         await self._room.acquire()
         self._sent.put_nowait(message)
 
@@ -117,7 +117,7 @@ class _SentMessages:
         return message
 
     async def next_part(self) -> tuple[bytes, bool]:
-        """All of the body that is there, and whether that was its end."""
+        """All of the body that is there, and whether that was the end of it."""
         parts: list[bytes] = []
         while True:
             message = await self.get()
@@ -131,17 +131,17 @@ class _SentMessages:
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """What a replica is made of; it travels to wherever Ray starts one."""
+    """What a replica is made from. Ray sends it to the machine that starts the replica."""
 
     model: ModelSettings
     access: Access
     limits: Limits
     traces: str | None = None
-    host: str | None = None  # where to announce the cache; None: at the address by which Ray knows the machine
+    host: str | None = None  # where to publish events; None: at the address by which Ray knows the machine
 
 
 class EngineReplica:
-    """What Ray Serve makes of a `ReplicaPlan`."""
+    """The replica that Ray Serve makes from a `ReplicaPlan`."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         import ray
@@ -158,7 +158,7 @@ class EngineReplica:
         self._app = create_app([ServedModel(model.name, self._engine)], plan.access, plan.limits, self._tracing)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What Ray tells the routers of this replica; a hook of Ray Serve."""
+        """What Ray tells routers about this replica. A hook of Ray Serve."""
         publisher = self._engine.publishes
         assert publisher is not None
         return {
@@ -169,13 +169,13 @@ class EngineReplica:
         }
 
     async def check_health(self) -> None:
-        """Raises if the engine is dead, and takes long if it hangs: Ray starts another one then. A hook of Ray Serve."""
-        await asyncio.to_thread(self._engine.stats)  # which an engine that has ended still answers
+        """Raises if the engine has ended, and takes long if it hangs: then Ray starts another one. A hook of Ray Serve."""
+        await asyncio.to_thread(self._engine.stats)  # an engine that has ended still answers this
         if self._engine.is_closed:
             raise SequenceStateError("the engine of this replica has ended")
 
     async def answer(self, scope: dict[str, Any], content: bytes, ticket: None = None) -> AsyncIterator[Head | bytes]:
-        """The answer to a request, as the server on one machine gives it. `ticket` was for the router."""
+        """Answers a request like the server on one machine. `ticket` is for the router only."""
         async for part in called(self._app, scope, content):
             yield part
 
@@ -189,7 +189,7 @@ class EngineReplica:
 
 
 def placed(model: ModelSettings, address: str, number: int) -> ModelSettings:
-    """A model as the replica of this number on its machine runs it: with events and a disk of its own."""
+    """The settings of a model for the replica with this number on its machine: it has its own events and disk."""
     host = f"[{address}]" if ":" in address else address
     options = model.options.changed(publish=f"tcp://{host}:0")
     if (disk := options.tiers(model.host_memory).disk) is not None:

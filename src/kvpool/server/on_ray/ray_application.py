@@ -26,7 +26,7 @@ from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
 from kvpool.server.serve_settings import ModelSettings, ServeSettings, read_serve
 
 ROUTER = "kvpool.server.on_ray.ray_router.PrefixRouter"
-_MOST_IN_FRONT = 10_000  # requests that one front has at once; those for the engines are counted there
+_MOST_IN_FRONT = 10_000  # requests that one front has at once; the engines have limits of their own
 _OBJECT_STORE = 200 << 20  # bytes of a cluster that is started here: only messages pass through it
 
 
@@ -49,7 +49,7 @@ def application(
     access: Access,
     host: str | None = None,
 ) -> Any:
-    """A front and the engines behind it. Replicas announce their caches at `host`, or as Ray knows their machine."""
+    """A front and the engines behind it. Replicas publish events at `host`, or at the address by which Ray knows them."""
     serve = ray_serve()
     from kvpool.server.on_ray.ray_front import Front
 
@@ -80,7 +80,7 @@ def application(
 
 
 def _deployment(serve: Any, kind: type, options: dict[str, Any]) -> Any:
-    """A deployment; what Ray says against its options, in one line."""
+    """A deployment. If Ray refuses its options, raises an error of one line."""
     try:
         return serve.deployment(kind, **options)
     except (TypeError, ValueError) as error:
@@ -88,7 +88,7 @@ def _deployment(serve: Any, kind: type, options: dict[str, Any]) -> Any:
 
 
 def travelling(models: list[ModelSettings]) -> ModelSettings:
-    """The model with paths that mean the same wherever a replica starts."""
+    """The model with absolute paths, which are the same wherever a replica starts."""
     if len(models) != 1:
         raise ConfigError(
             f"{len(models)} models: an application on Ray serves one; start one for each, with name and prefix"
@@ -107,7 +107,7 @@ def travelling(models: list[ModelSettings]) -> ModelSettings:
 
 
 def _needs(device: str | None) -> dict[str, Any]:
-    """What a replica takes of its machine, unless the configuration says: a CPU, and a GPU where there are some."""
+    """What a replica takes of its machine if the configuration does not say: a CPU, and a GPU if there are some."""
     import ray
 
     if device is not None and device.startswith("cuda:"):
@@ -131,12 +131,12 @@ def ray_serve() -> Any:
 def serve_on_ray(
     ray_settings: RaySettings, settings: ServeSettings, models: list[ModelSettings], access: Access, *, quiet: bool
 ) -> None:
-    """Serves until it is told to end."""
+    """Serves until it is interrupted."""
     serve = ray_serve()
     import ray
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    travelling(models)  # refuses what cannot be, before a cluster is started for it
+    travelling(models)  # raises for impossible settings before a cluster is started
     is_own = _join(ray, ray_settings)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -158,7 +158,7 @@ def serve_on_ray(
 
 
 def _join(ray: Any, settings: RaySettings) -> bool:
-    """Joins the cluster of the settings, or the one on this machine, or (True) a new one with room for the replicas."""
+    """Joins the cluster of the settings or the one on this machine, or starts one. Returns whether it started one."""
     where = settings.address or os.environ.get("RAY_ADDRESS")
     if where != "local":
         try:
@@ -185,7 +185,7 @@ def _free_port(host: str) -> int:
 
 
 def _take_down(serve: Any, name: str) -> None:
-    """Ends the application. Ray Serve itself is left to others who have applications there."""
+    """Ends the application. Ray Serve itself goes on, because others may have applications there."""
     serve.delete(name)
     if not serve.status().applications:
         serve.shutdown()

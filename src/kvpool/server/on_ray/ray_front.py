@@ -1,6 +1,6 @@
-"""The front of a Ray Serve application: the same API as on one machine, answered by whichever replica costs least.
+"""The front of a Ray Serve application: the same API as on one machine. The replica with the least cost answers.
 
-A request is sent again only while its client has got nothing, as by `kvpool route`.
+Like `kvpool route`, it sends a request again only while its client has received nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvpool.server.on_ray.engine_replica import Head, scope_for
 from kvpool.server.on_ray.replica_book import Ticket
 
 _DEAD = (ActorDiedError, ActorUnavailableError)
-_MOST_LOST = 3  # replicas that a request may take with it; a machine that dies takes several
+_MOST_LOST = 3  # replicas that may fail with one request; a machine that dies takes several
 log = logging.getLogger("kvpool")
 
 
 class Front:
-    """The ingress deployment, before the `engines`. A request waits for one for `patience` seconds, None: for ever."""
+    """The ingress deployment in front of the `engines`. A request waits `patience` seconds for one; None: without limit."""
 
     def __init__(self, engines: Any, patience: float | None, body_bytes: int) -> None:
         self._engines = engines.options(stream=True)
@@ -70,7 +70,7 @@ class Front:
             raise
 
     async def _answered(self, scope: dict[str, Any], content: bytes, ticket: Ticket) -> Response:
-        """The answer of the replica that fits best, or of the next one."""
+        """The answer of the best replica, or of the next one if that fails."""
         num_lost = num_refused = 0
         while True:
             try:
@@ -87,7 +87,7 @@ class Front:
                 return refusal(503, f"no replica could answer; {num_refused} refused")
 
     async def _forward(self, scope: dict[str, Any], content: bytes, ticket: Ticket) -> Response:
-        """The answer of one replica, from its first bytes on. Raises while another one may still be asked."""
+        """The answer of one replica, from its first bytes on. Raises if another one may still be asked."""
         parts = self._engines.answer.remote(scope, content, ticket)
         head = await self._first(parts, ticket)
         if head.status in ELSEWHERE:
@@ -106,7 +106,7 @@ class Front:
         return answer
 
     async def _first(self, parts: Any, ticket: Ticket) -> Head:
-        """The beginning of an answer. A request that no replica takes is given up; one that is taken may take its time."""
+        """The beginning of an answer. Only waiting for a replica has a time limit, not the answer itself."""
         first = asyncio.ensure_future(parts.__anext__())
         try:
             await asyncio.wait([first], timeout=self._patience)
@@ -119,13 +119,13 @@ class Front:
             raise
 
     async def _tokenized(self, question: dict[str, Any], caller: dict[str, str]) -> dict[str, Any]:
-        """What a replica makes of a prompt; empty where none answers."""
+        """The token ids of a prompt, from any replica; empty if none answers."""
         head = await self._asked("POST", "/tokenize", caller, json.dumps(question).encode())
         said = json.loads(head.body) if head is not None and head.status == 200 else None
         return said if isinstance(said, dict) and are_tokens(said.get("tokens")) else {}
 
     async def _stats(self, caller: dict[str, str]) -> Response:
-        """Replicas, decisions and the index, for whoever may ask a replica for its models."""
+        """Replicas, decisions and the index, for callers who may also list models."""
         ticket = Ticket()
         head = await self._asked("GET", "/v1/models", caller, b"", ticket)
         if head is None or ticket.describe is None:
@@ -137,7 +137,7 @@ class Front:
     async def _asked(
         self, method: str, path: str, caller: dict[str, str], content: bytes, ticket: Ticket | None = None
     ) -> Head | None:
-        """The answer of any replica to a question of the front's own for a caller; None where none answers."""
+        """The answer of any replica to a request that the front makes for a caller; None if none answers."""
         ticket = ticket or Ticket()
         headers = [(b"content-type", b"application/json")] if content else []
         headers += [(name.encode(), value.encode("latin-1")) for name, value in caller.items()]
@@ -152,7 +152,7 @@ class Front:
 
 
 class _Streamed(StreamingResponse):
-    """A stream as it comes. Whatever ends it, the route ends with it, and so does the replica's work."""
+    """A stream. When it ends for any reason, the route and the work of the replica end, too."""
 
     def __init__(self, head: Head, parts: Any, ticket: Ticket) -> None:
         super().__init__(self._all(head, parts), status_code=head.status)
@@ -167,7 +167,7 @@ class _Streamed(StreamingResponse):
 
     @staticmethod
     async def _all(head: Head, parts: Any) -> AsyncIterator[bytes]:
-        """A replica that dies now has said something already, so no other can go on: the client is told."""
+        """All parts. If the replica dies, no other one can go on, because the client has received something: it is told."""
         yield head.body
         try:
             async for part in parts:

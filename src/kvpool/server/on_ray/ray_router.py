@@ -1,4 +1,4 @@
-"""The request router of the engines' deployment: what Ray Serve asks which replica a call goes to."""
+"""The request router of the engines' deployment: Ray Serve asks it to which replica a call goes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvpool.server.on_ray.replica_book import ReplicaBook, Ticket
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends a call to the replica that has most of its prompt cached and least to do, as `kvpool route` does.
 
-    Ray says which replicas there are and retries what none of them accepted. A handle has a router of its own, so each front
-    knows what all replicas hold, and the load that it made itself.
+    Ray says which replicas there are, and retries calls that none of them accepted. Each handle has its own router. So each
+    front knows what all replicas have cached, but only the load that it makes itself.
     """
 
-    # A replica that computes may answer late how many calls it has. To take another one for that costs its cached prefix.
+    # A busy replica may answer late how many calls it has. Choosing another one for that would lose the cached prefix.
     queue_len_response_deadline_s = 5.0
     max_queue_len_response_deadline_s = 10.0
 
@@ -36,9 +36,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._book.remove(replica_id.unique_id)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """The one replica for a call; any of them where the call is not the front's or nothing is known of them."""
+        """The replica for a call. All of them if the call is not from the front or nothing is known of them."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # between one look at full replicas and the next
+            pending_request.routing_context.should_backoff = True  # wait before it asks full replicas again
         tickets = [each for each in (pending_request.args if pending_request else ()) if isinstance(each, Ticket)]
         if not tickets:
             return [candidate_replicas]

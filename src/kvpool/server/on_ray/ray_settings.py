@@ -1,4 +1,4 @@
-"""The section `[ray]` of a configuration: how many replicas, where, and what Ray Serve is told besides.
+"""The section `[ray]` of a configuration: how many replicas, where, and options for Ray Serve.
 
 [ray]
 replicas = 4
@@ -26,7 +26,7 @@ from kvpool.tiers.settings import read_toml
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What runs where. `engines` and `front` go to Ray Serve as they are."""
+    """What runs where. `engines` and `front` are passed to Ray Serve unchanged."""
 
     address: str | None = (
         None  # of a cluster; "local": a new one; None: $RAY_ADDRESS, the one on this machine, or a new one
@@ -35,14 +35,14 @@ class RaySettings:
     prefix: str = "/"  # of its paths
     proxies: str = "EveryNode"  # where Ray listens for clients: HeadOnly, or every machine with replicas
     replicas: int = 1
-    wait_seconds: float = 60.0  # that a request waits for a replica
+    wait_seconds: float = 60.0  # a request waits so long for a replica
     engines: Mapping[str, Any] = field(default_factory=dict)
     front: Mapping[str, Any] = field(default_factory=dict)
     routing: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
-    """The settings of a file and of options, None where they were not given; these override those."""
+    """The settings of a file, overridden by options. An option that is None was not given."""
     table = {} if config is None else read_toml(config).get("ray", {})
     where = f"{config}: [ray]"
     if not isinstance(table, dict):
@@ -70,7 +70,7 @@ def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
 
 
 def _check_count(settings: RaySettings, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """One of the ways to say how many replicas, and not more than one router knows."""
+    """Refuses two settings for the number of replicas, and more replicas than one router can know."""
     scaled = {"num_replicas", "autoscaling_config"} & settings.engines.keys()
     if scaled and ("replicas" in table or given.get("replicas") is not None):
         raise ConfigError(f"[ray.engines] has {min(scaled)}, and replicas is given, too: say it once")

@@ -1,6 +1,6 @@
-"""The replicas of a deployment as they come and go: who they are, what they announce, and which one gets a request.
+"""The replicas of a deployment: follows their events, and chooses the one that gets a request.
 
-The decision is that of `kvpool route`: one `Router` over one `ClusterIndex`, fed by the events of the replicas.
+It decides like `kvpool route`: with one `Router` over one `ClusterIndex`, which follows the events of the replicas.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logging.getLogger("kvpool")
 
 
 class Ticket:
-    """What routing needs of a request, and the route that it got. Any thread may use it: a handle routes in one of its own.
+    """What routing needs of a request, and the route that it got. Several threads use it, because a handle has its own.
 
-    It is an argument of the call, because that is what Ray shows a router; a replica gets None in its place.
+    It is an argument of the call, because Ray shows a router only those. The replica gets None in its place.
     """
 
     def __init__(self, asked: Asked = NOTHING) -> None:
@@ -30,8 +30,10 @@ class Ticket:
         self.failed: set[str] = set()  # replicas that did not answer it
         self.offered: set[str] = set()  # replicas chosen in the current attempt that did not take it
         self.route: Route | None = None
-        self.num_replicas = 0  # to choose from, in the current attempt; 0 while nobody was there to take it
-        self.describe: Callable[[], dict[str, Any]] | None = None  # the router's replicas and decisions, for people
+        self.num_replicas = 0  # replicas to choose from in the current attempt; 0 before one was there
+        self.describe: Callable[[], dict[str, Any]] | None = (
+            None  # the replicas and decisions of the router, for people
+        )
         self._is_over = False
         self._lock = threading.Lock()
 
@@ -65,7 +67,7 @@ class Ticket:
         self.num_replicas = 0
 
     def end(self) -> None:
-        """The request is over, also for a router that still has a replica in mind for it."""
+        """The request is over. If a router chooses a replica for it later, `take` ends that route at once."""
         with self._lock:
             self._is_over = True
             route = self.route
@@ -74,9 +76,9 @@ class Ticket:
 
 
 class ReplicaBook:
-    """Follows replicas by what they say of themselves: `{"block_size": 16, "events": "tcp://…", "replay": "tcp://…", …}`.
+    """Follows the events of replicas by their metadata: `{"block_size": 16, "events": "tcp://…", "replay": "tcp://…", …}`.
 
-    `follow` is for tests: what to follow a replica's events with.
+    `follow` is for tests: it replaces the subscriber to a replica's events.
     """
 
     def __init__(self, routing: RoutingConfig | None = None, *, follow: Callable[..., Any] = NodeSubscriber) -> None:
@@ -89,7 +91,7 @@ class ReplicaBook:
         self._router: Router | None = None
 
     def set(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """All replicas that there are now. One that is not among them any more vanishes with all it held."""
+        """Sets the replicas that there are now. Others are removed with all that they held."""
         for name in self._followers.keys() - replicas.keys():
             self.remove(name)
         for name, said in replicas.items():
@@ -101,7 +103,7 @@ class ReplicaBook:
             self._index = ClusterIndex(said["block_size"])
             self._router = Router(self._index, self._routing)
         for thread in self._leaving:
-            thread.join()  # their places are free then
+            thread.join()  # frees their places
         self._leaving.clear()
         if len(self._followers) == MAX_NODES:
             log.warning("replica %s gets only what the others cannot take: one router knows %d", name, MAX_NODES)
@@ -111,7 +113,7 @@ class ReplicaBook:
         self._followers[name] = self._follow(self._index, name, said["events"], said["replay"])
 
     def remove(self, name: str) -> None:
-        """A replica that died or was stopped. Nothing waits for its follower, which looks up ten times a second."""
+        """Removes a replica that died or was stopped. Its follower ends by itself within a tenth of a second."""
         if (follower := self._followers.pop(name, None)) is None:
             return
         del self._said[name]
@@ -127,9 +129,9 @@ class ReplicaBook:
         self._leaving[-1].start()
 
     def choose(self, ticket: Ticket, among: Collection[str]) -> str | None:
-        """The replica for a request, of those that Ray sees now; None if this book knows none of them.
+        """The replica for a request, out of those that Ray sees now; None if this book knows none of them.
 
-        Those that were tried for it come last: a replica that was full or slow to answer may take it the next time.
+        Replicas that were already tried come last: one that was full or slow may take the request the next time.
         """
         ticket.num_replicas, ticket.describe = len(among), self.described
         if self._router is None:
