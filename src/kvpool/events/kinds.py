@@ -37,8 +37,8 @@ class Stored:
     """Consecutive blocks of one sequence became reusable in one layer group, each the parent of the next.
 
     `parent` is the digest of the block before the first one, None at the start of a sequence. `tokens` holds the tokens
-    of all these blocks; it shares memory with what the producer passed and is read-only. `multimodal` lists the items that
-    some of them are placeholders of, with positions in `tokens`; one that begins in an earlier block has a negative one.
+    of all these blocks; it shares memory with the array of the producer and is read-only. `multimodal` lists the items whose
+    placeholders are among them, with positions in `tokens`. An item that begins in an earlier block has a negative position.
     """
 
     event_id: int

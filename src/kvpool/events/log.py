@@ -1,10 +1,10 @@
-"""Announces what the prefix cache holds to routers, publishers and tests, and costs nothing while nobody listens.
+"""Tells routers, publishers and tests what the prefix cache holds. It costs nothing while nobody listens.
 
 The manager is the producer: under its own lock, and only if `log.listening`, it calls `created`, `stored`, `removed` or
-`updated`. Every subscriber reads the one bounded buffer at its own pace. One that falls too far behind loses the oldest
-events, is told how many, and resynchronises from a snapshot; it never makes the producer wait.
+`updated`. Every subscriber reads the one bounded buffer at its own pace. A subscriber that falls too far behind loses the
+oldest events, is told how many, and resynchronises from a snapshot. It never makes the producer wait.
 
-Locks are taken in one order only, manager then log: the log calls the manager's snapshot source without its own lock.
+Locks are taken in one order only, manager then log. So the log does not hold its own when it asks the manager for a snapshot.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class EventLog:
         self._lock = threading.Lock()  # guards everything below and every subscription
         self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
-        self._buffer = _NewestEvents(1, 1, next_id=1)  # of full size only while somebody listens
+        self._buffer = _NewestEvents(1, 1, next_id=1)  # gets its full size only while somebody listens
         self._subscriptions: list[Subscription] = []
         self._removal_key: tuple[Tier, int, str] | None = None
         self._removed_digests: list[bytes] = []
@@ -166,7 +166,7 @@ class EventLog:
                 self._append(event, len(digests))
 
     def removed(self, digests: Sequence[bytes], *, tier: Tier, group: int, reason: str) -> None:
-        """Blocks left the cache. Merged with the removal just before it if only the digests differ."""
+        """Blocks left the cache. The event is merged with the removal just before it if only the digests differ."""
         if not digests:
             return
         with self._lock:

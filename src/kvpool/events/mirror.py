@@ -1,4 +1,4 @@
-"""The consumer's side of the event stream: what a cache holds, rebuilt from its events."""
+"""The consumer of the event stream: rebuilds what a cache holds from its events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MirroredBlock(NamedTuple):
 class CacheMirror:
     """What a cache holds, rebuilt from its events: {group: {digest: (tier, priority)}}. Not thread-safe.
 
-    A router keeps one per worker and sends a request where `longest_prefix` is largest. It checks what the producer
-    promises and raises `InvariantError` when an event contradicts the ones before it; that event changes nothing.
+    A router keeps one per worker and sends a request where `longest_prefix` is largest. The mirror checks events: it raises
+    `InvariantError` if an event contradicts the ones before it, and ignores that event.
 
     `windows` gives, for each group of sliding-window layers, how many blocks before the next token must be held.
     Such a group may hold a block whose parent has left the cache.
@@ -45,7 +45,7 @@ class CacheMirror:
         self.last_event_id = None
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Follows these events, which must continue the ones applied before."""
+        """Applies these events, which must continue the ones applied before."""
         for event in events:
             # all events of a snapshot carry the id of the last event it includes
             if self.last_event_id is not None and event.event_id - self.last_event_id not in (0, 1):
@@ -61,9 +61,9 @@ class CacheMirror:
             self.last_event_id = event.event_id
 
     def longest_prefix(self, digests: Sequence[bytes], groups: Collection[int] | None = None) -> int:
-        """How many leading blocks of a prompt could be reused: the groups (all that ever stored) hold what they need.
+        """How many of the first blocks of a prompt could be reused: all groups that ever stored hold what they need.
 
-        Sink blocks of a windowed group are not looked for.
+        It does not look for sink blocks of windowed groups.
         """
         chosen = self.blocks if groups is None else groups
         num_tried = len(digests)

@@ -7,9 +7,9 @@
     with CachePool(model, num_bytes=2**30, disk="blocks") as pool:   # prefixes are there after a restart
         model.generate(ids, past_key_values=PagedCache(pool))
 
-The pool watches the model's forward passes: it sees the token ids, cuts off what is cached already, and makes what was
-computed findable. A model wants its keys and values back as rectangles [batch, head, token, element], so each layer gathers
-them from their blocks in every step; `kvpool.engine` reads them in place and is the faster way to serve.
+The pool hooks into the model's forward passes: it sees the token ids, leaves out tokens that are cached, and publishes what
+was computed. A model needs its keys and values as rectangles [batch, head, token, element], so each layer gathers them from
+their blocks in every step. `kvpool.engine` reads them in place and is faster for serving.
 """
 
 from kvpool.hf.cache_pool import CachePool

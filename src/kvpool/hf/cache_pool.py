@@ -1,4 +1,4 @@
-"""CachePool: paged memory for one model of transformers. It watches the model's forward passes and tells their cache."""
+"""CachePool: paged memory for one model of transformers. It hooks into the model's forward passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PooledCache(Protocol):
-    """A cache in a pool, as the pool's look at a forward pass knows it."""
+    """What the pool calls of a cache before and after a forward pass."""
 
     length: int
 
@@ -52,9 +52,9 @@ class CachePool:
 
     Prefixes outlive the process in tiers, as those of the `Engine` do: `disk` is a directory that holds up to `disk_bytes`
     (10 GiB), or an address like `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many processes
-    share (`redis://host`), `tiers` are `KeyedTier`s of your own. They are asked in the order `tiers`, `disk`, `remote`; a
-    call waits for them `tier_timeout` seconds at most, and a tier that fails is a miss. The model's weights must not
-    change while the pool lives: the keys of its blocks depend on them. `close` ends the stores that are in flight.
+    share (`redis://host`), `tiers` are `KeyedTier`s of your own. The pool asks them in the order `tiers`, `disk`, `remote`. A
+    call waits for them `tier_timeout` seconds at most, and a failed tier counts as a miss. The weights must not change while
+    the pool lives, because the keys of its blocks depend on them. `close` finishes the stores in flight.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CachePool:
         own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         shape = inspect_model(model)
         model.set_attn_implementation(own_attention)
-        rotary.thaw(model)  # `max_positions` ends where they change, and the model may run longer texts without a cache
+        rotary.thaw(model)  # they change only beyond `max_positions`; without a cache the model may run longer texts
         layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
         self.manager = KVCacheManager(
@@ -94,7 +94,7 @@ class CachePool:
             weakref.finalize(self, self.tiers.close)  # also at the end of the process: what was computed is stored
         self.is_closed = False
         self._ids = itertools.count()
-        self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that nobody has any more
+        self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that were garbage-collected
         self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
         self._hooks = (
             model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
@@ -136,7 +136,7 @@ class CachePool:
         return drop() if self.tiers is None else self.tiers.transport.forgetting.everything(drop)
 
     def let_go(self, handles: list[KVCacheHandle]) -> None:
-        """Notes sequences to be freed later: garbage may be collected in the middle of an operation of the manager."""
+        """Adds sequences to be freed later, because garbage may be collected during an operation of the manager."""
         self._gone.append(handles)
 
     def release(self, handles: list[KVCacheHandle]) -> None:
@@ -154,7 +154,7 @@ class CachePool:
             self.release(handles)
 
     def close(self) -> None:
-        """Stops watching the model, ends the stores that are in flight and gives the memory back."""
+        """Removes the hooks of the model, finishes the stores in flight and gives the memory back."""
         self.free_gone()
         self.is_closed = True
         for hook in self._hooks:
@@ -174,7 +174,7 @@ class CachePool:
 def _before_forward(
     pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Arguments | None:
-    """The pool's look at a forward pass of its model: room for the new tokens, without those that are cached already."""
+    """The hook before a forward pass: makes room for the new tokens and leaves out cached ones."""
     cache = _cache_of(pool, kwargs)
     if cache is None:
         return None
@@ -208,7 +208,7 @@ def _after_forward(
 
 
 def _cache_of(pool: weakref.ref[CachePool], kwargs: dict[str, Any]) -> PooledCache | None:
-    """The cache of a pass, if it belongs to this pool: a model may have several."""
+    """The cache of a pass, if it belongs to this pool. A model may have several pools."""
     cache, own = kwargs.get("past_key_values"), pool()
     return cache if own is not None and getattr(cache, "pool", None) is own else None
 
@@ -223,24 +223,24 @@ def _plain(tokens: Any) -> Any:
 def num_logits(kwargs: dict[str, Any], num_tokens: int) -> int:
     """How many of the last tokens need logits."""
     wanted = kwargs.get("logits_to_keep")
-    if isinstance(wanted, Tensor) or kwargs.get("labels") is not None:  # of which tokens: counted from the first one
+    if isinstance(wanted, Tensor) or kwargs.get("labels") is not None:  # both name tokens by their index from the first
         return num_tokens
-    return wanted or 1  # a caller that does not say so wants the next token
+    return wanted or 1  # by default the caller wants the next token
 
 
 def irregular_rows(kwargs: dict[str, Any], start: int, num_rows: int, num_tokens: int) -> BoolArray:
-    """Rows whose keys depend on more than the ids up to them: some tokens are masked, or lie at unusual positions."""
+    """Rows whose keys depend on more than their ids, because tokens are masked or have unusual positions."""
     irregular = torch.zeros(num_rows, dtype=torch.bool)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         irregular = (mask == 0).any(-1)
-    elif mask is not None:  # a mask of the caller's own making, which may say anything
+    elif mask is not None:  # a mask of another form, which may mean anything
         irregular.fill_(True)
     if positions is not None:
         usual = torch.arange(start, start + num_tokens, device=positions.device)
         unusual = (positions != usual).any(-1).reshape(-1, positions.shape[-2]).any(0)
         irregular = irregular.to(unusual.device) | unusual
-    return irregular.cpu().numpy()  # at once, at the end: a GPU is waited for
+    return irregular.cpu().numpy()  # only here, because it waits for the GPU
 
 
 def input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

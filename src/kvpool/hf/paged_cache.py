@@ -1,4 +1,4 @@
-"""PagedCache: the `past_key_values` of calls of a model of transformers, in the blocks of a pool."""
+"""PagedCache: a `past_key_values` for models of transformers that keeps keys and values in the blocks of a pool."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from kvpool.tiers.transport.cache_blocks import OfferProgress
 class PagedCache(Cache):  # type: ignore[misc]
     """A `past_key_values` for one call of `generate` (or a conversation of several), in the blocks of a pool.
 
-    Prompts are found by their token ids: rows without padding, at the usual positions, reuse what earlier calls computed, as
-    far as all rows of the batch can (a batch is a rectangle). Reused tokens have no logits (nor hidden states): a model that
-    is called directly gives those of the last token at least, as many as `logits_to_keep` says, or all that `labels` are
-    given for. `scope` isolates tenants. Close it, or let it go, to return its
-    blocks; what it computed stays cached. Beam search and assisted decoding fork and rewind the sequences: nothing is copied
-    but the blocks that are written.
+    It finds prompts by their token ids. Rows without padding, at the usual positions, reuse what earlier calls computed. A
+    batch is a rectangle, so all rows reuse equally many tokens. Reused tokens have no logits and no hidden states. A model
+    that is called directly still returns the logits of the last token, or of as many as `logits_to_keep` or `labels` need.
+    `scope` isolates tenants. Closing or deleting the cache returns its blocks; what it computed stays cached. Beam search
+    and assisted decoding fork and rewind the sequences; only blocks that are written are copied.
     """
 
     def __init__(self, pool: CachePool, scope: ReuseScope | None = None) -> None:
@@ -49,8 +48,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.handles: list[KVCacheHandle] = []
         self.length = 0  # tokens of each row that the model may look back at
         self.num_cached_tokens = 0  # of the first prompt, per row
-        self._irregular: BoolArray = np.zeros(0, np.bool_)  # rows of this pass that others must not find
-        self._offered: dict[Hashable, OfferProgress] = {}  # what of each sequence went to tiers
+        self._irregular: BoolArray = np.zeros(0, np.bool_)  # rows of this pass that must not be published
+        self._offered: dict[Hashable, OfferProgress] = {}  # how much of each sequence was offered to tiers
         self._began = 0.0
         self._step: StepSlots | None = None
         self._places: Tensor | None = None  # slots of every token of every row, flat
@@ -61,8 +60,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     def begin(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> int:
         """Makes room for the next tokens [row, token]; returns how many of them are cached and need no computing.
 
-        The last `num_needed` are computed in any case: somebody wants their logits. `irregular` rows are padded or lie at
-        unusual positions: they reuse nothing, and nobody finds what they compute from here on.
+        The last `num_needed` are always computed, because the caller wants their logits. `irregular` rows are padded or have
+        unusual positions. They reuse nothing, and what they compute from here on is not published.
         """
         if not self._closer.alive:
             raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
@@ -78,7 +77,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         else:
             if num_rows != len(self.handles):
                 raise InvalidArgumentError(f"the cache holds {len(self.handles)} sequences, the batch has {num_rows}")
-            self._cut(self.length)  # a pass that failed left places behind
+            self._cut(self.length)  # a failed pass may have left reserved places
             self.pool.manager.extend_batch(self.handles, num_tokens)
         self._prepare(num_tokens - cached)
         self._began = time.monotonic()
@@ -98,7 +97,7 @@ class PagedCache(Cache):  # type: ignore[misc]
                     if lease is not None:
                         manager.free(lease)
                 if not self.handles[-1].num_written:
-                    tiers = None  # a batch is a rectangle: nothing is reused now
+                    tiers = None  # one row reuses nothing, so no row of the rectangle can
         except Exception:
             self.pool.release(self.handles)
             raise
@@ -124,7 +123,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._places = upload(np.stack(places), plane.device)
 
     def end(self, token_ids: Tensor) -> None:
-        """The pass is over: its tokens are written and final."""
+        """The pass is over: commits its tokens."""
         num_new = token_ids.shape[1]
         stop = self.length + num_new
         manager = self.pool.manager
@@ -142,7 +141,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._step = self._places = None
 
     def _offer(self, tiers: PoolTiers) -> None:
-        """What this pass filled goes to tiers."""
+        """Offers the blocks that this pass has filled to tiers."""
         before, self._offered = self._offered, {}
         for handle in self.handles:
             progress = before.get(handle.request_id)
@@ -174,7 +173,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from what row `beam_idx[i]` was: by forks, which share every block."""
+        """Row i becomes a fork of row `beam_idx[i]`; forks share every block."""
         self._choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -194,7 +193,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.handles[:] = chosen
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forgets the last tokens; as in transformers, a positive number is the length that remains (deprecated there)."""
+        """Forgets the last tokens. As in transformers, a positive number is the remaining length (deprecated there)."""
         number = int(tokens_to_remove)
         self._cut(max(0, self.length + number) if number <= 0 else min(number, self.length))
 
@@ -227,7 +226,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a PagedCache, as transformers wants to see it."""
+    """One layer of a PagedCache, with the interface of transformers."""
 
     is_sliding = False
     is_croppable = True

@@ -1,7 +1,7 @@
 """PoolTiers: a pool loads the prefix of a call from tiers before it computes, and stores what it computed.
 
-A call waits for its prefix, `timeout` seconds at most and no longer than computing it would take once that is known. A tier
-that fails, is late or hangs brings nothing, and the model computes.
+A call waits for its prefix at most `timeout` seconds. Once the pool knows how long computing the prefix would take, the call
+does not wait longer than that either. If a tier fails, is late or hangs, the model computes the prefix.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PoolTiers:
     def load_prefix(
         self, request_id: Hashable, tokens: Int32Array, scope: ReuseScope, latest: float
     ) -> KVCacheHandle | None:
-        """Loads what tiers have of a prompt, until `latest`. Returns a lease on it, which the caller frees; None: nothing."""
+        """Loads what tiers have of a prompt, until `latest`. Returns a lease that the caller frees; None if nothing came."""
         if len(tokens) <= self.transport.keys.block_size:
             return None
         request = Request(request_id, tokens, 1, scope=scope)
@@ -69,7 +69,7 @@ class PoolTiers:
                 return lease
             self._free(lease)
             lease = handle
-            if not fetch.is_part:  # else the rest may come, now that this is used
+            if not fetch.is_part:  # else fetch the rest, now that staging memory is free again
                 return lease
 
     def _write(self, request: Request, fetch: Fetch) -> KVCacheHandle | None:
@@ -91,7 +91,7 @@ class PoolTiers:
             self._manager.free(lease)
 
     def _begin(self, request: Request, latest: float) -> Fetch | None:
-        """What to ask tiers for; None: nothing, or it does not pay."""
+        """The fetch for a prompt; None if there is nothing to ask for, or it does not pay."""
         transport, size, now = self.transport, self.transport.keys.block_size, time.monotonic()
         match = self._manager.match_prefix(request.prompt, request.scope)
         num_tokens = len(request.prompt)
@@ -108,11 +108,11 @@ class PoolTiers:
     # --- blocks go ---------------------------------------------------------------------------------------------------
 
     def begin_offers(self, scope: ReuseScope) -> OfferProgress:
-        """Of a sequence of which nothing was offered."""
+        """The progress of a new sequence: nothing was offered."""
         return self.transport.offers.begin(scope)
 
     def offer(self, handle: KVCacheHandle, progress: OfferProgress) -> None:
-        """Full blocks of a sequence go to tiers, in the background."""
+        """Has the full blocks of a sequence stored in tiers, in the background."""
         num_full = handle.num_committed // self.transport.keys.block_size
         if num_full <= progress.num_blocks or not handle.publishes or self._closed:
             return

@@ -1,4 +1,4 @@
-"""What a manager was asked for: recorded by an observer, written, read, and done again."""
+"""Recordings of the operations of a manager: records, writes, reads and replays them."""
 
 from kvpool.recording.playback import replay_recording
 from kvpool.recording.recorder import TraceRecorder

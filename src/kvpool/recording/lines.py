@@ -1,5 +1,5 @@
-"""Opens files, plain or compressed, and gives their lines with their numbers. A line has a greatest length, so that no file
-takes more memory than that while it is read.
+"""Opens files, plain or compressed, and gives their lines with their numbers. The length of a line is limited, so that no
+file takes more memory than that while it is read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _INPUT_BYTES = 2**10  # decompressed at once; they become 1 MiB at most with gzi
 
 
 class Lines:
-    """The lines of a file with their numbers, one of them looked at ahead; counts broken ones."""
+    """The lines of a file with their numbers. It can look one line ahead, and counts broken lines."""
 
     def __init__(self, path: Path, max_errors: int = 0) -> None:
         self.path, self._max_errors = path, max_errors
         self.broken: list[tuple[int, str]] = []
-        self.number = 0  # of the line that was given last
+        self.number = 0  # of the last line that was returned
         self._stream = open_bytes(path)
         self._next: bytes | None = None
 
@@ -38,7 +38,7 @@ class Lines:
         self._stream.close()
 
     def peek(self) -> bytes:
-        """The next line, which stays the next one; empty at the end of the file."""
+        """The next line, without moving on; empty at the end of the file."""
         if self._next is None:
             self._next = self._read()
             if not self.number and self._next.startswith(_BOM):
@@ -65,7 +65,7 @@ class Lines:
                 yield line
 
     def skip(self, reason: str) -> None:
-        """Notes that the current line is broken; raises when there are too many."""
+        """Records that the current line is broken; raises if there are too many."""
         self.broken.append((self.number, reason))
         if len(self.broken) > self._max_errors:
             shown = "; ".join(f"line {number}: {text}" for number, text in self.broken[:5])
@@ -97,7 +97,7 @@ def _decompressed(stream: BinaryIO) -> BinaryIO:
 
 
 class _Whole(io.RawIOBase):
-    """A stream of which the first bytes were read already: a pipe cannot go back."""
+    """A stream with its first bytes put back. They were read to recognise the compression, and a pipe cannot go back."""
 
     def __init__(self, head: bytes, stream: BinaryIO) -> None:
         self._head, self._stream = head, stream
@@ -116,12 +116,12 @@ class _Whole(io.RawIOBase):
 
 
 class _Members(io.RawIOBase):
-    """Decompresses member after member, little by little. A file that ends inside one is an error, not a shorter file."""
+    """Decompresses member after member, in small parts. A file that ends inside a member raises an error."""
 
     def __init__(self, source: io.RawIOBase, begin: Callable[[], Any], error: type[Exception]) -> None:
         self._source = io.BufferedReader(source, _BUFFER_BYTES)
         self._begin, self._error = begin, error
-        self._member: Any = None  # that has begun and not ended
+        self._member: Any = None  # the member that has begun and not ended
         self._input = b""
         self._output = memoryview(b"")
 

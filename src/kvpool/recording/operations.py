@@ -1,9 +1,9 @@
-"""The lines of a recording, checked: every operation that is given on has the arguments that its verb takes.
+"""Reads and checks the lines of a recording: every operation has the arguments that its verb takes.
 
-One JSON value per line. The first line describes the manager, the last one says how the recording ended; between them is
+Each line is one JSON value. The first line describes the manager, the last one says how the recording ended. Between them is
 one list per operation: a letter (`VERBS`), the time in seconds, and its arguments. Sequences, tenants and sessions are
-numbers. A list of sequences may be null: the same as in the last line that named more than one. Tokens are base64 of
-little-endian int32; those of a prompt are [earlier sequence, how many leading tokens are its, the rest].
+numbers. A list of sequences may be null, which means the same as in the last line that named more than one. Tokens are base64
+of little-endian int32. A prompt is [earlier sequence, how many of its first tokens are shared, the other tokens].
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ Check = Callable[[Any], None]
 
 
 def pack(tokens: Int32Array) -> str:
-    """Tokens as text."""
+    """Writes tokens as text."""
     return base64.b64encode(tokens.astype("<i4").tobytes()).decode()
 
 
 def unpack(text: str) -> Int32Array:
-    """The tokens that `pack` made text of."""
+    """The tokens in a text that `pack` wrote."""
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int32)
     except ValueError:  # no base64, or no multiple of four bytes
@@ -71,7 +71,7 @@ def unpack(text: str) -> Int32Array:
 
 
 class Operations:
-    """The operations of a recording; keeps the prompt of every sequence that a later one may refer to."""
+    """The operations of a recording. It keeps all prompts, because later ones may refer to them."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -86,14 +86,14 @@ class Operations:
         if problem := other_format(header[MAGIC_KEY], VERSION, VERSION, "record it again"):
             raise TraceError(f"{self.name} {problem}")
         self.header: dict[str, Any] = header
-        self.end: dict[str, Any] | None = None  # the last line; None while it is not reached, or was never written
+        self.end: dict[str, Any] | None = None  # the last line; None before it is reached, or if it is missing
 
     def __iter__(self) -> Iterator[list[Any]]:
         for line in self._iterator:
             operation = self._parse(line)
             if isinstance(operation, dict):
                 self.end = operation
-                if next(self._iterator, None) is not None:  # asked for in any case: it checks the end of compression
+                if next(self._iterator, None) is not None:  # this also checks the end of the compression
                     raise self.broken("it follows the end")
                 return
             try:
@@ -109,18 +109,18 @@ class Operations:
             raise self.broken(error) from None
 
     def broken(self, reason: object) -> TraceError:
-        """The error for the present line."""
+        """The error for the current line."""
         return TraceError(
             f"line {self._lines.number} of {self.name} is broken ({reason}); a recording needs all its lines"
         )
 
     @property
     def place(self) -> str:
-        """The present line, in words."""
+        """The current line, in words."""
         return f"line {self._lines.number} of {self.name}"
 
     def notes(self) -> list[str]:
-        """What is missing; to be asked when all operations were read."""
+        """Sentences about what is missing. Call it when all operations were read."""
         found = []
         if runs := self.header.get("cached_runs"):
             found.append(f"{show(runs)} cached runs are older than the recording: what was reused of them is missing")
@@ -141,7 +141,7 @@ class Operations:
         return serials
 
     def tokens(self, prefix: list[Any]) -> Int32Array:
-        """Tokens from what they share with an earlier prompt, and the rest."""
+        """Tokens, from the part that they share with an earlier prompt and the rest."""
         shared_with, num_shared, packed = prefix
         rest = unpack(packed)
         if rest.min(initial=0) < 0:
@@ -154,7 +154,7 @@ class Operations:
         return np.concatenate((shared[:num_shared], rest))
 
     def prompt(self, serial: int, prefix: list[Any] | None) -> Int32Array | None:
-        """The tokens of a new sequence, remembered for those that share them; None if only their number is known."""
+        """The tokens of a new sequence, kept for later ones that share them; None if only their number is known."""
         if prefix is None:
             return None
         found = self._prompts[serial] = self.tokens(prefix)

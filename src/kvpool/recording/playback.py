@@ -1,4 +1,4 @@
-"""A recording that a `TraceRecorder` made, read as a trace or done again on a fresh manager. Its lines: `operations.py`."""
+"""Replays a recording of a `TraceRecorder` on a new manager. `operations.py` describes its lines."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tie
 
 
 def header_of(manager: KVCacheManager) -> dict[str, Any]:
-    """What is needed to build the same manager again, as plain data."""
+    """What is needed to make the same manager again, as plain data."""
     config, stats = manager.config, manager.stats()
     pools = {name: [p.total for p in stats.pools if p.tier == tier] for name, tier in _BUDGETS.items()}
     return {
         MAGIC_KEY: VERSION,
         "policy": manager.inspect.policy_name,
-        "cached_runs": stats.num_cached_runs,  # before the first line: a replay does not have them
+        "cached_runs": stats.num_cached_runs,  # cached before the recording, so a replay does not have them
         "layers": [asdict(layer) for layer in config.layers],
         **{name: getattr(config, name) for name in _SWITCHES},
         **{name: blocks for name, blocks in pools.items() if blocks},
@@ -57,7 +57,7 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
 
 
 def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[[], float]) -> KVCacheManager:
-    """A fresh manager like the recorded one; `policy` replaces its policy, and with it what eviction saves."""
+    """A new manager like the recorded one. `policy` replaces its policy and its objective."""
     layers = header.get("layers")
     known = {field.name for field in fields(LayerSpec)}
     if not isinstance(layers, list) or not all(isinstance(plain, dict) and known >= set(plain) for plain in layers):
@@ -86,10 +86,10 @@ def recorded_scope(numbers: list[int] | None) -> ReuseScope:
 
 
 def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:
-    """Does again, on a fresh manager, everything that was recorded; its counters are those of the recorded one.
+    """Repeats all recorded operations on a new manager. Its counters are then those of the recorded one.
 
-    With another `policy` the same operations run against another order of eviction. An operation that does not fit any
-    more then raises, as it would have in the engine.
+    With another `policy` the same operations run with another order of eviction. An operation that does not fit any more
+    raises, as it would have in the engine.
     """
     return play_recording(path, policy)[0]
 
@@ -111,7 +111,7 @@ class _Player:
         except KVPoolError as error:
             raise TraceError(f"{operations.place} describes no manager: {error}") from None
         self.handles: dict[int, KVCacheHandle] = {}
-        self.longest = 0  # no sequence has more tokens
+        self.longest = 0  # tokens of the longest sequence
         self.pins: dict[int, Pin] = {}
 
     def run(self) -> CacheStats:
@@ -136,7 +136,7 @@ class _Player:
         return self._all([serial])[0]
 
     def _check_tables(self, num_tokens: int, more_sequences: int = 0) -> None:
-        """A line of some bytes may ask for a sequence of any length: refuses tables that would fill the memory."""
+        """Refuses block tables that would fill the memory: a short line may ask for a sequence of any length."""
         num_groups, num_rows, columns = self.manager.inspect.table_shape
         if len(self.handles) + more_sequences > MAX_SEQUENCES:
             raise TraceError(f"more than {MAX_SEQUENCES:,} sequences would be live")
@@ -153,8 +153,8 @@ class _Player:
         num_tokens += more.get("lookahead", 0) + more.get("cross_tokens", 0)
         self._check_tables(num_tokens, 1)
         self.longest = max(self.longest, num_tokens)
-        # Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens. A
-        # recording hides that order and names the choice instead.
+        # If several blocks share equally many tokens with a prompt, the tree takes a neighbour in the order of the tokens. A
+        # recording hides that order, so it names the chosen block.
         self.manager._state.cache.tree.given_source = more.pop("source", None)
         scope = recorded_scope(more.pop("scope", None))
         if "session" in more:

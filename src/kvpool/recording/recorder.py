@@ -1,4 +1,4 @@
-"""Records what an engine asks of its manager, so that it can be replayed; prompts cannot be read back from the file."""
+"""Records the operations of a manager for a replay. Nobody can read prompts from the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpool.sequences.handle import KVCacheHandle
 
 DEFAULT_MAX_BYTES = 2**30
 MAX_PENDING = 2**17  # operations that may wait for the writer
-_WAKE_AT = 256  # waiting operations for which the writer is woken; fewer are written when it looks for itself
+_WAKE_AT = 256  # so many waiting operations wake the writer; it writes fewer when it looks by itself
 _LOOK_EVERY = 0.25  # seconds
 
 Operation = tuple[Any, ...]
@@ -32,11 +32,11 @@ Operation = tuple[Any, ...]
 class TraceRecorder:
     """Follows a manager from `attach` to `close` and writes a recording. `.gz` and `.zst` paths are compressed.
 
-    The calling thread only puts references and small copies into a queue; a thread of the recorder hashes and writes. The
-    file ends cleanly when it reaches `max_bytes` (before compression) or the writer falls too far behind; `stopped_because`
-    says so. Operations are written in the order in which the manager carried them out. Tokens are hidden together with
-    their order, so where several cached blocks share equally many tokens with a prompt, the file names the one that
-    partial matching took.
+    The calling thread only puts references and small copies into a queue. A thread of the recorder hashes and writes. The
+    file ends cleanly when it reaches `max_bytes` (before compression) or when the writer falls too far behind;
+    `stopped_because` says so. Operations are written in the order in which the manager did them. The file hides tokens and
+    their order. So if several cached blocks share equally many tokens with a prompt, it names the one that partial matching
+    took.
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> from kvpool.recording import replay_recording
@@ -67,7 +67,7 @@ class TraceRecorder:
     def attach(self, manager: KVCacheManager) -> TraceRecorder:
         """Starts to follow a manager, which must have no live requests.
 
-        What is cached already is not recorded: attach to a fresh manager for an exact replay.
+        It does not record what is cached already, so attach to a new manager for an exact replay.
         """
         if self._manager is not None:
             raise InvalidArgumentError("this recorder follows a manager already; make another one")
@@ -82,7 +82,7 @@ class TraceRecorder:
         return self
 
     def close(self) -> None:
-        """Lets go of the manager, writes what is waiting and ends the file."""
+        """Stops following the manager, writes what waits and ends the file."""
         if self._thread is None:
             return
         self._stop_observing()
@@ -100,12 +100,12 @@ class TraceRecorder:
     # --- in the threads that use the manager -------------------------------------------------------------------------
 
     def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
-        """Notes an operation, with copies of what its caller may change later."""
+        """Queues an operation, with copies of what its caller may change later."""
         if self.stopped_because is not None:
             return
         noted = _NOTED[verb](result, *arguments)
         pending = self._pending
-        when = (moment_of(now) - self._started) / MOMENTS_PER_SECOND  # on the grid of policies, which go by the time
+        when = (moment_of(now) - self._started) / MOMENTS_PER_SECOND  # rounded as policies round the time
         pending.append((noted[0], when, *noted[1:]))
         if len(pending) >= _WAKE_AT:
             self._wake.set()
@@ -156,18 +156,18 @@ def _committed(_: None, batch: SequenceBatch, tokens: Any, counts: Int64Array | 
 
 
 def _copied(values: Any) -> Any:
-    """Tokens or counts as they are now, whatever the caller does with them later."""
+    """A copy of tokens or counts, because the caller may change them later."""
     if values is None or isinstance(values, (int, np.integer)):
         return values
     return values.copy() if isinstance(values, np.ndarray) else list(values)
 
 
 def _written(seconds: float | None) -> float | None:
-    """A time as JSON: it has no infinity, so the longest time of a recording stands for it."""
+    """A time as JSON, which has no infinity: the longest time of a recording stands for it."""
     return None if seconds is None else min(seconds, MAX_SECONDS)
 
 
-# What is noted of each verb: its letter, then what `RecordingWriter` needs; made of its result and its own arguments.
+# What is queued for each verb: its letter, then what `RecordingWriter` needs of its result and arguments.
 _NOTED: dict[str, Callable[..., Operation]] = {
     "allocate": _allocated,
     "commit_batch": _committed,

@@ -1,8 +1,8 @@
 """Writes a recording: hashes tokens, finds prefixes that were written before, and turns operations into lines.
 
-A token is written as a keyed hash of itself and everything before it: equal prefixes look equal and nothing else can be
-seen, not even how often a word occurs. The key is random, stays in memory and dies with the recorder. (The hash is a keyed
-64-bit mix cut to 31 bits, made to be cheap; it is not a cryptographic MAC.)
+A token is written as a keyed hash of itself and everything before it. So equal prefixes are equal in the file, and nothing
+else is visible, not even how often a word occurs. The key is random and stays in memory, as long as the recorder lives. (The
+hash is a keyed 64-bit mix cut to 31 bits. It is cheap, and no cryptographic MAC.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Handles = Sequence[KVCacheHandle]
 Items = Sequence[MultimodalItem] | None
 
 _TOKEN_BITS, _DROPPED_BITS = np.uint64(31), np.uint64(33)
-_LAST_ID = np.uint64(MAX_TOKEN_ID - 1)  # the largest id stays free: traces end requests with it
+_LAST_ID = np.uint64(MAX_TOKEN_ID - 1)  # the largest id is not used, because traces end requests with it
 _ROUNDS = tuple(
     (np.uint64(factor), np.uint64(shift))
     for factor, shift in ((0x9E3779B97F4A7C15, 30), (0xBF58476D1CE4E5B9, 27), (0x94D049BB133111EB, 31))
@@ -57,7 +57,7 @@ class PrefixHash:
     def sums(self, tokens: Int32Array, first: int, base: int, items: Items = None) -> UInt64Array:
         """Running sums at positions `first...`, continuing from `base`, the sum before them.
 
-        A multimodal item changes what its first token adds, so that everything from there on differs from other items'.
+        A multimodal item changes what its first token adds, so that everything from there on differs for another item.
         """
         steps = self.steps(tokens, np.arange(first, first + len(tokens), dtype=np.uint64))
         for item in items or ():
@@ -89,7 +89,7 @@ class PrefixHash:
 
 
 class _Batch:
-    """The sequences that decode together: a step hashes one token of each, without looking at them one by one."""
+    """The sequences that decode together. A step hashes one token of each in array operations."""
 
     def __init__(self, handles: Handles, histories: list[array[int]], num_tokens: Int64Array) -> None:
         self.handles = handles
@@ -116,13 +116,13 @@ class _Batch:
 
 
 class RecordingWriter:
-    """Runs in the recorder's thread. `write` takes operations as the manager's verbs left them, oldest first."""
+    """Writes operations in the recorder's thread. `write` takes them as `TraceRecorder` queued them, oldest first."""
 
     def __init__(self, stream: BinaryIO, header: dict[str, Any], max_bytes: int) -> None:
         self._stream, self._left = stream, max_bytes
         self._hash = PrefixHash()
         self._block_size: int = header["block_size"]
-        # Live sequences: the sum behind so many of their known tokens. It begins with the number of their scope.
+        # Live sequences: the running sums of their known tokens, which begin with the number of their scope.
         self._histories: dict[int, array[int]] = {}
         self._known: dict[int, int] = {}  # sum at the end of a block of a prompt -> the sequence that had it first
         self._scopes: dict[ReuseScope, int] = {ReuseScope(): 0}
@@ -163,7 +163,7 @@ class RecordingWriter:
         return None if name is None else self._names.setdefault((kind, name), len(self._names))
 
     def _scope(self, scope: ReuseScope) -> list[int | None] | None:
-        """(tenant, scope) as numbers, and a 1 behind them if it names an encoder's input; None for the default."""
+        """(tenant, scope) as numbers, followed by 1 if the scope names an encoder's input; None for the default scope."""
         if scope == ReuseScope():
             return None
         numbers = [self._number("tenant", scope.tenant), self._scopes.setdefault(scope, len(self._scopes))]
@@ -207,7 +207,7 @@ class RecordingWriter:
         return self._hash.sums(as_token_array(tokens), 0, self._base(scope), items)
 
     def _prefix(self, sums: UInt64Array, serial: int | None) -> list[Any]:
-        """Tokens as what they share with an earlier prompt, and the rest. Remembered under `serial`, if there is one."""
+        """Tokens as a reference to an earlier prompt, and the rest. Later prompts may refer to them by `serial`."""
         ends = sums[self._block_size - 1 :: self._block_size].tolist()
         num_blocks, owner = self._shared(ends)
         if serial is not None and len(self._known) < _KNOWN_PREFIXES:
@@ -216,7 +216,7 @@ class RecordingWriter:
         return [owner, num_shared, pack(self._hash.ids(sums[num_shared:]))]
 
     def _shared(self, ends: list[int]) -> tuple[int, int]:
-        """How many leading blocks an earlier prompt had, and which; by bisection, since known prefixes are nested."""
+        """How many of the first blocks an earlier prompt had, and which prompt. Prefixes are nested, so it bisects."""
         low, high = 0, len(ends)
         while low < high:
             middle = (low + high) // 2
@@ -252,7 +252,7 @@ class RecordingWriter:
         return [serials, numbers, pack(self._hash.ids(np.concatenate(written)) if written else _NOTHING)]
 
     def _decode(self, handles: Handles, before: Int64Array, tokens: Int32Array) -> UInt64Array | None:
-        """One token for each sequence of the batch that decoded last; None if it is another one, or was rewound since."""
+        """One token for each sequence of the last decoded batch; None if the batch is another one, or was rewound."""
         batch = self._decoding
         if batch is None or batch.handles is not handles or not np.array_equal(batch.num_tokens, before):
             return None
@@ -261,7 +261,7 @@ class RecordingWriter:
         return sums
 
     def _settle(self) -> None:
-        """Ends the batch that decoded last: its histories are read or changed now."""
+        """Ends the last decoded batch, because its histories are read or changed now."""
         if self._decoding is not None:
             self._decoding.settle()
             self._decoding = None
@@ -292,7 +292,7 @@ class RecordingWriter:
 
 
 def _put_sums(history: array[int], position: int, sums: UInt64Array) -> None:
-    """The tokens from `position` on are known; what is known behind them stays as it is."""
+    """Sets the sums of tokens from `position` on; later ones stay as they are."""
     history[position + 1 : position + 1 + len(sums)] = array("Q", sums.tobytes())
 
 

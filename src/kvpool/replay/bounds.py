@@ -1,9 +1,9 @@
-"""What no policy can beat: an infinite cache, and the optimum of the sequential model for a given size.
+"""Bounds that no policy can beat: an infinite cache, and the optimum of the sequential model for a given size.
 
-The optimum is Belady's: of the blocks that the current request does not hold, the one whose next use is farthest away
-leaves first, and of equals the deepest. A request that touches a block touches everything before it, so a parent's next
-use is never later than a child's, and the optimum keeps the cache closed under prefixes by itself: it is exact for the
-model that `simulate` runs, not a relaxation.
+The optimum is Belady's. Of the blocks that the current request does not hold, it evicts the one whose next use is farthest
+away, and of equals the deepest. A request that uses a block uses everything before it, so the next use of a parent is never
+later than that of a child. So the optimum never evicts a parent before its child: it is exact for the model that `simulate`
+runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpool.replay.trace import Trace
 
 USUAL_TIME = PrefillTime()
 INFINITE, OPTIMUM, FLAT_FIFO = "infinite", "optimum", "fifo-flat"
-MODELS = (INFINITE, OPTIMUM, FLAT_FIFO)  # names that stand beside policies but are computed without a manager
+MODELS = (INFINITE, OPTIMUM, FLAT_FIFO)  # names that may be used like policies, but need no manager
 
 
 def run_model(
@@ -28,8 +28,8 @@ def run_model(
 ) -> ReplayResult:
     """The row of one bound (or of the flat FIFO), block by block of the trace.
 
-    The optimum of a GPU with lower tiers is that of one cache as large as all of them: what leaves one tier goes to the next
-    and comes back when it is used. By tier it says what each adds to the optimum of those above it.
+    The optimum of a GPU with lower tiers is that of one cache as large as all of them, because evicted blocks go to the next
+    tier and come back when they are used. The hits of a tier are what it adds to the optimum of the tiers above it.
     """
     if name not in MODELS:
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
@@ -67,12 +67,12 @@ def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int, time: P
 
 
 def _dense(trace: Trace) -> Trace:
-    """The same trace with ids from 0 on: what follows has an entry for every number below the largest id."""
+    """The same trace with consecutive ids from 0 on, because the following lists have an entry for every id."""
     return replace(trace, ids=np.unique(trace.ids, return_inverse=True)[1].astype(np.int32))
 
 
 def _infinite_hits(trace: Trace) -> Int32Array:
-    """A block hits when it was seen before; in a request these are the leading ones."""
+    """A block hits if it was seen before. In a request these are the first blocks."""
     seen = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.bool_)
     hits = np.zeros(len(trace), np.int32)
     for index in range(len(trace)):
@@ -94,7 +94,7 @@ def next_uses(trace: Trace) -> Int64Array:
 
 
 def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
-    """Evicts the farthest next use. Entries of the heap that a later use has overtaken are dropped when met."""
+    """Evicts the block with the farthest next use. Outdated entries of the heap are dropped when they come up."""
     following = next_uses(trace).tolist()
     size = int(trace.ids.max(initial=-1)) + 1
     next_use = [-1] * size  # of a resident block; -1: not resident
@@ -109,7 +109,7 @@ def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
         hits[index] = count
         missing = {block for block in ids[count:] if next_use[block] < 0}
         excess = resident + len(missing) - capacity
-        # A block of this request has next use `index`, the nearest of all: it is not reached
+        # Blocks of this request have the nearest next use of all, `index`, so they are never chosen
         while excess > 0 and heap:
             distance, _, block = heap[0]
             if next_use[block] != -distance or -distance == index:
@@ -130,7 +130,7 @@ def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
 
 
 def _flat_fifo_hits(trace: Trace, capacity: int) -> Int32Array:
-    """First in, first out without the tree: a parent may leave before its children, which then only take up room."""
+    """First in, first out without the tree: a parent may be evicted before its children, which are then useless."""
     inserted = [-1] * (int(trace.ids.max(initial=-1)) + 1)  # request that inserted a resident block
     queue: list[tuple[int, int, int]] = []  # (request, -depth, block)
     hits = np.zeros(len(trace), np.int32)

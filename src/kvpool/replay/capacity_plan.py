@@ -1,4 +1,4 @@
-"""Capacity planning: what fits on a GPU, what lower tiers add, and from where on loading beats computing again."""
+"""Capacity planning: what fits on a GPU, what lower tiers add, and from which length on loading beats computing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked: a model, GPUs (or a machine that was measured), and how it will be used."""
+    """The question: a model, GPUs (or a measured machine), and how it will be used."""
 
     model: str | Path | Mapping[str, Any]
     gpu: str | None = None
@@ -64,7 +64,7 @@ class PlanRequest:
 
 @dataclass
 class Plan:
-    """The answer: numbers by name, and for each of them the sentence that explains it."""
+    """The answer: numbers by name, each with a sentence that explains it."""
 
     numbers: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
@@ -238,7 +238,7 @@ def _break_even(token: float, pair: float, latency: float, load: float) -> float
 
 
 def knee(capacities: list[int], ratios: list[float]) -> int:
-    """The capacity behind which more of it buys little: farthest above the line from the first to the last point.
+    """The capacity after which more gains little: the point farthest above the line from the first to the last point.
 
     Capacities count by their logarithm. With a flat curve the smallest is the answer.
     """
@@ -257,7 +257,7 @@ def knee(capacities: list[int], ratios: list[float]) -> int:
 
 
 def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[str, int]:
-    """The knee of the part of a hit curve that fits on the GPU, and of the part behind it, which lower tiers would hold.
+    """The knee of the part of a hit curve that fits on the GPU, and of the rest, which lower tiers would hold.
 
     >>> knees([1, 2, 4, 8, 16, 32], [0.1, 0.3, 0.31, 0.32, 0.6, 0.61], gpu_blocks=8)
     {'on the GPU': 2, 'with lower tiers': 16}

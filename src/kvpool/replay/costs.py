@@ -1,7 +1,7 @@
-"""What a model should cost on a GPU: data sheets of GPUs, parameters counted from a config.json, seconds from both.
+"""Expected costs of a model on a GPU, from the data sheet of the GPU and the parameters counted from a config.json.
 
-Norms and biases are not counted (below 0.1 % of any model that matters), nor are vision towers and other parts beside the
-language model. What a machine was measured to cost is in `kvpool.scheduling`.
+Norms and biases do not count (less than 0.1 % of usual models), nor do vision towers and other parts beside the language
+model. Measured costs of a machine are in `kvpool.scheduling`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvpool.config.model_config import layers_from_hf, load_config, without_stat
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import LinearCostModel
 
-# What to expect of a data sheet. Memory and link are what kvpool's own engine reached on an H200 (docs/benchmarks-engine.md):
-# copies move 4.25 of 4.8 TB/s, and a compiled decode step takes 1.36 times as long as reading its bytes at that speed;
-# swaps move 54.5 of 64 GB/s. Compute was not measured: half of the dense peak is what long prefills usually reach.
+# The share of a data-sheet figure to expect. Memory and link were measured with kvpool's engine on an H200
+# (docs/benchmarks-engine.md): copies move 4.25 of 4.8 TB/s, and a compiled decode step takes 1.36 times as long as reading its
+# bytes at that speed; swaps move 54.5 of 64 GB/s. Compute was not measured: long prefills usually reach half of the dense peak.
 COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.65
 LINK_EFFICIENCY = 0.85
@@ -45,17 +45,17 @@ class GPU(NamedTuple):
     link_bytes_per_second: float
 
     def flops(self, weight_bytes: float) -> float:
-        """What prefill may be expected to reach with weights of this size per element."""
+        """FLOP/s to expect of prefill, with weights of this size per element."""
         return COMPUTE_EFFICIENCY * (self.flops_8bit if weight_bytes <= 1 else self.flops_16bit)
 
     @property
     def decode_bytes_per_second(self) -> float:
-        """What decoding may be expected to read."""
+        """Bytes per second to expect of decoding."""
         return MEMORY_EFFICIENCY * self.memory_bytes_per_second
 
     @property
     def swap_bytes_per_second(self) -> float:
-        """What large pinned copies to or from the host may be expected to reach."""
+        """Bytes per second to expect of large pinned copies to or from the host."""
         return LINK_EFFICIENCY * self.link_bytes_per_second
 
 
@@ -83,7 +83,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """A GPU by its name, in any case, with or without dashes."""
+    """A GPU by its name, in upper or lower case, with or without dashes."""
     key = name.strip().lower().replace("_", "-").replace(" ", "")
     found = GPUS.get(key) or GPUS.get(key.replace("-", ""))
     if found is None:
@@ -94,7 +94,7 @@ def find_gpu(name: str) -> GPU:
 
 
 class Weights(NamedTuple):
-    """Parameters in total, those that one token uses (fewer with experts), and what the file says about their size."""
+    """Parameters in total, those that one token uses (fewer with experts), and their size as the file says."""
 
     total: int
     active: int
@@ -210,7 +210,7 @@ def costs_for(
     num_gpus: int = 1,
     weight_bytes: float | None = None,
 ) -> tuple[LinearCostModel, Sequence[LayerSpec]]:
-    """Costs expected of a GPU: prefill bound by compute, decoding by memory bandwidth. And the model's layers."""
+    """The expected costs on a GPU (prefill bound by compute, decoding by memory bandwidth), and the model's layers."""
     device, weights = find_gpu(gpu), count_weights(model)
     per_parameter = weight_bytes or weights.bytes_per_parameter
     layers = without_states(layers_from_hf(model, dtype=kv_dtype))

@@ -1,7 +1,7 @@
-"""A workload through a whole cluster: real managers, their events, the real index and the real router; only time is made up.
+"""Replays a workload on a whole cluster: real managers, their events, the real index and router; only time is simulated.
 
-Nodes stand in cells of up to 64, each with an index and a router. Cells share nothing, so one can stand for all of them: it
-gets the conversations that fall to it, and its hits are compared with those of one cache that has seen everything.
+Nodes form cells of up to 64, each with an index and a router. Cells share nothing, so one cell is simulated for all of them.
+It gets its share of the conversations. Its hits are compared with those of one infinite cache that sees everything.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvpool.replay.trace import Trace, TraceRequest
 
 ROUTINGS = ("prefix", "session", "round-robin")
 _HASH_BYTES, _TOKEN_BYTES = 9, 5  # of a number on the wire, at most
-_LEADING = 3  # ids that tell conversations apart where the trace does not name them
+_LEADING = 3  # first ids, which tell conversations apart if the trace does not name them
 
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """A cluster: how many nodes with how many blocks each, how requests find one, and how fast a node is."""
+    """A cluster: how many nodes with how many blocks each, how requests are routed, and how fast a node is."""
 
     nodes: int
     capacity: int
@@ -44,7 +44,7 @@ class FleetConfig:
     policy: str = "lru"
     prefill_tokens_per_second: float = 10_000.0
     decode_tokens_per_second: float = 40.0
-    event_seconds: float = 0.05  # until the router has heard of what a node does
+    event_seconds: float = 0.05  # until the router knows of a change in a node
 
     def __post_init__(self) -> None:
         check_int(self.nodes, "nodes", 1, 1 << 20, InvalidArgumentError)
@@ -61,7 +61,7 @@ class FleetConfig:
 
 @dataclass
 class FleetResult:
-    """What one cell of a cluster reused, against one infinite cache for the whole cluster, and what that cost the router."""
+    """What one cell of a cluster reused, compared with one infinite cache for the cluster, and the work of the router."""
 
     trace: str
     routing: str
@@ -71,13 +71,13 @@ class FleetResult:
     requests: int  # of this cell
     requested_blocks: int
     hit_blocks: int
-    ideal_blocks: int  # that one infinite cache for the whole cluster would hit
+    ideal_blocks: int  # hits of one infinite cache for the whole cluster
     share_of_ideal: float
     index_blocks: int
     index_bytes: int
     event_bytes_per_second: float  # of one node, at most
     busiest_over_mean: float  # requests of the busiest node over those of the mean
-    mean_seconds_to_first_token: float  # where a node computes one prompt after the other
+    mean_seconds_to_first_token: float  # if a node computes one prompt after the other
     p95_seconds_to_first_token: float
     decisions_per_second: float | None  # of CPU time; None where no router decides
 
@@ -87,7 +87,7 @@ class FleetResult:
 
 
 def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], None] | None = None) -> FleetResult:
-    """Runs the requests of the cluster's first cell; those of other cells count for the ideal only.
+    """Runs the requests of the first cell. Those of other cells count only for the ideal.
 
     >>> from kvpool.replay.trace import TraceBuilder
     >>> trace = TraceBuilder("tiny", unit=16).add(0, [1, 2], 32, 0).add(9e3, [1, 2, 3], 48, 0).build()
@@ -100,7 +100,7 @@ def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], 
 
 
 class _FleetNode:
-    """One machine: its cache, and the events that are on their way."""
+    """One machine: its cache, and events that the router has not received yet."""
 
     def __init__(self, config: FleetConfig, clock: Callable[[], float]) -> None:
         cache = KVCacheConfig([LayerSpec(1, 1)], 1, gpu_blocks=config.capacity, watermark=0.0, partial_match=False)
@@ -112,8 +112,8 @@ class _FleetNode:
         self.free_at = 0.0  # when its queue is empty
 
     def serve(self, name: int, ids: Int32Array) -> tuple[int, list[WireEvent]]:
-        """One request: how many of its blocks were cached, and what there is to announce."""
-        ids = ids[: self.capacity]  # longer prompts than the cache: their beginning
+        """Serves one request: how many of its blocks were cached, and the events to publish."""
+        ids = ids[: self.capacity]  # of a prompt that is longer than the cache only the beginning
         handle = self.manager.allocate(name, ids)
         self.manager.commit(handle)
         self.manager.free(handle)
@@ -126,7 +126,7 @@ class _FleetNode:
 
 
 def _weights(unit: int) -> RoutingConfig:
-    """The weights of the router where an id stands for so many tokens."""
+    """The weights of the router if an id stands for so many tokens."""
     usual = RoutingConfig()
     return replace(
         usual,
@@ -175,7 +175,7 @@ class _Cell:
         return self._result(hit, ideal, requested, num_own)
 
     def _num_seen(self, ids: Int32Array) -> int:
-        """Leading blocks that were in any prompt before."""
+        """How many of the first blocks were in an earlier prompt."""
         known = 0
         for block in ids.tolist():
             if block not in self.seen:
@@ -209,7 +209,7 @@ class _Cell:
         return hits
 
     def _time(self, node: _FleetNode, route: Route | None, num_computed: int, num_output: int) -> None:
-        """When the prompt is computed, behind those before it, and when the answer is over."""
+        """When the prompt is computed, after those before it, and when the answer is over."""
         config = self.config
         node.free_at = max(self.now, node.free_at) + num_computed * self.trace.unit / config.prefill_tokens_per_second
         first = node.free_at - self.now

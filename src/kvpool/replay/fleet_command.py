@@ -30,7 +30,7 @@ def fleet(
     json: opt.Json = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Sends a trace to a cluster: what it reuses of what one infinite cache would, and what the router needs for it.
+    """Replays a trace on a cluster: what it reuses, compared with one infinite cache, and what the router needs for it.
 
     \b
     kvpool fleet TRACE --nodes 16,100 --capacity 2k --routing prefix,round-robin

@@ -26,7 +26,7 @@ from kvpool.scope import ReuseHint, known_stop
 FORMATS = ("mooncake", "tokens", "azure", "recording")
 DEFAULT_MAX_ERRORS = 10
 DEFAULT_UNIT = 512  # tokens of a Mooncake block
-MAX_TIMESTAMP = 2**53  # milliseconds; beyond it a float does not tell one from the next
+MAX_TIMESTAMP = 2**53  # milliseconds; a float cannot hold larger ones exactly
 MAX_NAME = 1024  # characters that name a session or a tenant
 _SNIFFED_REQUESTS = 256
 _TOKEN_KEYS = ("tokens", "token_ids", "prompt_token_ids")
@@ -47,9 +47,9 @@ def read_trace(
 ) -> Trace:
     """The trace in a file, whose format and compression are recognised by its content.
 
-    `block_size` is the number of tokens behind each id of a Mooncake trace (by default it is inferred from the lengths).
-    Broken lines are skipped and noted in `trace.problems`; more than `max_errors` of them raise `TraceError`, and so do a
-    damaged compression and a line of more than 32 MiB. `limit` stops after so many requests.
+    `block_size` is the number of tokens of each id of a Mooncake trace (by default it is inferred from the lengths). Broken
+    lines are skipped and listed in `trace.problems`. More than `max_errors` of them raise `TraceError`; so do damaged
+    compression and a line of more than 32 MiB. `limit` stops after so many requests.
     """
     file = Path(path)
     if format not in ("auto", *FORMATS):
@@ -78,7 +78,7 @@ def _recognise(first: bytes) -> str:
     try:
         record = parse_json(first)
     except InvalidArgumentError:
-        return "mooncake"  # the first line alone may be broken: it is reported like any other
+        return "mooncake"  # if only the first line is broken, it is reported like any other
     if isinstance(record, dict):
         if MAGIC_KEY in record:
             return "recording"
@@ -141,7 +141,7 @@ def _length(record: dict[str, Any], key: str, default: int) -> int:
 
 
 def _who(record: dict[str, Any]) -> tuple[str | None, str | None, str | None, float | None]:
-    """Session and tenant of a request, why it stopped (in words that are known) and when its continuation was expected."""
+    """Session and tenant of a request, why it stopped (if it is a known word), and when its continuation was expected."""
     expected = record.get("expected_seconds")
     if expected is not None:
         expected = ReuseHint(expected_seconds=expected).expected_seconds
@@ -158,7 +158,7 @@ def _name(record: dict[str, Any], key: str) -> str | None:
 
 
 def _with_inferred_unit(trace: Trace) -> Trace:
-    """Tokens per id, from the lengths: the power of two nearest to what most requests say."""
+    """Infers the tokens per id from the lengths: the power of two nearest to what most requests have."""
     ratios = [r.input_length / len(r.ids) for r in trace.head(_SNIFFED_REQUESTS) if len(r.ids) and r.input_length]
     if not ratios:
         return trace
@@ -211,7 +211,7 @@ def _azure_request(line: bytes) -> tuple[datetime, int, int]:
 
 
 def _moment(text: str) -> datetime:
-    """A date and time; digits behind the microseconds are dropped."""
+    """A date and time; digits after the microseconds are dropped."""
     try:
         return datetime.fromisoformat(text)
     except ValueError:  # perhaps a spelling that Python 3.10 does not know: seven digits, Z, a zone without a colon

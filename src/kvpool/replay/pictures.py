@@ -19,7 +19,7 @@ from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
 from kvpool.replay.trace import Trace, footprint, reuses, working_set
 
 SUNBURST_DEPTH = 5
-SUNBURST_CHILDREN = 12  # of one node; the rest is drawn as one
+SUNBURST_CHILDREN = 12  # of one node; the others are drawn as one
 OCCUPANCY_SAMPLES = 200
 MAX_TICKS = 8
 OCCUPANCY_LAYERS = 8  # the rest is drawn as one
@@ -67,7 +67,7 @@ def hit_curves(results: Sequence[ReplayResult]) -> Any:
 
 
 def reuse_distances(trace: Trace) -> Any:
-    """How long, and how many new blocks, lie between two uses of a block: cumulative, over reuses."""
+    """The time, and the number of new blocks, between two uses of a block, as cumulative distributions."""
     found = reuses(trace)
     figure, axes = _figure()
     for values, label in ((found.seconds, "seconds"), (found.new_blocks.astype(float), "new blocks")):
@@ -99,7 +99,7 @@ def working_sets(trace: Trace) -> Any:
 
 
 class Occupancy(NamedTuple):
-    """What a cache held over time: blocks at each sample, by tier and age, and by the tenant who had them computed."""
+    """What a cache held over time: blocks at each sample, by tier and age, and by the tenant whose request computed them."""
 
     minutes: list[float]
     by_age: dict[str, list[int]]
@@ -140,7 +140,7 @@ def sample_occupancy(trace: Trace, config: ReplayConfig) -> Occupancy:
 
 
 def _tenants_by_serial(trace: Trace) -> list[str]:
-    """Who asked, in the order in which the manager numbers sequences: requests without a prompt never reach it."""
+    """The tenant of each sequence, by the manager's numbers. Requests without a prompt have none."""
     if trace.tenants is None:
         return []
     asks = np.diff(trace.offsets) > 0
@@ -148,7 +148,7 @@ def _tenants_by_serial(trace: Trace) -> list[str]:
 
 
 def occupancy(minutes: Sequence[float], layers: Mapping[str, Sequence[int]]) -> Any:
-    """Blocks over time, stacked; the smallest layers of many are drawn as one."""
+    """Blocks over time, stacked. If there are many layers, the smallest are drawn as one."""
     used = sorted((name for name in layers if max(layers[name], default=0)), key=lambda name: -sum(layers[name]))
     largest, rest = used[:OCCUPANCY_LAYERS], used[OCCUPANCY_LAYERS:]
     stack = {name: layers[name] for name in layers if name in largest}
@@ -163,7 +163,7 @@ def occupancy(minutes: Sequence[float], layers: Mapping[str, Sequence[int]]) -> 
 
 
 def sunburst(trace: Trace) -> Any:
-    """The tree of prompts from the inside out: how many requests go through each of the first blocks."""
+    """The tree of prompts, from the inside out: how many requests have each of the first blocks."""
     figure, axes = _figure(5.5, 5.5)
     axes.remove()
     axes = figure.add_subplot(projection="polar")
@@ -248,7 +248,7 @@ def _occupancy_pictures(trace: Trace, config: ReplayConfig) -> list[Picture]:
 
 
 def absent_pictures(trace: Trace) -> list[str]:
-    """Sentences about pictures that this trace does not allow, and what it would take."""
+    """Sentences about pictures that this trace does not allow, and what they need."""
     if trace.tenants is None:
         return [
             f'{trace.name} does not say who asked, so nothing is drawn by tenant; a line may carry "tenant": "name"'

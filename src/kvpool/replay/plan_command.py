@@ -1,4 +1,4 @@
-"""`kvpool plan`: what fits, what tiers add, and where loading beats computing, each number with its reason."""
+"""`kvpool plan`: what fits, what tiers add, and when loading beats computing, each number with its reason."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def plan(
     policy: Annotated[str, typer.Option(help="Eviction policy for the hit curve.")] = "adaptive",
     json: Annotated[str | None, typer.Option(help="Write all numbers; - for stdout.")] = None,
 ) -> None:
-    """Plans the memory of a model on GPUs from its config alone, and says from where each number comes.
+    """Plans the memory of a model on GPUs from its config alone, and explains each number.
 
-    Speeds are data-sheet figures times what may be expected of them; with --costs they are measured ones.
+    Speeds are a share of data-sheet figures; with --costs they are measured.
 
     \b
     Does it fit? How much cache is enough? And on a machine of my own?
@@ -103,7 +103,7 @@ def _print_plan(out: Any, made: Plan) -> None:
 
 
 def _shown(name: str, value: float) -> str:
-    """A number with the unit that its name says."""
+    """A number with the unit in its name."""
     if name == "parameters":
         return f"{value / 1e9:.2f} B"
     if name.endswith("_bytes"):
@@ -149,7 +149,7 @@ def _curve(out: Any, loaded: Trace, policy: str, made: Plan, lower: dict[str, in
 
 
 def _tier_sizes(made: Plan, lower: dict[str, int], block_bytes: int, most: int) -> dict[int, str]:
-    """Blocks that the GPU, and the GPU with each lower tier, can keep, as far as the trace can fill them; and their names."""
+    """How many blocks the GPU, and the GPU with each lower tier, can hold, at most those of the trace; and their names."""
     size, name = int(made.numbers["kv_budget_bytes"]), "GPU"
     found = {min(max(1, size // block_bytes), most): name}
     for tier, more in lower.items():

@@ -111,7 +111,7 @@ def _draw(
     configs: list[ReplayConfig],
     rows: list[dict[str, Any]],
 ) -> None:
-    """Writes the page and the pictures that were asked for, and says where they are."""
+    """Writes the page and the pictures that the user wants, and prints their paths."""
     if report is not None:
         from kvpool.replay.report import write_report
 
@@ -127,7 +127,7 @@ def _draw(
 
 
 class _Sizes(NamedTuple):
-    """Policies and models by name and what they save, capacities, the blocks of lower tiers and when the host gets them."""
+    """What to run: policies and models with their objectives, capacities, blocks of lower tiers, and `host_write`."""
 
     policies: list[tuple[str, str]]
     capacities: list[int | None]
@@ -222,7 +222,7 @@ def _add_serving(
     workers: int | None,
     quiet: bool,
 ) -> None:
-    """Runs the real scheduler in simulated time for every row of finite size that is no bound, and adds its columns."""
+    """Runs the real scheduler in simulated time, for every row of finite size except bounds, and adds its columns."""
     from kvpool.replay.serving import ServingConfig, simulate_serving
 
     assert machine.costs is not None

@@ -35,9 +35,9 @@ def write_report(
     configs: Sequence[ReplayConfig] = (),
     rows: Sequence[dict[str, Any]] | None = None,
 ) -> None:
-    """Writes the page. Everything is inside: no scripts, no fonts, no links to elsewhere.
+    """Writes the page. It is self-contained: no scripts, no fonts, no links.
 
-    `configs` are those of the results, for what the cache holds; `rows` has more columns than the results (serving).
+    `configs` are those of the results, for the pictures of the cache. `rows` are the results with further columns (serving).
     """
     try:
         Path(path).write_text(render(trace, results, configs, rows), encoding="utf-8")
@@ -97,7 +97,7 @@ def _sentence(trace: Trace, results: Sequence[ReplayResult]) -> str:
 
 
 def _facts(figures: dict[str, Any]) -> str:
-    """Figures of the trace as cards; its name is in the heading, and what it does not know has none."""
+    """Figures of the trace as cards, without its name, which is in the heading, and without unknown figures."""
     unit = "token" if figures.get("tokens_per_id") == 1 else "block"
     cells = []
     for name, (show, label) in _FACTS.items():
@@ -150,7 +150,7 @@ _SAVED = (
 
 
 def _matrix(results: Sequence[ReplayResult], figure: Callable[[ReplayResult], float]) -> str:
-    """Policies down, capacities across; the best policy of each capacity is bold."""
+    """A table with policies as rows and capacities as columns; the best policy of each capacity is bold."""
     capacities = list(dict.fromkeys(result.capacity for result in results))
     policies = list(dict.fromkeys(result.label for result in results))
     table = {(result.label, result.capacity): result for result in results}
@@ -172,7 +172,7 @@ def _matrix(results: Sequence[ReplayResult], figure: Callable[[ReplayResult], fl
 
 
 def _tiers(results: Sequence[ReplayResult]) -> str:
-    """What each tier found, of all blocks asked for, beside what the optimum finds there; "" without lower tiers."""
+    """The share of blocks that each tier found, beside that of the optimum; empty without lower tiers."""
     tiers = [tier for tier in _TIER_NAMES if any(result.hit_blocks_by_tier.get(tier) for result in results)]
     shown = [result for result in results if result.policy not in (INFINITE, FLAT_FIFO)]
     if not set(tiers) & {"HOST", "DISK"} or not shown:

@@ -28,7 +28,7 @@ def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
         return replay(trace, config)
     if trace.unit > 1:
         return run_model(trace, config.policy, config.capacity, config.host, config.disk, config.time)
-    # Of a trace of tokens only whole blocks are ever published; the others are asked for all the same.
+    # In a trace of tokens only full blocks are published. The others still count as requested.
     size = config.block_size or trace.block_size
     blocks = to_blocks(trace, size).full_blocks_only()
     found = run_model(blocks, config.policy, config.capacity, config.host, config.disk, config.time)
@@ -43,9 +43,9 @@ def run_all(
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[ReplayResult]:
-    """Every configuration, in the order given, whatever the number of `workers` (default: one per processor).
+    """Runs every configuration; results come in the given order. `workers` are processes (default: one per processor).
 
-    Where nothing is ever evicted all policies are the same, so that one of them is run for all.
+    If nothing is ever evicted, all policies give the same result, so only one of them runs.
     """
     distinct = sorted(dict.fromkeys(map(_representative, configs)), key=_haste)
     results = dict(zip(distinct, map_over(trace, run_one, distinct, workers=workers, progress=progress), strict=True))
@@ -63,7 +63,7 @@ def _representative(config: ReplayConfig) -> ReplayConfig:
 
 
 def _haste(config: ReplayConfig) -> tuple[bool, float]:
-    """Small for what takes long and goes first, so that no process is left alone with it: learning, many evictions."""
+    """A sort key that is small for slow runs (learning policies, many evictions), so that they begin first."""
     return config.policy not in READS_PRIORITIES, config.capacity or math.inf
 
 
@@ -90,7 +90,7 @@ def map_over(
     with ProcessPoolExecutor(count, context, _start_worker, (trace,)) as pool:
         futures = [pool.submit(_run_in_worker, run, item) for item in items]
         for future in as_completed(futures):
-            future.result()  # a failure ends the sweep now, not after the rest
+            future.result()  # raises now if a run failed, not after the others
             if progress is not None:
                 progress(1)
         return [future.result() for future in futures]

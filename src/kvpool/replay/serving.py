@@ -1,4 +1,4 @@
-"""A trace served in simulated time: the real scheduler and manager, with a cost model instead of a GPU."""
+"""Serves a trace in simulated time: the real scheduler and manager, with a cost model instead of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.replay.trace import Trace
 from kvpool.scheduling import BatchPlan, CostModel, Request, ScheduledSequence, Scheduler, SchedulerConfig
 
 SAMPLED = 2**31 - 3  # the token that every step samples: never part of a prompt
-MAX_AHEAD = 64  # decode steps that are run as one
+MAX_AHEAD = 64  # decode steps that are planned as one
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Serving:
         self.first_token = np.full(len(trace), np.nan)
         self.finished = np.full(len(trace), np.nan)
         self.left = np.maximum(trace.output_lengths, 1)  # tokens that each request has yet to generate
-        self.decoded: BatchPlan | None = None  # the last step, if the next one will be like it unless somebody comes
+        self.decoded: BatchPlan | None = None  # the last step, if the next one is the same unless a request arrives
         self.refused = 0
 
     def run(self) -> ServingResult:
@@ -124,7 +124,7 @@ class _Serving:
             self.refused += 1
 
     def _prompt(self, index: int) -> Any:
-        """Tokens that are equal exactly where the trace says so: each id becomes `unit` copies of it."""
+        """Tokens for the ids of a request: each id becomes `unit` equal tokens, so equal ids give equal tokens."""
         tokens = np.repeat(self.trace.ids_of(index), self.trace.unit)[: max(1, int(self.trace.input_lengths[index]))]
         return tokens if len(tokens) else [SAMPLED]
 
@@ -153,9 +153,9 @@ class _Serving:
         self.decoded = plan if settled and not result.finished else None
 
     def _uninterrupted(self, next_arrival: float) -> int:
-        """How many decode steps come now during which nobody arrives or finishes: they are one step with right drafts.
+        """How many decode steps come now in which no request arrives or finishes. They are planned as one, with drafts.
 
-        What is computed, when, and what the cache holds afterwards are the same; it only takes fewer plans.
+        What is computed, when, and what the cache holds afterwards are the same. It only takes fewer plans.
         """
         plan = self.decoded
         if plan is None or self.scheduler.num_waiting:
@@ -172,7 +172,7 @@ class _Serving:
         return max(steps, 1)
 
     def _seconds(self, plan: BatchPlan) -> float:
-        """What a plan takes; drafts stand for so many steps before its last one."""
+        """Seconds that a plan takes. Each draft stands for one step before the last one."""
         seconds = plan.seconds(self.config.costs, self.manager.config)
         num, drafts = plan.num_decode, int(plan.num_drafts.max(initial=0))
         context = int(plan.kv_lengths[:num].sum())

@@ -1,7 +1,7 @@
-"""One workload through the real control plane, one request after the other: what does a cache of this size reuse?
+"""Replays a workload through the real manager, one request after the other, to see what a cache of this size reuses.
 
-The sequential model: a request's blocks are matched, held, computed and published, and released before the next request
-comes. The manager does all of it. An id of the trace is a token of the pool, so nothing is re-implemented here.
+In this sequential model, the blocks of a request are matched, held, computed, published and released before the next request
+comes. The manager does all of it: an id of the trace is a token for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpool.replay.trace import Trace
 from kvpool.scheduling.cost_model import LinearCostModel
 
 _USUAL = LinearCostModel()
-USUAL_TOKEN_BYTES = 131_072  # of K and V, of the 8-billion-parameter model whose costs are the usual ones
+USUAL_TOKEN_BYTES = 131_072  # of K and V, in the 8-billion-parameter model of the default costs
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 PROGRESS_STEP = 256  # requests between two reports
 READS_PRIORITIES = frozenset({"adaptive", "priority"})  # policies that are told about partial last blocks
@@ -46,13 +46,13 @@ class PrefillTime:
     """
 
     seconds_per_token: float = _USUAL.prefill_seconds_per_token
-    seconds_per_pair: float = _USUAL.seconds_per_token_pair  # of tokens, one of which attends to the other
+    seconds_per_pair: float = _USUAL.seconds_per_token_pair  # for each pair of tokens of which one attends to the other
     host_seconds_per_token: float = USUAL_TOKEN_BYTES / _USUAL.transfer_bytes_per_second
     disk_seconds_per_token: float = USUAL_TOKEN_BYTES / DISK_BYTES_PER_SECOND
 
     @classmethod
     def of(cls, costs: LinearCostModel, token_bytes: int) -> PrefillTime:
-        """By the costs of a machine and the bytes that its model keeps of a token."""
+        """From the costs of a machine, and the bytes that its model keeps of a token."""
         return cls(
             costs.prefill_seconds_per_token,
             costs.seconds_per_token_pair,
@@ -62,17 +62,17 @@ class PrefillTime:
 
     @property
     def depth_cost(self) -> float:
-        """How much more a token costs for each one before it, in units of a first token."""
+        """How much more a token costs for each token before it, relative to a first token."""
         return self.seconds_per_pair / self.seconds_per_token if self.seconds_per_token else 0.0
 
     def computing(self, num_tokens: Int64Array) -> npt.NDArray[np.float64]:
-        """Seconds that the first tokens of prompts take to compute."""
+        """Seconds to compute the first so many tokens of each prompt."""
         tokens = num_tokens.astype(np.float64)
         seconds: npt.NDArray[np.float64] = tokens * (self.seconds_per_token + (tokens + 1) / 2 * self.seconds_per_pair)
         return seconds
 
     def loading(self, blocks_by_tier: Mapping[str, int], block_size: int) -> float:
-        """Seconds that blocks take to come up from lower tiers."""
+        """Seconds to load blocks from lower tiers."""
         of_host = blocks_by_tier.get("HOST", 0) * self.host_seconds_per_token
         return block_size * (of_host + blocks_by_tier.get("DISK", 0) * self.disk_seconds_per_token)
 
@@ -117,17 +117,17 @@ class ReplayResult:
     hit_blocks: int
     hit_ratio: float
     requested_tokens: int
-    hit_tokens: int  # that need not be computed: whole blocks, less the last token of a fully cached prompt
+    hit_tokens: int  # tokens that need not be computed: full blocks, less the last token of a fully cached prompt
     token_hit_ratio: float
-    saved_seconds: float  # of computing what was found, less what loading takes
-    saved_ratio: float  # of the seconds that computing all prompts would take
+    saved_seconds: float  # time of computing what was found, less the time of loading it
+    saved_ratio: float  # saved_seconds over the time of computing all prompts
     objective: str = "blocks"
     hit_blocks_by_tier: dict[str, int] = field(default_factory=dict)
-    evicted_blocks: int = 0  # that left the index, or the tier
+    evicted_blocks: int = 0  # blocks that left the index, or the tier
     offloaded_blocks: int = 0
     onboarded_blocks: int = 0
     copied_down_blocks: int = 0  # from the GPU
-    awaited_blocks: int = 0  # of these: when they were evicted, while somebody waited for their place
+    awaited_blocks: int = 0  # of these, blocks that were copied only when they were evicted, while a request waited
     offloaded_bytes: int | None = None
     onboarded_bytes: int | None = None
     oversized: int = 0  # requests larger than the cache, for which it was enlarged
@@ -136,7 +136,7 @@ class ReplayResult:
 
     @property
     def label(self) -> str:
-        """The policy, and what it was to save if that is not blocks."""
+        """The policy, and its objective if that is not blocks."""
         return self.policy if self.objective == "blocks" else f"{self.policy}, {self.objective}"
 
     def row(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _last_id_first(num_ids: int) -> Retention:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Makes garbage collection rare: the tree has no cycles, but hundreds of thousands of objects to look through."""
+    """Makes garbage collection rare: the tree has no cycles, but hundreds of thousands of objects to traverse."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
     try:
@@ -202,7 +202,7 @@ class _Replay:
         self.hints = trace.hints()
 
     def _partial_ends(self) -> list[bool] | None:
-        """Which prompts end inside a block; an engine knows that such a block is hardly ever reused, and says so."""
+        """Which prompts end inside a block. Such a block is hardly ever reused; the policy is told so."""
         if self.config.policy not in READS_PRIORITIES or self.ids_per_block > 1 or self.trace.unit == 1:
             return None
         ends: list[bool] = (np.diff(self.trace.offsets) * self.trace.unit > self.trace.input_lengths).tolist()
@@ -231,7 +231,7 @@ class _Replay:
         return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
 
     def _objective(self) -> dict[str, Any]:
-        """A token of this manager is an id of the trace: so many tokens before it make it dearer."""
+        """The objective of the manager. Its tokens are ids of the trace, so depth counts in units of ids."""
         if self.config.objective == "blocks":
             return {}
         return {"objective": self.config.objective, "depth_cost": self.config.time.depth_cost * self.trace.unit}
@@ -272,7 +272,7 @@ class _Replay:
         handle = manager.allocate(index, ids, retention=retention)
         manager.commit(handle)
         if self.num_blocks > room:
-            self._resize(room)  # while the request is live: it is the others that make room
+            self._resize(room)  # while the request is live, so that only other blocks are evicted
         manager.free(handle, hint=None if self.hints is None else self.hints[index])
         return handle.num_cached_blocks
 

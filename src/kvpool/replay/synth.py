@@ -1,4 +1,4 @@
-"""Workloads made from a few parameters, which can be fitted to a trace; and traces of tokens turned into blocks."""
+"""Makes workloads from a few parameters, fits these to a trace, and turns traces of tokens into traces of blocks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvpool.replay.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilde
 
 MAX_BLOCKS = 2**24  # that one turn may add
 MAX_GAP = 2**40  # seconds between two turns
-MAX_TURN = 16  # turns whose continuation is told apart
+MAX_TURN = 16  # turns with a probability of their own
 
 
 @dataclass(frozen=True)
 class WorkloadModel:
     """Conversations below shared prompts. Lengths and gaps are log-normal: (mean, deviation) of the logarithm.
 
-    A conversation starts with one of `num_stems` shared prompts (the popularity falls as a power of the rank), adds new
-    blocks, and continues after a gap with the probability of its turn; each turn repeats everything before it. With
-    `num_tenants`, every shared prompt belongs to one of them, and so does every conversation.
+    A conversation starts with one of `num_stems` shared prompts (the popularity falls as a power of the rank) and adds new
+    blocks. It continues after a gap, with the probability of its turn. Each turn repeats everything before it. With
+    `num_tenants`, every shared prompt and every conversation belongs to one tenant.
     """
 
     unit: int = 512
@@ -59,9 +59,9 @@ class WorkloadModel:
 
 
 def fit(trace: Trace) -> WorkloadModel:
-    """Parameters of a trace: a request that repeats all but the end of an earlier one continues it.
+    """Fits the parameters to a trace. A request that repeats all but the end of an earlier one is its continuation.
 
-    A trace of lengths only gives arrivals and lengths; the model then shares nothing.
+    A trace with lengths only gives arrivals and lengths. Then the prompts of the model share nothing.
     """
     if not len(trace):
         raise InvalidArgumentError(f"{trace.name} has no requests to fit")
@@ -109,7 +109,7 @@ def _arrivals(trace: Trace) -> tuple[float, float]:
 
 
 def _classify(trace: Trace) -> tuple[np.ndarray, np.ndarray, list[float], np.ndarray]:
-    """Per request: its turn, its new blocks, and the length of the prefix it shares; the gaps of continuations."""
+    """For each request its turn, its new blocks, and the length of the prefix it shares; also the gaps between turns."""
     last_user: dict[int, int] = {}  # block -> the request that used it last
     turns = np.zeros(len(trace), np.int64)
     fresh = np.zeros(len(trace), np.int64)
@@ -178,7 +178,7 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
         if random.random() < model.continues[min(turn, len(model.continues) - 1)]:
             serial += 1
             if tokens % model.unit:
-                blocks = blocks[:-1]  # the next turn fills up the partial block, which makes it another one
+                blocks = blocks[:-1]  # the next turn fills up the partial block, so that it gets another id
             gap = _draw(random, model.gap_seconds, MAX_GAP)
             heappush(waiting, (time + gap, serial, turn + 1, blocks, tenant))
     return builder.build()
@@ -208,7 +208,7 @@ def _arrival_gap(random: np.random.Generator, rate: float, burstiness: float) ->
 
 
 def to_blocks(trace: Trace, block_size: int) -> Trace:
-    """A trace of tokens as one of block ids: equal prefixes of whole blocks get equal ids, a partial end its own."""
+    """Turns a trace of tokens into block ids: equal prefixes of full blocks get equal ids, a partial end its own."""
     if trace.unit != 1:
         raise InvalidArgumentError(f"{trace.name} holds blocks of {trace.unit} tokens already, not tokens")
     if block_size < 1:

@@ -1,4 +1,4 @@
-"""A recorded workload in memory: who asked for which prefix, when, as flat arrays of 4 bytes per block or token."""
+"""A recorded workload in memory: the times and ids of requests, as flat arrays with 4 bytes per block or token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvpool.scope import ReuseHint
 
 FloatArray = npt.NDArray[np.float64]
 
-TOKENS_PER_BLOCK = 16  # where a trace has no blocks
-END_MARK = MAX_TOKEN_ID  # no id of a trace reaches it
-MAX_IDS = 2**30  # 4 GiB: what a trace may take in memory, whatever its file holds
+TOKENS_PER_BLOCK = 16  # if a trace has no blocks
+END_MARK = MAX_TOKEN_ID  # ids of a trace are smaller
+MAX_IDS = 2**30  # a trace may take 4 GiB of memory, whatever its file holds
 MAX_REQUESTS = 2**25
 MAX_LENGTH = 2**31 - 1  # tokens of a prompt or an answer
 
@@ -38,7 +38,7 @@ class TraceRequest(NamedTuple):
 
 @dataclass
 class Problems:
-    """What was odd about a file: broken lines (skipped), and counts of what is unusual but works."""
+    """Problems of a file: broken lines, which are skipped, and counts of unusual things that work."""
 
     broken: list[tuple[int, str]] = field(default_factory=list)  # (line number, what is wrong with it)
     unsorted: int = 0  # requests that are older than the one before them
@@ -47,7 +47,7 @@ class Problems:
     renumbered: bool = False  # ids were not small integers and got new numbers
 
     def sentences(self) -> list[str]:
-        """One line of text for each oddity; empty when there was none."""
+        """One sentence for each problem; empty if there was none."""
         found = [f"line {number} is skipped: {reason}" for number, reason in self.broken]
         if self.unsorted:
             found.append(f"{self.unsorted} requests are older than the one before; replay keeps the order of the file")
@@ -69,8 +69,8 @@ class Problems:
 class Trace:
     """Requests in the order of the file.
 
-    `unit` tokens stand behind each id: 1 for traces of tokens, the block size for traces of block ids. Traces without
-    reuse information (`reuse_known` is False) have lengths and no ids.
+    Each id stands for `unit` tokens: 1 in traces of tokens, the block size in traces of block ids. Traces without reuse
+    information (`reuse_known` is False) have lengths and no ids.
 
     >>> trace = TraceBuilder("tiny", unit=16).add(0.0, [1, 2], 32, 5).add(9.0, [1, 3], 20, 5).build()
     >>> len(trace), trace.num_ids, trace.num_unique, trace.ids_of(1).tolist()
@@ -90,7 +90,7 @@ class Trace:
     problems: Problems = field(default_factory=Problems)
     tenants: tuple[str | None, ...] | None = None  # None: the trace does not say who asked
     stops: tuple[str | None, ...] | None = None  # None: the trace does not say why requests stopped
-    expected: tuple[float | None, ...] | None = None  # seconds until their continuation, if somebody said so
+    expected: tuple[float | None, ...] | None = None  # seconds until their continuation, if the trace says so
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -116,7 +116,7 @@ class Trace:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block: the trace's own, or the usual number where its ids are tokens."""
+        """Tokens of a block: those of the trace, or the usual number if its ids are tokens."""
         return self.unit if self.unit > 1 else TOKENS_PER_BLOCK
 
     @property
@@ -131,7 +131,7 @@ class Trace:
 
     @property
     def is_tree(self) -> bool:
-        """Whether every id always follows the same one, so that an id stands for all that precedes it."""
+        """Whether every id always follows the same id, so that an id identifies the whole prefix."""
         before = np.concatenate(([-1], self.ids[:-1])).astype(np.int64)
         before[self.offsets[:-1][np.diff(self.offsets) > 0]] = -1
         return len(np.unique((before << 32) + self.ids)) == self.num_unique
@@ -173,7 +173,7 @@ class Trace:
         )
 
     def full_blocks_only(self) -> Trace:
-        """Without the partial last block of each prompt: a real engine does not publish it."""
+        """The trace without the partial last block of each prompt, which a real engine does not publish."""
         lengths = np.minimum(np.diff(self.offsets), self.input_lengths // self.unit)
         keep = np.zeros(len(self.ids), np.bool_)
         positions = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
@@ -198,7 +198,7 @@ class Trace:
 
 
 class TraceBuilder:
-    """Collects requests into a `Trace`; ids that do not fit into 31 bits, or are no integers, are renumbered."""
+    """Collects requests into a `Trace`. Ids that do not fit into 31 bits, or are no integers, get new numbers."""
 
     def __init__(self, name: str, *, unit: int = 1, format: str = "memory", reuse_known: bool = True) -> None:
         self.name, self.unit, self.format, self.reuse_known = name, unit, format, reuse_known
@@ -255,7 +255,7 @@ class TraceBuilder:
         start = len(self._ids)
         if self._numbers is None:
             try:
-                self._ids.extend(ids)  # what is no small integer raises
+                self._ids.extend(ids)  # raises if an id is no small integer
                 if not len(ids) or (min(ids) >= 0 and max(ids) < END_MARK):
                     return
             except (OverflowError, TypeError):
@@ -301,7 +301,7 @@ class Reuses(NamedTuple):
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """Figures of a trace by name, in the order in which people ask for them."""
+    """Figures of a trace by name, in the order of display."""
     lengths = trace.input_lengths
     figures: dict[str, Any] = {
         "name": trace.name,
@@ -347,7 +347,7 @@ def reuses(trace: Trace) -> Reuses:
 
 
 def working_set(trace: Trace, window_seconds: float) -> tuple[FloatArray, Int64Array]:
-    """Different blocks used in each window of time: the windows' starts in seconds, and how many."""
+    """How many different blocks each window of time uses: the starts of the windows in seconds, and the counts."""
     owner = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
     begin = trace.timestamps.min(initial=0.0)
     window = ((trace.timestamps[owner] - begin) / 1000 // window_seconds).astype(np.int64)
@@ -357,7 +357,7 @@ def working_set(trace: Trace, window_seconds: float) -> tuple[FloatArray, Int64A
 
 
 def footprint(trace: Trace) -> tuple[FloatArray, Int64Array]:
-    """How many different blocks the trace has used up to each request: the growth of an infinite cache."""
+    """How many different blocks were used up to each request: the size of an infinite cache."""
     _, first = np.unique(trace.ids, return_index=True)
     owner = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
     new = np.bincount(owner[first], minlength=len(trace))

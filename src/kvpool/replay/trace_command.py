@@ -31,7 +31,7 @@ def info(
     max_errors: MaxErrors = DEFAULT_MAX_ERRORS,
     json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
 ) -> None:
-    """What is in a trace: sizes, sharing, reuse distances, and what is odd about the file."""
+    """Shows what is in a trace: sizes, sharing, reuse distances, and problems of the file."""
     check_files(json)
     loaded = load_trace(trace, max_errors)
     figures = summary(loaded)
