@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvpool
-from kvpool import KVCacheManager, LayerSpec, Prompt, ReuseScope
+from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, Prompt, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import LRUPolicy
 from kvpool.prefix.tree import RunTree
@@ -173,6 +173,32 @@ def test_given_a_question_in_the_middle_of_an_operation_then_its_answer_does_not
     evict(manager)
     policy.ask = lambda: None
     assert manager.match_prefix(prompt) == manager.match_prefix([*TEXT, 99])
+
+
+def test_given_a_question_in_the_middle_of_an_operation_then_it_is_answered_from_what_is_there_at_that_moment() -> None:
+    policy = AskingPolicy()
+    manager = make_manager(policy=lambda: policy)
+    for first in (0, 100):
+        computed(manager, f"before {first}", list(range(first, first + 12)))
+    prompt = Prompt([*TEXT, 99])
+    manager.match_prefix(prompt)
+    answers: list[Any] = []
+    policy.ask = lambda: answers.append((manager.match_prefix(prompt), manager.match_prefix([*TEXT, 99])))
+    manager.cache.evict(6)
+    assert [found.num_tokens for found, _ in answers] == [12, 0]
+    assert all(found == expected for found, expected in answers)
+
+
+def test_given_a_batch_that_admits_one_prompt_twice_then_the_second_does_not_reuse_what_the_first_took_over() -> None:
+    manager = make_manager(copy_on_partial_reuse=False)
+    computed(manager, "before", TEXT)
+    prompt = Prompt([*TEXT[:10], 99, 98])
+    manager.match_prefix(prompt)
+    first, second = manager.allocate_batch([{"request_id": name, "tokens": prompt} for name in "ab"])
+    assert isinstance(first, KVCacheHandle)
+    assert isinstance(second, KVCacheHandle)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (10, 8)
+    manager.check()
 
 
 def test_given_a_prompt_that_was_matched_then_its_copies_are_prompts_and_not_caches() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.sequences.state import CacheState
 from kvpool.stats import MemoryPressure
 
@@ -51,16 +51,11 @@ class Guard:
         self.capacity_callbacks: list[Callable[[], None]] = []
         self.observers: tuple[Observer, ...] = ()
         self.num_expired = 0  # positions whose time was over when the present operation began
-        self._depth = 0
-        self._version = 0  # of the cache when the present operation began
+        self._depth = 0  # operations under way, one inside the other
         self._changes: deque[PressureChange] = deque()
         self._delivery = threading.Lock()
 
     def __enter__(self) -> None:
-        self.begin()
-        self.context.version += 1
-
-    def begin(self) -> None:
         """Takes the lock; the outermost operation first does what is due."""
         self.lock.acquire()
         self._depth += 1
@@ -69,7 +64,6 @@ class Guard:
             context.tick += 1
             if self._depth == 1:  # an operation inside another one happens at the same moment
                 context.now = context.clock()
-                self._version = context.version
                 self.num_expired = 0
                 if self.calendar.next <= context.now:
                     context.version += 1
@@ -79,18 +73,19 @@ class Guard:
             self.lock.release()
             raise
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None = None, *_: object) -> None:
+        """Gives the lock back. What was found in the cache before holds no longer, unless the operation was refused."""
+        context = self.context
+        if raised is None or not issubclass(raised, KVPoolError):
+            context.version += 1
         if self._depth > 1:
             self._depth -= 1
             self.lock.release()
             return
         try:
-            context = self.context
             if self.host_copies.waiting:
                 context.version += 1
                 self.state.cache.copy_ahead()
-            if context.version != self._version:  # what was found in the middle of a change does not outlive it
-                context.version += 1
             pool = self.first_pool
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:
@@ -192,16 +187,19 @@ class Guard:
 
 
 class Query:
-    """An operation that changes nothing, or that raises `context.version` itself when it begins to."""
+    """An operation that changes nothing: what it finds in the cache holds for the next one."""
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
 
     def __enter__(self) -> None:
-        self.guard.begin()
+        guard = self.guard
+        guard.__enter__()
+        if guard._depth > 1:  # in the middle of another operation: what was found before it may be gone
+            guard.context.version += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        self.guard.__exit__(*exc_info)
+        self.guard.__exit__(KVPoolError)  # as an operation that was refused: nothing changed
 
 
 def _fewest(limit: float, num_blocks: int) -> int:

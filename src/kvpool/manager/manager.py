@@ -189,14 +189,13 @@ class KVCacheManager:
             check_keeping(ttl, retention, session)
         if hint is not None:
             check_hint(hint)
-        state, ids, scope, cross_tokens = self._state, prompt.tokens, prompt.scope, prompt.cross_tokens
+        state, ids, scope, cross_tokens = self._state, prompt._tokens, prompt._scope, prompt._cross_tokens
         limit = state.max_seq_len
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
-        # What was found for the prompt before holds until the admission itself changes the cache
-        with self._guard.query:
+        with self._guard:
             if is_among(request_id, state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
             handle = KVCacheHandle(state.rows, request_id, scope)
@@ -206,7 +205,7 @@ class KVCacheManager:
             handle.encoder_tokens = cross_tokens
             handle.is_lease = lease
             handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
-            self._allocator.allocate(handle, prompt, places, lookahead)
+            found = self._allocator.allocate(handle, prompt, places, lookahead)
             if self._guard.observers:
                 options = dict(
                     num_tokens=num_tokens,
@@ -219,7 +218,7 @@ class KVCacheManager:
                     session=session,
                     lease=lease,
                     multimodal=prompt.items,
-                    source=None if ids is None else self._admissions.last_source,
+                    source=found.source,
                 )
                 self._guard.tell("allocate", handle, request_id, ids, options)
             if hint is not None:
@@ -260,11 +259,11 @@ class KVCacheManager:
             total = as_count(num_tokens, "num_tokens", minimum=1)
             prompt = unknown_prompt(scope, multimodal, cross_tokens)
         else:
-            prompt = as_prompt(tokens, scope, multimodal, cross_tokens, may_be_cut=lease)
-            total = 0 if prompt.tokens is None else len(prompt.tokens)
+            prompt = as_prompt(tokens, scope, multimodal, cross_tokens, lease)
+            total = 0 if prompt._tokens is None else len(prompt._tokens)
             if not total:
                 raise InvalidArgumentError("a request needs at least one token")
-        if prompt.cross_tokens and not self._state.fixed:
+        if prompt._cross_tokens and not self._state.fixed:
             raise InvalidArgumentError(
                 f"cross_tokens={prompt.cross_tokens}, but no layer of this model is cross_attention"
             )
@@ -361,18 +360,19 @@ class KVCacheManager:
         it). A count that goes past the known ids is allowed, but what follows cannot be cached. `multimodal` lists images
         that come only now, with positions in `tokens`; those of the prompt are known.
         """
-        if multimodal is not None and (tokens is None or isinstance(tokens, (int, np.integer))):
-            raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
-        if tokens is None:
-            with self._guard:
-                self._stepper.commit_prompt(self._state.row_of(handle))
-                if self._guard.observers:
-                    self._guard.tell("commit", None, handle)
-        elif isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
-            self.commit_batch([handle], None, [as_count(tokens, "tokens")])
-        else:
+        if tokens is not None and (not isinstance(tokens, (int, np.integer)) or isinstance(tokens, bool)):
             ids = as_token_array(tokens)
             self.commit_batch([handle], ids, [len(ids)], multimodal)
+            return
+        if multimodal is not None:
+            raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
+        count = None if tokens is None else as_count(tokens, "tokens")
+        with self._guard:
+            self._stepper.commit_prompt(self._state.row_of(handle), count)
+            if self._guard.observers and count is None:
+                self._guard.tell("commit", None, handle)
+            elif self._guard.observers:
+                self._guard.tell("commit_batch", None, self._batch([handle]), None, np.array([count]), None)
 
     def commit_batch(
         self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None, multimodal: Items | None = None

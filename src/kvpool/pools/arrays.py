@@ -45,8 +45,8 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     dtype('int32')
     """
     array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
-    if array.dtype is _INT32 and array.ndim == 1 and array.flags.c_contiguous and array.size and smallest(array) >= 0:
-        return array
+    if array.dtype is _INT32 and array.ndim == 1 and array.size and array.item(array.argmin()) >= 0:
+        return array if array.flags.c_contiguous else array.copy()
     if array.ndim != 1:
         raise InvalidArgumentError(f"{name} must be one-dimensional, got {show(tokens)} of shape {array.shape}")
     if array.size == 0:

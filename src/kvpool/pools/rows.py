@@ -46,6 +46,7 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def __init__(self, groups: tuple[Group, ...], block_size: int, num_rows: int = 64, num_columns: int = 128) -> None:
         num_groups = len(groups)
+        self.num_columns = num_columns  # of the tables
         self.lock = threading.RLock()  # the manager's one lock: whoever reads or changes rows holds it
         self.block_size = block_size
         self.groups = groups
@@ -89,12 +90,12 @@ class SequenceRows(Generic[TipT, HandleT]):
     def live_rows(self) -> list[int]:
         return [row for row, handle in enumerate(self.handles) if handle is not None]
 
-    def new_row(self, handle: HandleT, num_blocks: int) -> int:
-        """A cleared row with room for `num_blocks` in its tables."""
+    def new_row(self, handle: HandleT, num_blocks: int, num_cross_blocks: int = 0) -> int:
+        """A cleared row with room for so many blocks in its tables."""
         if not self._free_rows:
             self._grow_rows()
-        if num_blocks > self.tables[0].shape[1]:
-            self.ensure_columns(num_blocks)
+        if num_blocks > self.num_columns or num_cross_blocks > self.num_columns:
+            self.ensure_columns(max(num_blocks, num_cross_blocks))
         row = self._free_rows.pop()
         self.handles[row] = handle
         if not self.all_grow:
@@ -171,10 +172,10 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def ensure_columns(self, num_blocks: int) -> None:
         """Widens the tables so that a sequence of `num_blocks` fits."""
-        columns = self.tables[0].shape[1]
+        columns = self.num_columns
         if num_blocks <= columns:
             return
-        wider = max(num_blocks, 2 * columns)
+        self.num_columns = wider = max(num_blocks, 2 * columns)
         for group, table in enumerate(self.tables):
             grown = np.full((table.shape[0], wider), -1, np.int32)
             grown[:, :columns] = table

@@ -135,7 +135,8 @@ class PrefixCache:
     def _tail_for(self, node: Node, pool: BlockPool, num_blocks: int) -> int:
         """How many positions of a run hold its last `num_blocks` of a pool: all of them if it has fewer."""
         if self.has_full[pool.index]:
-            return min(node.num_blocks, -(-num_blocks // self.blocks_per_position[pool.index]))
+            length = -(-num_blocks // self.blocks_per_position[pool.index])
+            return length if length < node.num_blocks else node.num_blocks
         held = np.zeros(node.num_blocks, np.int64)
         for group in self.context.windowed:
             if group.pool == pool.index:

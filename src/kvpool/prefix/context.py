@@ -19,8 +19,8 @@ class CacheContext:
     """Built once and given to every part, so that each part can be made, and tested, without the others.
 
     Whoever begins an operation moves `tick` on and reads the clock into `now`, which then stand still until its end.
-    `version` grows before something may change, and again at the end of an operation in which it grew (see `Guard`): what was
-    found in the cache holds while it stays the same.
+    `version` grows at the end of every operation that may have changed something (see `Guard`): what was found in the cache
+    holds while it stays the same.
     """
 
     __slots__ = (

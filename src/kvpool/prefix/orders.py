@@ -108,7 +108,7 @@ class EvictionOrders:
             for quota in self.quotas.values():
                 if quota.tenant != tenant:
                     supply -= quota.protected(pool.index)
-        return max(supply, 0)
+        return supply if supply > 0 else 0
 
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the stalest among the policy's choice and those of tenants over their guarantee."""

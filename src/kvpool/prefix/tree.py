@@ -13,6 +13,7 @@ from typing import Any, Final
 from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
+from kvpool.pools.symbols import Fresh
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import Node, Root
 from kvpool.scope import ReuseScope
@@ -24,7 +25,19 @@ SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beat
 class Match:
     """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
 
-    __slots__ = ("next_key", "num_blocks", "num_partial", "num_recomputed", "partial", "path", "root")
+    __slots__ = (
+        "fresh",
+        "logits",
+        "next_key",
+        "num_blocks",
+        "num_partial",
+        "num_recomputed",
+        "partial",
+        "path",
+        "root",
+        "source",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -43,6 +56,13 @@ class Match:
         self.num_partial = num_partial
         self.next_key = next_key  # the tokens of the first block that is not cached, if the path ends where it begins
         self.num_recomputed = num_recomputed  # 1 if all is cached and the last token is computed again, for its logits
+        # Set by who looks for a prompt:
+        self.tokens: Int32Array | None = (
+            None  # all of them as the tree holds them, with symbols for placeholders of images
+        )
+        self.fresh: Fresh | None = None  # symbols among them that nobody keeps yet
+        self.logits: Any = None  # stored for exactly these tokens
+        self.source: int | None = None  # the number (`created`) of `partial`, before anything was cut off the match
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that need not be computed."""
@@ -65,7 +85,6 @@ class RunTree:
         self.roots: dict[ReuseScope, Root] = {}
         self._last_found: Root | None = None  # most requests have the scope of the one before, which takes long to hash
         self.sessions: dict[str, set[Node]] = {}
-        self.last_source: int | None = None  # the run (`created`) whose block the last match took in part
         self.given_source: int | None = None  # the run to take instead; exact playback of a recording sets it
 
     # --- roots -------------------------------------------------------------------------------------------------------
@@ -102,7 +121,6 @@ class RunTree:
 
     def match(self, scope: ReuseScope, tokens: Int32Array, partial: bool, only_tier: Tier | None = None) -> Match:
         """The longest run of blocks, and then of tokens inside one block, that `tokens` shares with the tree."""
-        self.last_source = None
         path: list[Node] = []
         root = self._last_found
         if root is None or root.scope is not scope:
@@ -148,7 +166,6 @@ class RunTree:
             assert node.parent.children is not None
             node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
             self.context.sync(node)
-        self.last_source = node.created
         return node
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:

@@ -11,41 +11,11 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.pools.symbols import Fresh
 from kvpool.prefix.node import path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus, CacheState
-
-NO_MATCH = Match(None, [], 0)
-
-
-class Found:
-    """What a prompt would reuse, and the version of the cache for which that holds."""
-
-    __slots__ = ("fresh", "ids", "logits", "match", "prompt", "source", "version")
-
-    def __init__(
-        self,
-        prompt: Prompt | None,
-        version: int,
-        ids: Int32Array | None,
-        fresh: Fresh | None,
-        match: Match,
-        logits: Any,
-        source: int | None,
-    ) -> None:
-        self.prompt = prompt
-        self.version = version
-        self.ids = ids  # the tokens as the tree holds them, with symbols for placeholders of images; None: unknown
-        self.fresh = fresh  # symbols that nobody keeps yet
-        self.match = match
-        self.logits = logits  # stored for exactly this prompt
-        self.source = source  # the number of the run whose block agrees in part, before anything was cut off the match
-
-
-NOTHING = Found(None, -1, None, None, NO_MATCH, None, None)  # of a prompt whose tokens are unknown
 
 
 class PrefixMatch(NamedTuple):
@@ -67,7 +37,6 @@ class AdmissionPlan:
     __slots__ = (
         "evicts",
         "fits",
-        "last_logits",
         "match",
         "needs",
         "num_blocks",
@@ -86,7 +55,6 @@ class AdmissionPlan:
         supply: list[int],
         fits: bool,
         evicts: bool,
-        last_logits: Any = None,
     ) -> None:
         self.match = match
         self.num_hit_tokens = num_hit_tokens
@@ -96,7 +64,6 @@ class AdmissionPlan:
         self.supply = supply
         self.fits = fits
         self.evicts = evicts  # something must be evicted first
-        self.last_logits = last_logits
 
 
 class AdmissionPlanner:
@@ -110,31 +77,30 @@ class AdmissionPlanner:
         self.windows = state.cache.windows
         self.logits = state.cache.logits
         self.in_flight = state.in_flight
-        self._last = NOTHING  # what was found last: the next question is often about the same prompt
+        # What was found last, and when: the next question is often about the same prompt
+        self._prompt: Prompt | None = None
+        self._match = Match(None, [], 0)
+        self._version = -1
 
     # --- reuse -------------------------------------------------------------------------------------------------------
 
-    def find(self, prompt: Prompt) -> Found:
+    def find(self, prompt: Prompt) -> Match:
         """What a prompt would reuse now. Asked again about the same prompt, it walks the tree only if something changed."""
-        last, version, tokens = self._last, self.context.version, prompt.tokens
-        if last.prompt is prompt and last.version == version:
-            return last
-        if tokens is None:
-            return NOTHING
-        ids, fresh = self.rows.symbols.encode(tokens, prompt.items) if prompt.items else (tokens, None)
-        match, logits, source = NO_MATCH, None, None
-        if not prompt.cross_tokens or prompt.scope.encoder:  # an encoder's unnamed input is like no other
-            match, logits = self.best_match(ids, prompt.scope)
-            source = self.tree.last_source
-        found = self._last = Found(prompt, version, ids, fresh, match, logits, source)
-        return found
+        version = self.context.version
+        if self._prompt is prompt and self._version == version:
+            return self._match
+        tokens, items, fresh = prompt._tokens, prompt._items, None
+        if items and tokens is not None:
+            tokens, fresh = self.rows.symbols.encode(tokens, items)
+        if tokens is None or (prompt._cross_tokens and not prompt._scope.encoder):
+            match = Match(None, [], 0)  # what is not known, or an encoder's unnamed input, is like no other
+        else:
+            match = self.best_match(tokens, prompt._scope)
+        match.tokens, match.fresh = tokens, fresh
+        self._prompt, self._match, self._version = prompt, match, version
+        return match
 
-    @property
-    def last_source(self) -> int | None:
-        """The run whose block agreed in part with the prompt that was found last."""
-        return self._last.source
-
-    def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
+    def best_match(self, tokens: Int32Array, scope: ReuseScope) -> Match:
         """The reusable part of a prompt, and its stored logits if all of it is.
 
         Without logits the last token must be computed, so at most len - 1 tokens are reused. If the prompt ends with a
@@ -143,10 +109,11 @@ class AdmissionPlanner:
         """
         state = self.state
         if not state.caches_prefixes or not len(tokens):
-            return NO_MATCH, None
+            return Match(None, [], 0)
         match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
-            return match, None
+            return match
+        source = None if match.partial is None else match.partial.created
         size = state.context.block_size
         length = match.num_tokens(size)
         logits = None
@@ -167,8 +134,9 @@ class AdmissionPlanner:
         if length != match.num_tokens(size):
             match = self._cut(match, length)
         if match.partial is not None and not state.config.copy_on_partial_reuse and not self._can_take_over(match):
-            return self._without_partial(match), None
-        return match, logits
+            match, logits = self._without_partial(match), None
+        match.source, match.logits = source, logits
+        return match
 
     @staticmethod
     def _can_take_over(match: Match) -> bool:
@@ -219,12 +187,11 @@ class AdmissionPlanner:
 
     def is_whole(self, tokens: Int32Array, scope: ReuseScope) -> bool:
         """Whether all of these tokens could be reused now, the last one included."""
-        return self.best_match(tokens, scope)[0].num_tokens(self.context.block_size) == len(tokens)
+        return self.best_match(tokens, scope).num_tokens(self.context.block_size) == len(tokens)
 
     def query(self, prompt: Prompt) -> PrefixMatch:
-        found = self.find(prompt)
-        match, logits = found.match, found.logits
-        size = self.context.block_size
+        match = self.find(prompt)
+        logits, size = match.logits, self.context.block_size
         by_tier: dict[Tier, int] = {}
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
@@ -238,36 +205,37 @@ class AdmissionPlanner:
             num_tokens % size,
             by_tier,
             logits is not None,
-            self.in_flight.row_computing(match, found.ids) is not None,
+            self.in_flight.row_computing(match, match.tokens) is not None,
             logits,
         )
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def plan(self, prompt: Prompt, found: Found, num_tokens: int, lookahead: int) -> AdmissionPlan:
+    def plan(self, prompt: Prompt, match: Match, num_tokens: int, lookahead: int) -> AdmissionPlan:
         """Counts what a request takes for which this was found; `num_tokens` places are reserved, plus `lookahead`."""
-        match, logits, cross_tokens, scope = found.match, found.logits, prompt.cross_tokens, prompt.scope
+        cross_tokens, scope = prompt._cross_tokens, prompt._scope
         if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
             size = self.context.block_size
             hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
-            num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
+            present = hit_tokens + match.num_recomputed
+            num_blocks = -(-((num_tokens if num_tokens > present else present) + lookahead) // size)
             pool = self.state.gpu_pools[0]
-            need = num_blocks - match.num_blocks
-            if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
-                return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, False, logits)
-            needs, supply = [need], [pool.num_free + self.state.cache.orders.evictable(pool, scope.tenant)]
+            need, free = num_blocks - match.num_blocks, pool.num_free
+            if need <= free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
+                return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [free], True, False)
+            needs, supply = [need], [free + self.state.cache.orders.evictable(pool, scope.tenant)]
             if match.path or match.partial is not None:
                 self.count_match(match, needs, supply)
             if needs[0] <= supply[0]:
-                return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True, logits)
-        plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
+                return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True)
+        plan = self._count(match, num_tokens, lookahead, cross_tokens, scope)
         if not plan.fits and match.partial is not None:
             # The source of a partial block must stay until it is copied: in a full pool, do without it.
-            plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope, None)
+            plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope)
         return plan
 
     def _count(
-        self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope, logits: Any
+        self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
     ) -> AdmissionPlan:
         state = self.state
         size = state.context.block_size
@@ -282,7 +250,7 @@ class AdmissionPlanner:
             self.count_match(match, needs, supply)
         fits = all(need <= have for need, have in zip(needs, supply, strict=True))
         evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
-        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, logits)
+        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts)
 
     def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
         """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
@@ -328,15 +296,15 @@ class AdmissionPlanner:
         state, cross_tokens, scope = self.state, prompt.cross_tokens, prompt.scope
         found = self.find(prompt)
         plan = self.plan(prompt, found, num_tokens, lookahead)
-        plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
+        plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope)
         if plan.match.partial is not None and self._below_watermark(plan) is not None:
             # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
-            whole = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
+            whole = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope)
             if self._below_watermark(whole) is None:
                 plan = whole
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.max_seq_len
-        longest = max(num_tokens + lookahead, 0 if found.ids is None else len(found.ids))
+        longest = max(num_tokens + lookahead, 0 if found.tokens is None else len(found.tokens))
         if limit is not None and longest > limit:
             reason = f"asks for {longest} tokens, over max_seq_len={limit}"
             return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
@@ -351,7 +319,7 @@ class AdmissionPlanner:
                 )
                 return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
         if wait_for_prefix:
-            producer = self.in_flight.row_computing(plan.match, found.ids)
+            producer = self.in_flight.row_computing(plan.match, found.tokens)
             if producer is not None:
                 handle = state.rows.handles[producer]
                 assert handle is not None

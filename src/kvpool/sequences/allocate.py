@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from kvpool.config import Tier
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
+from kvpool.prefix.cache import CAPACITY
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
@@ -13,7 +14,7 @@ from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import CacheState
-from kvpool.sequences.windows import RowWindows
+from kvpool.sequences.windows import Held, RowWindows
 
 INHERITED = (  # what a fork has in common with its parent
     "retention",
@@ -26,6 +27,8 @@ INHERITED = (  # what a fork has in common with its parent
     "num_prompt_tokens",
     "family",
 )
+
+_NOTHING: Held = []
 
 
 class Allocator:
@@ -45,64 +48,69 @@ class Allocator:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> None:
-        """Gives a new handle its row and blocks, reusing the longest cached prefix."""
-        state, rows, cache = self.state, self.rows, self.cache
+    def allocate(self, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> Match:
+        """Gives a new handle its row and blocks, reusing the longest cached prefix; returns what was found of it."""
+        state, rows, size = self.state, self.rows, self.context.block_size
         found = self.admissions.find(prompt)
         plan = self.admissions.plan(prompt, found, num_tokens, lookahead)
         if not plan.fits:
             state.counters.allocation_failures += 1
             state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
-        self.context.version += 1  # from here on the cache is another one, and the match with it: `enter` cuts its path
-        match, hit_tokens = plan.match, plan.num_hit_tokens
+        match, hit_tokens, partial = plan.match, plan.num_hit_tokens, plan.match.partial
         tip = self.enter(match, handle.scope)
-        held_source = taken = None
-        if match.partial is not None and not state.config.copy_on_partial_reuse:
-            taken = self.removal.take_over(match.partial)
-        if plan.evicts:
-            held_windows = self.windows.hold(tip, hit_tokens)
-            held_source = match.partial if taken is None else None
-            if held_source is not None:
-                self.readers.hold(held_source)
-                self.windows.hold_source(match, +1)
-            for index, pool in enumerate(state.gpu_pools):
-                cache.make_room(pool, plan.needs[index], handle.scope.tenant)
-        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
-        row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
+        taken = None
+        if partial is not None and not state.config.copy_on_partial_reuse:
+            taken = self.removal.take_over(partial)
+        held = self._make_room(plan, tip, taken is None, handle.scope.tenant) if plan.evicts else _NOTHING
+        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else None
+        row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_cross_blocks)
         rows.tips[row] = tip
         self._fill_tables(row, tip, plan, taken)
-        if plan.evicts:
-            self.windows.let_go(tip, held_windows)
-        if match.partial is not None:
+        if held:
+            self.windows.let_go(tip, held)
+        if partial is not None:
             if taken is None:
                 self._copy_partial(row, match)
-            note_sessions(handle, match.partial.sessions)
-        if held_source is not None:
-            self.windows.hold_source(match, -1)
-            # It was copied from, as it is where nothing had to be evicted
-            self.readers.release(held_source, used=False)
-        rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
+                if plan.evicts:
+                    self.windows.hold_source(match, -1)
+                    # It was copied from, as it is where nothing had to be evicted
+                    self.readers.release(partial, used=False)
+            note_sessions(handle, partial.sessions)
+        present = hit_tokens + match.num_recomputed
+        rows.reserved[row] = num_tokens if num_tokens > present else present
         rows.written[row] = rows.committed[row] = hit_tokens
-        rows.present[row] = hit_tokens + match.num_recomputed
-        tokens = found.ids
+        rows.present[row] = present
+        tokens = found.tokens
         if tokens is None:
             rows.known[row] = rows.num_history[row] = 0
         else:
-            rows.set_token_ids(row, tokens, match.num_blocks * state.context.block_size)
-            if handle.is_lease:
-                handle.num_prompt_tokens = len(tokens)
-                handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
-            else:
-                self._count_request(handle, len(tokens), promoted, plan)
+            rows.set_token_ids(row, tokens, match.num_blocks * size)
+            handle.num_prompt_tokens = len(tokens)
+            handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
+            if not handle.is_lease:
+                self._count_request(handle, promoted, match)
             if handle.publishes:
                 if match.next_key is not None:
                     self.in_flight.track_block(handle, tip, match.next_key)
-                elif len(tokens) >= (match.num_blocks + 1) * state.context.block_size:
+                elif len(tokens) >= (match.num_blocks + 1) * size:
                     self.in_flight.track(row)
             if found.fresh:
                 state.keep_symbols(found.fresh)
         state.counters.requests += not handle.is_lease
         state.requests[handle.request_id] = handle
+        return found
+
+    def _make_room(self, plan: AdmissionPlan, tip: Node, copies: bool, tenant: str) -> Held:
+        """Evicts what a plan needs, but nothing that it reuses. Windowed blocks are held for that until `let_go`."""
+        source, state = plan.match.partial, self.state
+        held = self.windows.hold(tip, plan.num_hit_tokens) if self.context.windowed else _NOTHING
+        if copies and source is not None:
+            self.readers.hold(source)
+            self.windows.hold_source(plan.match, +1)
+        for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
+            if need > pool.num_free:
+                self.cache.evict(pool, need - pool.num_free, tenant, CAPACITY)
+        return held
 
     def enter(self, match: Match, scope: ReuseScope) -> Node:
         """Splits the tree where the match ends and holds the matched path."""
@@ -175,16 +183,12 @@ class Allocator:
                 op = CopyOp(CopyKind.PARTIAL_REUSE, group.index, source.tier, GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
-    def _count_request(
-        self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: AdmissionPlan
-    ) -> None:
-        counters, size, match = self.state.counters, self.context.block_size, plan.match
-        counters.prompt_tokens += num_tokens
-        counters.prompt_blocks += num_tokens // size
-        handle.num_prompt_tokens = num_tokens
-        if not match.num_blocks and not plan.num_hit_tokens:
+    def _count_request(self, handle: KVCacheHandle, promoted: dict[Tier, int] | None, match: Match) -> None:
+        counters, size = self.state.counters, self.context.block_size
+        counters.prompt_tokens += handle.num_prompt_tokens
+        counters.prompt_blocks += handle.num_prompt_tokens // size
+        if not match.num_blocks and match.partial is None:
             return
-        handle.num_cached_tokens, handle.num_cached_blocks = plan.num_hit_tokens, match.num_blocks
         if not promoted:
             counters.hit_tokens[0] += match.num_blocks * size - match.num_recomputed  # GPU, whose name costs more
             counters.hit_blocks[0] += match.num_blocks
@@ -196,8 +200,8 @@ class Allocator:
             handle.stats.partial_tokens = match.num_partial
             if match.partial.tier != GPU:
                 handle.stats.cached_tokens_from_lower_tiers += match.num_partial
-        if plan.last_logits is not None:
-            handle.last_logits = plan.last_logits
+        if match.logits is not None:
+            handle.last_logits = match.logits
             counters.full_hits_with_logits += 1
 
     def _count_promoted(self, handle: KVCacheHandle, promoted: dict[Tier, int], match: Match) -> None:
@@ -237,7 +241,7 @@ class Allocator:
     def _share_row(self, source: int, child: KVCacheHandle) -> None:
         rows = self.rows
         num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
-        row = child.row = rows.new_row(child, max(num_blocks, cross))
+        row = child.row = rows.new_row(child, num_blocks, cross)
         for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
             array = getattr(rows, name)
             array[row] = array[source]

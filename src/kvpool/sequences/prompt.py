@@ -94,7 +94,6 @@ def as_prompt(
     scope: ReuseScope,
     multimodal: Items | None,
     cross_tokens: int = 0,
-    *,
     may_be_cut: bool = False,
 ) -> Prompt:
     """What a verb was given as a prompt: one already, or tokens and what belongs to them. It lives as long as the call."""

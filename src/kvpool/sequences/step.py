@@ -17,6 +17,7 @@ from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.batch import SequenceBatch, prepare_steps
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState, common_tenant
 from kvpool.sequences.tokens import IncomingIds, Slots
 from kvpool.sequences.windows import RowWindows
@@ -100,7 +101,7 @@ class Stepper:
         targets = batch.rows[crossing]
         columns = rows.num_blocks[targets]
         longest = largest(columns) + 1
-        if longest > rows.tables[0].shape[1]:
+        if longest > rows.num_columns:
             rows.ensure_columns(longest)
         ids = self._take(batch, crossing)
         rows.tables[0][targets, columns] = ids
@@ -195,7 +196,7 @@ class Stepper:
         counts = missing[grown]
         columns = rows.num_blocks[target_rows]
         longest = int((columns + counts).max())
-        if longest > rows.tables[0].shape[1]:
+        if longest > rows.num_columns:
             rows.ensure_columns(longest)
         if num_new > len(grown):
             ends = np.cumsum(counts)
@@ -292,10 +293,7 @@ class Stepper:
     def _refuse_over(self, batch: SequenceBatch, wanted: Int64Array, verb: str) -> None:
         reserved = self.rows.reserved[batch.selection]
         i = int((wanted > reserved).argmax())
-        raise SequenceStateError(
-            f"request {batch.handles[i].request_id!r} has places for {int(reserved[i])} tokens, "
-            f"{int(wanted[i])} cannot be {verb}; call extend first"
-        )
+        raise _over(batch.handles[i], int(reserved[i]), int(wanted[i]), verb)
 
     def commit_step(self, batch: SequenceBatch, tokens: Int32Array) -> None:
         """One final token for every sequence of a batch that decodes."""
@@ -368,11 +366,17 @@ class Stepper:
             start = rows.committed.item(row)
             self._commit_row(row, start, start + count, rows.known.item(row))
 
-    def commit_prompt(self, row: int) -> None:
-        """Commits what is reserved and known of a row's prompt."""
+    def commit_prompt(self, row: int, count: int | None) -> None:
+        """Commits the next `count` tokens of a row, with ids as far as they are known (None: what is reserved and known)."""
         rows = self.rows
-        known, reserved = rows.known.item(row), rows.reserved.item(row)
-        self._commit_row(row, rows.committed.item(row), min(known, reserved), known)
+        start, known, reserved = rows.committed.item(row), rows.known.item(row), rows.reserved.item(row)
+        if count is None:
+            end = known if known < reserved else reserved
+        else:
+            end = start + count
+            if end > reserved:
+                raise _over(rows.handles[row], reserved, end, "committed")
+        self._commit_row(row, start, end, known)
 
     def _commit_row(self, row: int, start: int, end: int, known: int) -> None:
         """Tokens `start..end` of a row are final; the ids of `known` are known."""
@@ -405,3 +409,10 @@ class Stepper:
             self.state.publisher.close(row)
         handle.publishes = False
         self.in_flight.untrack(handle)
+
+
+def _over(handle: KVCacheHandle | None, reserved: int, wanted: int, verb: str) -> SequenceStateError:
+    assert handle is not None
+    return SequenceStateError(
+        f"request {handle.request_id!r} has places for {reserved} tokens, {wanted} cannot be {verb}; call extend first"
+    )

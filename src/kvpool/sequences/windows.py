@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 
 from kvpool.config.layers import ceil_div
@@ -13,6 +15,8 @@ from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState
+
+Held: TypeAlias = list[tuple[Group, Int32Array]]  # blocks that nobody may evict for a while
 
 
 class RowWindows:
@@ -30,9 +34,9 @@ class RowWindows:
 
     # --- while a row is made -----------------------------------------------------------------------------------------
 
-    def hold(self, tip: Node, num_tokens: int) -> list[tuple[Group, Int32Array]]:
+    def hold(self, tip: Node, num_tokens: int) -> Held:
         """Protects the blocks that a request reads which reuses `num_tokens` up to `tip`, until `let_go`."""
-        held: list[tuple[Group, Int32Array]] = []
+        held: Held = []
         for group in self.context.windowed:
             for node in tip.path():
                 if node.tier == GPU:
@@ -42,7 +46,7 @@ class RowWindows:
             self.readers.enter(tip.root, group, ids)
         return held
 
-    def let_go(self, tip: Node, held: list[tuple[Group, Int32Array]]) -> None:
+    def let_go(self, tip: Node, held: Held) -> None:
         """The row itself reads by now what was held for it."""
         for group, ids in held:
             self.readers.leave(tip, group, 0, 0, ids)
