@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.params import SamplingParams, described
 from kvpool.errors import InvalidArgumentError
 
 
@@ -57,8 +57,115 @@ def test_given_a_meaningless_value_then_the_error_names_it(fields: dict[str, Any
         SamplingParams(**fields)
 
 
-def test_given_the_most_logprobs_then_they_are_allowed() -> None:
-    assert SamplingParams(logprobs=100).logprobs == 100
+BOUNDS: list[tuple[str, Any, Any]] = [
+    ("max_new_tokens", 1, 2**31),
+    ("top_k", 0, 2**31),
+    ("n", 1, 2**16),
+    ("num_beams", 1, 2**10),
+    ("seed", 0, 2**63 - 1),
+    ("logprobs", 0, 100),
+    ("temperature", 0.0, 100.0),
+    ("top_p", 5e-324, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 5e-324, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("length_penalty", -100.0, 100.0),
+]
+
+
+def next_after(value: Any, sign: int) -> Any:
+    return value + sign if isinstance(value, int) else float(np.nextafter(value, sign * np.inf))
+
+
+@pytest.mark.parametrize(("name", "lowest", "highest"), BOUNDS)
+def test_given_a_bound_then_it_is_allowed_and_what_lies_beyond_it_is_not(name: str, lowest: Any, highest: Any) -> None:
+    for bound, sign in ((lowest, -1), (highest, 1)):
+        assert getattr(SamplingParams(**{name: bound}), name) == bound
+        with pytest.raises(InvalidArgumentError, match=name):
+            SamplingParams(**{name: next_after(bound, sign)})
+
+
+def test_given_tokens_and_biases_at_their_bounds_then_they_are_allowed_and_what_lies_beyond_is_not() -> None:
+    last = 2**31 - 1
+    params = SamplingParams(stop_token_ids=[0, last], logit_bias={0: -1e4, last: 1e4})
+    assert (params.stop_token_ids, params.logit_bias) == ({0, last}, {0: -1e4, last: 1e4})
+    for fields in ({"stop_token_ids": [last + 1]}, {"logit_bias": {last + 1: 0.0}}, {"logit_bias": {-1: 0.0}}):
+        with pytest.raises(InvalidArgumentError):
+            SamplingParams(**fields)
+    for sign in (-1, 1):
+        with pytest.raises(InvalidArgumentError):
+            SamplingParams(logit_bias={0: next_after(sign * 1e4, sign)})
+
+
+def test_given_stop_strings_then_sixty_four_are_allowed_and_no_more() -> None:
+    assert len(SamplingParams(stop=["."] * 64).stop) == 64  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="up to 64"):
+        SamplingParams(stop=["."] * 65)
+
+
+@pytest.mark.parametrize(
+    ("fields", "filtered", "penalised"),
+    [
+        ({"top_k": 1}, True, False),
+        ({"top_p": 0.5}, True, False),
+        ({"min_p": 0.1}, True, False),
+        ({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}, False, False),
+        ({"repetition_penalty": 1.1}, False, True),
+        ({"presence_penalty": -0.1}, False, True),
+        ({"frequency_penalty": 0.1}, False, True),
+    ],
+)
+def test_given_one_filter_or_penalty_then_the_params_say_so(
+    fields: dict[str, Any], filtered: bool, penalised: bool
+) -> None:
+    params = SamplingParams(**fields)
+    assert (params.is_filtered, params.has_penalties) == (filtered, penalised)
+
+
+class AnyText:
+    """A grammar that allows everything."""
+
+    def start(self) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logprobs": 0},
+        {"logit_bias": {3: 1.0}},
+        {"grammar": AnyText()},
+    ],
+)
+def test_given_beams_then_what_changes_their_scores_is_refused_and_the_same_without_beams_is_not(
+    fields: dict[str, Any],
+) -> None:
+    SamplingParams(num_beams=1, **fields)
+    with pytest.raises(InvalidArgumentError, match="plain log probabilities"):
+        SamplingParams(num_beams=2, **fields)
+
+
+def test_given_as_many_results_as_beams_then_they_are_allowed() -> None:
+    assert SamplingParams(num_beams=2, n=2, temperature=0.0).n == 2
+
+
+def test_given_what_is_no_grammar_then_it_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="grammar"):
+        SamplingParams(grammar="json")  # type: ignore[arg-type]
+
+
+def test_given_defaults_of_a_model_then_they_fill_what_was_left_open_except_for_beams() -> None:
+    defaults = SamplingParams(temperature=0.6, top_k=20)
+    assert SamplingParams(top_k=0).with_defaults(defaults) == SamplingParams(temperature=0.6, top_k=0)
+    beams = SamplingParams(num_beams=2)
+    assert beams.with_defaults(defaults) is beams
+
+
+def test_given_params_then_their_description_names_what_is_set() -> None:
+    assert described(SamplingParams()) == "greedy"
+    assert described(SamplingParams(top_k=3, repetition_penalty=1.5)) == "top_k 3, repetition_penalty 1.5"
 
 
 def test_given_one_stop_string_then_it_is_one_string_and_not_its_letters() -> None:

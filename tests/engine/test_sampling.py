@@ -151,3 +151,27 @@ def test_given_many_steps_then_the_numbers_are_spread_evenly_in_the_unit_interva
     assert numbers.max() < 1.0
     assert np.abs(np.histogram(numbers, bins=20, range=(0, 1))[0] / 40_000 - 0.05).max() < 0.005
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+
+
+def test_given_seeds_and_steps_then_the_numbers_are_those_of_splitmix64() -> None:
+    """A seed that somebody wrote down gives the same answer in the next version too."""
+    assert [seed_of(0, index) for index in range(4)] == [
+        0,
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
+    bits = uniforms_for(np.zeros(3, np.uint64), np.arange(3)) * 2**24
+    assert bits.tolist() == [0xE220A8, 0x6E789E, 0x06C45D]
+    assert seed_of(0x9E3779B97F4A7C15, 1) == seed_of(0, 2)
+    chained = uniforms_for(np.array([0x9E3779B97F4A7C15], np.uint64), np.array([0])) * 2**24
+    assert chained.tolist() == [_splitmix(0xE220A8397B1DCDAF) >> 40]
+
+
+def _splitmix(state: int) -> int:
+    """The next number of the generator, as its authors write it."""
+    mask = 2**64 - 1
+    value = (state + 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine.text import TextStream
+from kvpool.engine.text import Pieces, TextStream
 
 
 class ByteTokenizer:
@@ -56,6 +56,30 @@ def test_given_bytes_that_never_become_a_character_then_they_are_shown_in_the_en
     sink = TextStream(ByteTokenizer())
     assert sink.push(0xFF) == ""
     assert sink.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_given_eight_tokens_that_are_no_character_then_they_are_shown_without_waiting_for_more() -> None:
+    sink = TextStream(ByteTokenizer())
+    shown = [len(sink.push(0xFF)) for _ in range(17)]
+    assert shown == [0] * 7 + [8] + [0] * 7 + [8] + [0]
+
+
+def test_given_pieces_then_each_token_is_decoded_once_for_both_ways_to_see_special_ones() -> None:
+    class Speaking(ByteTokenizer):
+        def __init__(self) -> None:
+            self.asked: list[tuple[tuple[int, ...], bool]] = []
+
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            self.asked.append((tuple(token_ids), skip_special_tokens))
+            return super().decode(token_ids) + ("" if skip_special_tokens else "<end>" * (256 in token_ids))
+
+    tokenizer = Speaking()
+    pieces = Pieces(tokenizer)
+    assert [pieces.decode([token]) for token in (72, 256, 72, 256)] == ["H", "", "H", ""]
+    assert [pieces.decode([256], skip_special_tokens=False) for _ in range(2)] == ["<end>"] * 2
+    assert tokenizer.asked == [((72,), True), ((256,), True), ((256,), False)]
+    assert pieces.decode([72, 105]) == "Hi"
+    assert pieces.decode([]) == ""
 
 
 def test_given_special_tokens_then_they_leave_no_text() -> None:
