@@ -126,9 +126,9 @@ def test_given_a_beam_without_a_block_then_another_of_its_request_goes_on_with_i
         engine.step()
     first, second = engine.scheduler.sequences("beams")
     for beam in (first, second):  # both compute all their tokens again
-        engine.scheduler._roster.preempt(beam, 0)
+        engine.scheduler._queues.preempt(beam, 0)
     engine.step()
-    lanes = engine.scheduler._roster.running.lanes
+    lanes = engine.scheduler._queues.running.lanes
     assert [int(lanes.places[beam.lane]) for beam in (first, second)] == [4, 2]
     outsider = manager.allocate("outsider", num_tokens=4 * manager.can_allocate(num_tokens=1).blocks_available[0])
     plan = engine.step()
@@ -215,6 +215,31 @@ def test_given_no_room_for_drafts_then_they_are_dropped_and_nobody_gives_way_for
     scheduler.propose(first.sequences[1], [9, 9])
     plan = scheduler.step()
     assert (plan.num_drafts.tolist(), plan.preempted) == ([0, 0], [])
+
+
+@pytest.mark.parametrize(
+    ("step", "drafts"), [(3, [0, 0, 0]), (5, [2, 0, 0]), (8, [3, 2, 0]), (12, [3, 3, 3]), (64, [3, 3, 3])]
+)
+def test_given_a_step_with_room_for_some_drafts_then_the_first_sequences_get_theirs(
+    step: int, drafts: list[int]
+) -> None:
+    engine = make_engine(max_draft_tokens=3, max_tokens_per_step=step, max_sequences=3)
+    add(engine, *(request(f"{i}", 1, 9, first=30 * i) for i in range(3)))
+    engine.step()
+    for i in range(3):
+        (sequence,) = engine.scheduler.sequences(f"{i}")
+        engine.scheduler.propose(sequence, [40, 41, 42, 43])
+    plan = engine.scheduler.step()
+    assert (plan.num_drafts.tolist(), plan.num_tokens) == (drafts, 3 + sum(drafts))
+
+
+def test_given_a_sequence_near_its_last_token_then_it_gets_no_more_drafts_than_may_follow() -> None:
+    engine = make_engine(max_draft_tokens=8)
+    add(engine, request("r", 4, 4))
+    engine.step()
+    (sequence,) = engine.scheduler.sequences("r")
+    engine.scheduler.propose(sequence, [40, 41, 42, 43])
+    assert engine.scheduler.step().num_drafts.tolist() == [2]  # one token came, one comes in any case
 
 
 def test_given_drafts_when_their_counts_are_missing_or_too_large_then_it_is_refused() -> None:

@@ -214,6 +214,20 @@ def test_given_drafts_in_flight_when_their_sequence_gives_way_then_it_is_compute
     engine.assert_right(only)
 
 
+def test_given_drafts_that_are_settled_then_their_sequence_is_swapped_like_any_other() -> None:
+    engine = make_engine(make_manager(host_blocks=16), preemption="swap", drafts=(2,), max_draft_tokens=4)
+    only = request("a", 6, 12)
+    add(engine, only)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.stats.draft_tokens > 0
+    (sequence,) = engine.scheduler.sequences("a")
+    engine.scheduler._queues.preempt(sequence, 0)
+    assert sequence.state is SequenceState.SWAPPED
+    engine.drain()
+    engine.assert_right(only)
+
+
 def swapped_urgent(engine: ToyEngine, *others: Request) -> None:
     """An urgent request that is swapped out while its sample is in flight, so that `others` enter before it."""
     add(engine, request("urgent", 14, 6, priority=1))

@@ -65,6 +65,47 @@ def test_given_a_wrong_setting_then_the_configuration_is_refused(options: dict[s
         SchedulerConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest"),
+    [
+        ("max_tokens_per_step", 1, 2**24),
+        ("max_sequences", 1, 2**16),
+        ("max_chunk_tokens", 1, 2**24),
+        ("max_draft_tokens", 0, 2**24),
+        ("prefetch_requests", 0, 2**16),
+    ],
+)
+def test_given_a_limit_then_it_is_allowed_and_one_beyond_it_is_not(name: str, lowest: int, highest: int) -> None:
+    others = {"max_sequences": 1} if name == "max_tokens_per_step" else {"max_tokens_per_step": 2**24}
+    for bound, beyond in ((lowest, lowest - 1), (highest, highest + 1)):
+        assert getattr(SchedulerConfig(**others | {name: bound}), name) == bound
+        with pytest.raises(ConfigError, match=name):
+            SchedulerConfig(**others | {name: beyond})
+
+
+@pytest.mark.parametrize(("step", "chunk", "expected"), [(10, None, 10), (10, 4, 4), (10, 10, 10), (10, 64, 10)])
+def test_given_a_chunk_size_then_a_step_has_no_more_of_one_prompt(step: int, chunk: int | None, expected: int) -> None:
+    assert SchedulerConfig(max_tokens_per_step=step, max_sequences=10, max_chunk_tokens=chunk).chunk_tokens == expected
+
+
+def test_given_a_sequence_then_its_prompt_is_the_same_object_until_its_tokens_are_others() -> None:
+    """The manager remembers what it found out about a prompt: a new object would be looked up again in every step."""
+    engine = make_engine()
+    add(engine, request("r", 6))
+    (sequence,) = engine.scheduler.sequences("r")
+    first = sequence.prompt
+    assert sequence.prompt is first
+    sequence.tokens = np.append(sequence.tokens, np.int32(7))
+    assert sequence.prompt is not first
+    assert sequence.prompt.tokens is sequence.tokens
+
+
+def test_given_plans_then_they_are_numbered_from_one_on() -> None:
+    engine = make_engine()
+    add(engine, request("r", 6, 3))
+    assert [engine.step().number for _ in range(3)] == [1, 2, 3]
+
+
 def test_given_no_manager_then_the_scheduler_says_what_it_takes() -> None:
     with pytest.raises(ConfigError, match="KVCacheManager"):
         Scheduler(make_manager().config)  # type: ignore[arg-type]
