@@ -27,11 +27,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvpool import DType, StatePart, StateSpec
 from kvpool.kernels import states as references
-from kvpool.kernels.layout import Selection, SlotStates
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates
 from kvpool.kernels.states import convolve, convolve_one, delta_rule_one, select_one
 from kvpool.model.hook import AttentionCall, use_kvpool_attention
 from kvpool.model.probing import forward, run_probe
-from kvpool.model.states import StateStep, own_states, state_specs, use_kvpool_states
+from kvpool.model.state_probing import use_kvpool_states
+from kvpool.model.states import StateStep, own_states, state_specs
 from kvpool.storage import StateSlots
 
 LAYERS = 4  # whose states the kernels update in turn: more than a cache holds
@@ -145,10 +146,16 @@ def packed_convolution(batch: int) -> dict[str, float]:
     x, weight, bias = random(tokens, 8192), random(8192, 4), random(8192)
     starts = torch.arange(0, tokens + 1, tokens // batch, device="cuda")
     layers = Layers(part, batch)
-    ours, theirs = layers.copied(), layers.copied()
-    found = convolve(x, starts, tokens // batch, ours, weight, bias, True).float()
-    expected = references.convolve_reference(x, starts, tokens // batch, theirs, weight, bias, True).float()
-    graph, _ = graph_of(lambda: convolve(x, starts, tokens // batch, ours, weight, bias, True))
+
+    def packed() -> PackedStates:
+        states = layers.copied()
+        lengths = (tokens // batch,) * batch
+        return PackedStates(states.stored, states.sources, states.targets, starts, lengths)
+
+    ours, theirs = packed(), packed()
+    found = convolve(x, ours, weight, bias, True).float()
+    expected = references.convolve_reference(x, theirs, weight, bias, True).float()
+    graph, _ = graph_of(lambda: convolve(x, ours, weight, bias, True))
     taken = seconds(graph.replay)
     return {
         "error": float((found - expected).abs().max() / expected.std()),
@@ -230,7 +237,7 @@ class Ours:
         self.model, self.batch = model, batch
         assert use_kvpool_attention(model)
         modules = use_kvpool_states(model, lambda: run_probe(model))
-        self.on_slots = all(module.on_slots is not None for module in modules)
+        self.on_slots = all(module.on_slots and module.packs for module in modules)
         self.slots = StateSlots.allocate(state_specs(modules), batch + 1, "cuda")
         self.ids = torch.zeros(batch, dtype=torch.int64, device="cuda")
         self.positions = torch.zeros(batch, dtype=torch.int64, device="cuda")

@@ -22,7 +22,7 @@ from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
-from kvpool.kernels.layout import Runs, Selection, SlotStates
+from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates
 from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.kernels.states_triton import (
     convolve_one_triton,
@@ -109,7 +109,8 @@ def update_states() -> None:
 
     x, inputs, taps = torch.zeros(2, 8192, **half), states(8192, 4, **half), torch.zeros(8192, 4, **half)
     convolve_one_triton(x, inputs, taps, None, True)
-    convolve_triton(x, torch.zeros(3, dtype=torch.int64), 100, inputs, taps, taps[:, 0], True)
+    packed = PackedStates(inputs.stored, rows, rows, torch.zeros(3, dtype=torch.int64), (100, 1))
+    convolve_triton(x, packed, taps, taps[:, 0], True)
     heads, numbers = torch.zeros(2, 32, 128, **half), torch.zeros(2, 32)
     for decay in (numbers, torch.zeros(2, 32, 128)):
         delta_rule_one_triton(heads, heads, heads, decay, numbers, states(32, 128, 128), True)

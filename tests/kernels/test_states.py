@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ pytest.importorskip("triton")
 
 from torch.nn.functional import conv1d, silu, softplus  # noqa: E402
 
-from kvpool.kernels.layout import Selection, SlotStates  # noqa: E402
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates  # noqa: E402
 from kvpool.kernels.states import (  # noqa: E402
     convolve_one_reference,
     convolve_reference,
     delta_rule_one_reference,
+    select,
     select_one_reference,
 )
 from kvpool.kernels.states_triton import (  # noqa: E402
@@ -40,12 +41,17 @@ def slot_states(*shape: int, dtype: Any = torch.float32, targets: Any = ELSEWHER
     return SlotStates(stored, torch.tensor(sources), torch.tensor(targets))
 
 
+def packed_states(lengths: list[int], *shape: int, **options: Any) -> Any:
+    states = slot_states(*shape, **options)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return PackedStates(states.stored, states.sources, states.targets, starts, tuple(lengths))
+
+
 def moved(value: Any, device: str) -> Any:
     """A copy on a device, with the same strides: a store and its gaps, expanded tensors, parts of a projection."""
     if isinstance(value, SlotStates):
-        return replace(
-            value, **{name: moved(getattr(value, name), device) for name in ("stored", "sources", "targets")}
-        )
+        tensors = [field.name for field in fields(value) if field.name != "lengths"]
+        return replace(value, **{name: moved(getattr(value, name), device) for name in tensors})
     if isinstance(value, Selection):
         tensors = {name: moved(getattr(value, name), device) for name in ("dt", "a", "b", "c", "d", "dt_bias")}
         return replace(value, **tensors)
@@ -89,11 +95,11 @@ def test_a_convolution_moves_on_token_by_token_as_one_over_all_of_them(targets: 
 
 
 def test_a_convolution_of_packed_sequences_is_that_of_each() -> None:
-    lengths, starts = [1, 9, 3], torch.tensor([0, 1, 10, 13])
-    states = slot_states(7, 4, sources=[4, -1, 2])
-    before = states.stored.clone()
+    lengths = [1, 9, 3]
+    states = packed_states(lengths, 7, 4, sources=[4, -1, 2])
+    before, starts = states.stored.clone(), states.starts
     x, weight = torch.randn(13, 7), torch.randn(7, 4)
-    out = convolve_reference(x, starts, 9, states, weight, None, False)
+    out = convolve_reference(x, states, weight, None, False)
     for i, (length, source) in enumerate(zip(lengths, (4, None, 2), strict=True)):
         earlier = torch.zeros(7, 4) if source is None else before[source]
         whole = torch.cat([earlier, x[starts[i] : starts[i + 1]].T], dim=-1)
@@ -157,6 +163,29 @@ def test_a_state_space_model_decays_and_adds(chosen: Selection) -> None:
             torch.testing.assert_close(found[n, h], out)
 
 
+def test_chunks_of_a_state_space_model_are_its_tokens_one_by_one() -> None:
+    """Lengths around a chunk's; the second sequence begins."""
+    lengths, heads, channels, size, groups = [300, 1, 129], 4, 6, 5, 2
+    states = packed_states(lengths, heads, channels, size, sources=[4, -1, 2])
+    singly = SlotStates(states.stored.clone(), torch.tensor([4, 3, 2]), states.targets)
+    singly.stored[3] = 0
+    tokens = sum(lengths)
+    x, dt, a = torch.randn(tokens, heads, channels), torch.rand(tokens, heads), -torch.rand(heads)
+    b, c = torch.randn(tokens, groups, size), torch.randn(tokens, groups, size)
+    found = select(x, dt, a, b, c, states).split(lengths)
+    inputs = [part.split(lengths) for part in (x, dt, b, c)]
+    for i in range(3):
+        row = replace(singly, sources=singly.sources[i : i + 1], targets=singly.targets[i : i + 1])
+        for token in range(lengths[i]):
+            one, step, b_one, c_one = (part[i][token : token + 1] for part in inputs)
+            rate = a[:, None, None].expand(-1, channels, size)
+            chosen = Selection(step[..., None].expand(-1, -1, channels), rate, b_one, c_one, None, None, False)
+            expected = select_one_reference(one, chosen, row, None)
+            torch.testing.assert_close(found[i][token], expected[0], rtol=1e-4, atol=1e-4)
+            row = replace(row, sources=row.targets)
+        torch.testing.assert_close(states.stored[row.targets], singly.stored[row.targets], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [IN_PLACE, ELSEWHERE], ids=["in place", "elsewhere"])
 @pytest.mark.parametrize(("inputs", "taps"), [(4, 4), (3, 4), (4, 2)])
@@ -174,11 +203,10 @@ def test_the_kernel_convolves_one_token(inputs: int, taps: int, bias: Any, targe
 def test_the_kernel_convolves_packed_sequences(
     lengths: list[int], sources: list[int], targets: list[int], device: str
 ) -> None:
-    starts = torch.tensor([0, *lengths]).cumsum(0)
     x = torch.randn(70, sum(lengths)).T  # as a module transposes it
-    states = slot_states(70, 4, sources=sources, targets=targets)
+    states = packed_states(lengths, 70, 4, sources=sources, targets=targets)
     for bias, activate in ((torch.randn(70), True), (None, False)):
-        arguments = [x, starts, max(lengths), states, torch.randn(70, 4), bias, activate]
+        arguments = [x, states, torch.randn(70, 4), bias, activate]
         assert_same(convolve_triton, convolve_reference, arguments, device)
 
 
@@ -219,7 +247,7 @@ def test_kernels_in_16_bits_round_once(dtype: Any) -> None:
     x, q, k, v = (torch.randn(3, *shape).to(dtype) for shape in ((64,), (2, 16), (2, 16), (2, 32)))
     arguments = [x, slot_states(64, 4, dtype=dtype), torch.randn(64, 4).to(dtype), torch.randn(64).to(dtype), True]
     assert_same(convolve_one_triton, convolve_one_reference, arguments, "cuda")
-    arguments = [x, torch.tensor([0, 1, 2, 3]), 1, *arguments[1:]]
+    arguments = [x, packed_states([1, 1, 1], 64, 4, dtype=dtype), *arguments[2:]]
     assert_same(convolve_triton, convolve_reference, arguments, "cuda")
     beta = torch.rand(3, 2).to(dtype)
     arguments = [q, k, v, -torch.rand(3, 2), beta, slot_states(2, 16, 32), True]

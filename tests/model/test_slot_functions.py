@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any
 
@@ -16,10 +17,15 @@ from hybrids import HYBRIDS, hybrid_model
 from kvpool.model.hook import use_kvpool_attention
 from kvpool.model.probing import run_probe
 from kvpool.model.slot_functions import forward_on_slots
-from kvpool.model.states import StateModule, StateStep, keeping_states, state_specs, use_kvpool_states
+from kvpool.model.state_probing import use_kvpool_states
+from kvpool.model.states import StateModule, StateStep, keeping_states, state_specs
 from kvpool.storage import StateSlots
 
 ON_SLOTS = sorted(set(HYBRIDS) - {"inkling_text", "zaya"})
+PACKED = sorted(
+    set(ON_SLOTS) - {"falcon_mamba", "jamba", "mamba", "zamba"}
+)  # transformers' scan of these forgets states
+DELTA = {"kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 
 
 def modules_of(model: Any) -> list[StateModule]:
@@ -27,8 +33,18 @@ def modules_of(model: Any) -> list[StateModule]:
     return use_kvpool_states(model, lambda: run_probe(model))
 
 
+@pytest.fixture(scope="module", params=ON_SLOTS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def modules(family: str) -> list[StateModule]:
+    return modules_of(hybrid_model(family))
+
+
 def random_slots(modules: list[StateModule]) -> StateSlots:
-    slots = StateSlots.allocate(state_specs(modules), 5)
+    slots = StateSlots.allocate(state_specs(modules), 6)
     for states in slots.store.states(0).values():
         states.normal_(generator=torch.Generator().manual_seed(1))
     return slots
@@ -42,23 +58,79 @@ def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateSlots, "scatter", refuse)
 
 
-@pytest.mark.parametrize("family", ON_SLOTS)
-def test_a_decode_step_copies_no_state_and_gives_what_copies_give(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = modules_of(hybrid_model(family))
+def test_a_decode_step_copies_no_state_and_gives_what_copies_give(
+    modules: list[StateModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots, copied = random_slots(modules), random_slots(modules)
     hidden = torch.randn(1, 3, 64)
     sources, targets = torch.tensor([0, 1, 2]), torch.tensor([3, 1, 4])
-    on_slots = modules[0].on_slots
-    modules[0].on_slots = None
+    assert modules[0].on_slots
+    modules[0].on_slots = False
     with keeping_states(StateStep.decoding(copied, sources, targets)), torch.no_grad():
         expected = modules[0].module(hidden)
-    modules[0].on_slots = on_slots
+    modules[0].on_slots = True
     without_copies(monkeypatch)
     with keeping_states(StateStep.decoding(slots, sources, targets)), torch.no_grad():
         found = modules[0].module(hidden)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for place, states in slots.store.states(0).items():
         torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", PACKED, indirect=True)
+def test_chunks_of_several_sequences_are_one_call_and_give_what_copies_give(
+    modules: list[StateModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences decode; of the others one begins with a single token, and one leaves its old state where it is."""
+    slots, copied = random_slots(modules), random_slots(modules)
+    hidden = torch.randn(1, 18, 64)
+    plan = [1, 9, 1, 1, 6], [3, -1, -1, 1, 0], [3, 2, 5, 1, 4]
+    assert modules[0].packs
+    modules[0].packs = False
+    with keeping_states(StateStep.of(copied, *plan)), torch.no_grad():
+        expected = modules[0].module(hidden)
+    modules[0].packs = True
+    without_copies(monkeypatch)
+    calls: list[torch.Size] = []
+    call = modules[0].compute_on_slots
+    monkeypatch.setattr(
+        modules[0],
+        "compute_on_slots",
+        lambda states, tokens, given: calls.append(tokens.shape) or call(states, tokens, given),
+    )
+    with keeping_states(StateStep.of(slots, *plan)), torch.no_grad():
+        found = modules[0].module(hidden)
+    assert calls == [(2, 1, 64), (1, 16, 64)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.states(0).items():
+        torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_of_several_sequences_on_a_gpu(family: str, dtype: torch.dtype) -> None:
+    """In 16 bits the delta rule goes through flash-linear-attention where that is installed."""
+    if dtype is torch.float32 and importlib.util.find_spec("fla") is not None and family in DELTA:
+        pytest.skip("transformers takes flash-linear-attention for itself, which has no float32")
+    model = hybrid_model(family)
+    modules = modules_of(model)
+    expected_slots = random_slots(modules)
+    data = {place: states.clone() for place, states in expected_slots.store.states(0).items()}
+    hidden, plan = torch.randn(1, 108, 64), ([1, 99, 1, 1, 6], [3, -1, -1, 1, 0], [3, 2, 5, 1, 4])
+    with keeping_states(StateStep.of(expected_slots, *plan)), torch.no_grad():
+        expected = modules[0].module(hidden)
+    modules = modules_of(model.to("cuda", dtype))
+    slots = StateSlots.allocate(state_specs(modules), 6, "cuda")
+    for place, states in slots.store.states(0).items():
+        states.copy_(data[place])
+    with keeping_states(StateStep.of(slots, *plan)), torch.no_grad():
+        found = modules[0].module(hidden.to("cuda", dtype)).cpu().float()
+    close = 1e-3 if dtype is torch.float32 else 0.05
+    assert (found - expected).norm() < close * expected.norm()
+    for place, states in slots.store.states(0).items():
+        kept = expected_slots.store.states(0)[place]
+        assert (states.cpu().float() - kept).norm() < close * kept.norm()
 
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next"])
@@ -68,17 +140,18 @@ def test_the_file_and_the_class_of_a_module_stay_as_they_are(family: str) -> Non
     file = sys.modules[type(module).__module__]
     before, own = dict(vars(file)), type(module).forward
     modules = modules_of(model)
-    assert modules[0].on_slots is not None
+    assert modules[0].on_slots
     assert vars(file) == before
     assert type(module).forward is own
 
 
 def test_a_module_that_does_something_else_with_its_state_gets_copies() -> None:
-    assert {module.on_slots for module in modules_of(hybrid_model("zaya"))} == {None}
+    assert not any(module.on_slots or module.packs for module in modules_of(hybrid_model("zaya")))
 
 
 def test_a_convolution_with_another_activation_gets_copies() -> None:
-    assert {module.on_slots for module in modules_of(hybrid_model("qwen3_next", hidden_act="gelu"))} == {None}
+    modules = modules_of(hybrid_model("qwen3_next", hidden_act="gelu"))
+    assert not any(module.on_slots or module.packs for module in modules)
 
 
 def test_a_module_whose_weights_are_moved_by_hooks_is_called_with_them() -> None:
@@ -101,7 +174,7 @@ def test_a_decode_step_in_a_graph_follows_its_slots(family: str) -> None:
     with keeping_states(StateStep.of(expected_slots, [1, 1], [0, 1], [3, 1])), torch.no_grad():
         expected = module(hidden)
     model.cuda()
-    slots = StateSlots.allocate(state_specs(modules), 5, "cuda")
+    slots = StateSlots.allocate(state_specs(modules), 6, "cuda")
     hidden = hidden.cuda()
     sources = torch.full((2,), 4, device="cuda")
     targets = sources.clone()

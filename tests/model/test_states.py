@@ -19,10 +19,12 @@ from transformers import DynamicCache
 from kvpool import CopyKind, CopyOp, LayerSpec, StateSpec, Tier, layers_from_hf
 from kvpool.config import PoolSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
+from kvpool.kernels.layout import SlotStates
 from kvpool.model.hook import use_kvpool_attention
 from kvpool.model.probing import forward, inspect_model, run_probe
 from kvpool.model.self_check import ContiguousAttention
-from kvpool.model.states import StateStep, keeping_states, keeps_indexer, own_states, state_specs, use_kvpool_states
+from kvpool.model.state_probing import use_kvpool_states
+from kvpool.model.states import StateStep, keeping_states, keeps_indexer, own_states, state_specs
 from kvpool.storage import BlockStore, StateLayout, StateSlots, TransferEngine
 
 NUM_SLOTS = 8
@@ -257,11 +259,11 @@ def test_a_hybrid_model_passes_the_self_check(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["bamba", "mamba", "qwen3_next", "zaya"], indirect=True)
 def test_a_state_that_is_lost_fails_the_self_check(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(self: StateSlots, layer: int, part: str, slots: torch.Tensor, values: torch.Tensor) -> None:
-        scatter(self, layer, part, slots, torch.zeros_like(values) if part == "recurrent" else values)
+    def lost(self: SlotStates, values: torch.Tensor) -> None:
+        scatter(self, torch.zeros_like(values))
 
-    scatter = StateSlots.scatter
-    monkeypatch.setattr(StateSlots, "scatter", lost)
+    scatter = SlotStates.scatter
+    monkeypatch.setattr(SlotStates, "scatter", lost)
     model = hybrid_model(family)
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModelError, match="fails the self-check"):

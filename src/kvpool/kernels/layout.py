@@ -107,6 +107,22 @@ class SlotStates:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedStates(SlotStates):
+    """The states of sequences that lie one after another: sequence i has the tokens from `starts[i]` to `starts[i + 1]`.
+
+    A sequence whose source is -1 begins.
+    """
+
+    starts: Tensor  # int64 on the device
+    lengths: tuple[int, ...]  # the same on the host; all are positive
+
+    def gather(self) -> Tensor:
+        """A copy of the states that are read, and zeros for sequences that begin."""
+        copies = self.stored.index_select(0, self.sources.clamp(min=0))
+        return copies.masked_fill_((self.sources < 0).view(-1, *[1] * (copies.dim() - 1)), 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """What a state space model makes of its tokens besides their values, as Mamba names it; expanded tensors are welcome."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
-from kvpool.kernels.layout import Selection, SlotStates, current
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates, current
+
+_CHUNK = 128  # tokens that a matrix product takes in one
 
 
 def convolve_one(x: Tensor, states: SlotStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
@@ -34,46 +36,25 @@ def convolve_one_reference(
     return (silu(out) if activate else out).to(x.dtype)
 
 
-def convolve(
-    x: Tensor,
-    starts: Tensor,
-    max_tokens: int,
-    states: SlotStates,
-    weight: Tensor,
-    bias: Tensor | None,
-    activate: bool,
-) -> Tensor:
-    """A causal convolution of each channel, for the next tokens of every sequence, one sequence after another.
-
-    `x` and the result are [token, channel]; sequence i has the tokens from `starts[i]` to `starts[i + 1]`, at least one and
-    at most `max_tokens`. It begins if its source is -1. All else is as in `convolve_one`.
-    """
+def convolve(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
+    """The same for the next tokens of every sequence; `x` and the result are [token, channel]."""
     if x.is_cuda:
         from kvpool.kernels.states_triton import convolve_triton
 
         with current(x.device):
-            return convolve_triton(x, starts, max_tokens, states, weight, bias, activate)
-    return convolve_reference(x, starts, max_tokens, states, weight, bias, activate)
+            return convolve_triton(x, states, weight, bias, activate)
+    return convolve_reference(x, states, weight, bias, activate)
 
 
-def convolve_reference(
-    x: Tensor,
-    starts: Tensor,
-    max_tokens: int,
-    states: SlotStates,
-    weight: Tensor,
-    bias: Tensor | None,
-    activate: bool,
-) -> Tensor:
+def convolve_reference(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
     """What `convolve` does, with torch, one sequence after another."""
-    taps, outputs = weight.shape[1], []
-    before = states.stored.index_select(0, states.sources.clamp(min=0))
-    before = before.masked_fill((states.sources < 0)[:, None, None], 0)
-    for i, tokens in enumerate(torch.split(x, starts.diff().tolist())):
-        inputs = torch.cat([before[i], tokens.to(states.dtype).T], dim=-1)
-        states.stored[states.targets[i]] = inputs[:, -states.shape[2] :]
-        seen = torch.nn.functional.pad(inputs, (1, 0))[:, -(len(tokens) + taps - 1) :]
+    taps, outputs, kept = weight.shape[1], [], []
+    for before, tokens in zip(states.gather(), torch.split(x, list(states.lengths)), strict=True):
+        inputs = torch.cat([before, tokens.to(states.dtype).T], dim=-1)
+        kept.append(inputs[:, -states.shape[2] :])
+        seen = pad(inputs, (1, 0))[:, -(len(tokens) + taps - 1) :]
         outputs.append(torch.einsum("cnt,ct->nc", seen.float().unfold(-1, taps, 1), weight.float()))
+    states.scatter(torch.stack(kept))
     out = torch.cat(outputs) if bias is None else torch.cat(outputs) + bias.float()
     return (silu(out) if activate else out).to(x.dtype)
 
@@ -137,3 +118,42 @@ def select_one_reference(x: Tensor, selection: Selection, states: SlotStates, ga
     out = (state * c).sum(-1)
     out = out if selection.d is None else out + x.float() * selection.d.float()
     return (out if gate is None else out * silu(gate.float())).to(x.dtype)
+
+
+def select(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: PackedStates) -> Tensor:
+    """Mamba 2 for the next tokens of every sequence, in chunks, with matrix products; in float32.
+
+    `x` and the result are [token, head, channel], `dt` is [token, head], `a` [head], `b` and `c` [token, group, state].
+    """
+    outputs, kept, start = [], [], 0
+    for before, length in zip(states.gather().float(), states.lengths, strict=True):
+        part = slice(start, start + length)
+        out, state = _select(x[part].float(), dt[part].float(), a.float(), b[part].float(), c[part].float(), before)
+        outputs.append(out)
+        kept.append(state)
+        start += length
+    states.scatter(torch.stack(kept))
+    return torch.cat(outputs)
+
+
+def _select(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of one sequence behind a state [head, channel, state]: what they give, and the state behind them."""
+    length, heads, channels = x.shape
+    groups, chunks = b.shape[1], -(-length // _CHUNK)
+    # [chunk, group, head of the group, token, ...]; tokens that fill up have time steps of 0, and leave the state alone
+    x, b, c, dt = (pad(y.flatten(1), (0, 0, 0, chunks * _CHUNK - length)) for y in (x, b, c, dt))
+    dt = dt.reshape(chunks, _CHUNK, groups, -1).permute(0, 2, 3, 1)
+    x = x.reshape(chunks, _CHUNK, groups, -1, channels).permute(0, 2, 3, 1, 4) * dt.unsqueeze(-1)
+    b, c = (y.reshape(chunks, _CHUNK, groups, 1, -1).permute(0, 2, 3, 1, 4) for y in (b, c))
+    passed = (dt * a.view(groups, -1, 1)).cumsum(-1)  # the logarithm of what is left at a token, since its chunk began
+    between = passed.unsqueeze(-1) - passed.unsqueeze(-2)
+    later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=x.device).triu(1)
+    out = (c @ b.transpose(-1, -2) * between.masked_fill(later, -torch.inf).exp()) @ x
+    left = passed[..., -1:]
+    added = (x * (left - passed).exp().unsqueeze(-1)).transpose(-1, -2) @ b
+    before, state = [], state.view(groups, -1, *state.shape[1:])
+    for more, share in zip(added, left.exp().unsqueeze(-1), strict=True):
+        before.append(state)
+        state = torch.addcmul(more, state, share)
+    out += c @ torch.stack(before).transpose(-1, -2) * passed.exp().unsqueeze(-1)
+    return out.permute(0, 3, 1, 2, 4).reshape(-1, heads, channels)[:length], state.flatten(0, 1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.layout import Selection, SlotStates
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates
 
 _CHANNELS = 128  # of a convolution that one program computes: one for each thread, so that values stay where they are
 _TOKENS = 32  # of a sequence, in 64 channels
@@ -169,25 +169,17 @@ def _keep_inputs_kernel(
         tl.store(target + i, earlier + newer.to(stored.dtype.element_ty), mask=is_channel)
 
 
-def convolve_triton(
-    x: Tensor,
-    starts: Tensor,
-    max_tokens: int,
-    states: SlotStates,
-    weight: Tensor,
-    bias: Tensor | None,
-    activate: bool,
-) -> Tensor:
-    """A causal convolution of each channel, for the next tokens of every sequence. May be captured in a graph."""
-    channels, rows = x.shape[1], len(starts) - 1
+def convolve_triton(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
+    """A causal convolution of each channel, for the next tokens of every sequence."""
+    channels, rows = x.shape[1], len(states.lengths)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     weight = weight.contiguous()
     inputs = states.stored.shape[2]
-    _convolve_kernel[(triton.cdiv(max_tokens, _TOKENS), triton.cdiv(channels, 64), rows)](
+    _convolve_kernel[(triton.cdiv(max(states.lengths), _TOKENS), triton.cdiv(channels, 64), rows)](
         x,
         *x.stride(),
         out,
-        starts,
+        states.starts,
         states.stored,
         states.stored.stride(0),
         states.sources,
@@ -206,7 +198,7 @@ def convolve_triton(
     _keep_inputs_kernel[(triton.cdiv(channels, _CHANNELS), rows)](
         x,
         *x.stride(),
-        starts,
+        states.starts,
         states.stored,
         states.stored.stride(0),
         states.sources,

@@ -24,6 +24,7 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
+from kvpool.model.state_probing import use_kvpool_states
 from kvpool.model.states import (
     StateModule,
     StateStep,
@@ -32,7 +33,6 @@ from kvpool.model.states import (
     modules_with_state,
     own_states,
     state_specs,
-    use_kvpool_states,
 )
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

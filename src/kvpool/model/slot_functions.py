@@ -1,20 +1,26 @@
-"""The functions of transformers that move a state on by one token, done in the slots where states lie.
+"""The functions of transformers that move states on, done in the slots where states lie.
 
 Modules that keep a state call them by a name in their own file. `forward_on_slots` is a module's forward in which these names
-mean the functions here; the file, the class and the module stay as they are.
+mean the functions here; the file, the class and the module stay as they are. The module takes `SlotStates` for the states in
+its cache where it computes one token of every sequence, and `PackedStates` where it computes sequences one after another in
+one row.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from kvpool.kernels.layout import Selection, SlotStates
-from kvpool.kernels.states import convolve_one, delta_rule_one, select_one
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates
+from kvpool.kernels.states import convolve, convolve_one, delta_rule_one, select, select_one
 
 
 def _convolve(
@@ -24,9 +30,7 @@ def _convolve(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    if activation not in (None, "silu", "swish"):
-        raise TypeError(f"no convolution on slots has the activation {activation}")
-    return convolve_one(hidden_states[..., 0], conv_state, weight, bias, activation is not None).unsqueeze(-1)
+    return convolve_one(hidden_states[..., 0], conv_state, weight, bias, _is_silu(activation)).unsqueeze(-1)
 
 
 def _delta_rule(
@@ -65,26 +69,134 @@ def _select(
     return select_one(x, selection, state[:, None], None if z is None else z.unsqueeze(1)).squeeze(1)
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+class _Inputs(NamedTuple):
+    """What a convolution of packed sequences is given: its new inputs, and where the earlier ones are."""
+
+    new: Tensor  # [1, channel, token]
+    earlier: PackedStates
+
+
+def take_inputs(layer: Any) -> Callable[..., _Inputs]:
+    """What stands for the `update_conv_state` of a cache's layer: the convolution itself keeps the inputs."""
+    return lambda conv_states, state_idx=0, **_: _Inputs(conv_states, layer.conv_states[state_idx])
+
+
+def _convolve_packed(
+    _own: Callable[..., Any],
+    hidden_states: _Inputs,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    x = hidden_states.new[0].T
+    return convolve(x, hidden_states.earlier, weight, bias, _is_silu(activation)).T.unsqueeze(0)
+
+
+def _delta_rule_packed(
+    own: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: PackedStates,
+    output_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, PackedStates]:
+    tokens, before = (query, key, value, g, beta), initial_state.gather()
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    if query.is_cuda and query.dtype.itemsize == 2 and (packed := _of_fla(by_key=g.dim() == 4)) is not None:
+        out, after = packed(*tokens, initial_state=before, cu_seqlens=initial_state.starts, **options)
+    else:
+        outs, states = [], []
+        for i, one in enumerate(zip(*(torch.split(x, list(initial_state.lengths), 1) for x in tokens), strict=True)):
+            q, k, v, decay, rate = one
+            one_out, state = own(q, k, v, g=decay, beta=rate, initial_state=before[i : i + 1], **options)
+            outs.append(one_out)
+            states.append(state)
+        out, after = torch.cat(outs, dim=1), torch.cat(states)
+    initial_state.scatter(after)
+    return out, initial_state
+
+
+@cache
+def _of_fla(by_key: bool) -> Callable[..., Any] | None:
+    """The delta rule of packed sequences in flash-linear-attention; None where that is not installed."""
+    try:
+        if by_key:
+            from fla.ops.kda import chunk_kda as function  # type: ignore[import-not-found]
+        else:
+            from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
+                chunk_gated_delta_rule as function,
+            )
+    except ImportError:
+        return None
+    found: Callable[..., Any] = function
+    return found
+
+
+def _select_packed(
+    _own: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: PackedStates | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    **_: Any,
+) -> tuple[Tensor, PackedStates]:
+    if initial_states is None:
+        raise TypeError("a chunk of a prompt has no states to begin with")
+    steps = dt[0].float() if dt_bias is None else dt[0].float() + dt_bias.float()
+    steps = (softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    x = hidden_states[0]
+    out = select(x, steps, A, B[0], C[0], initial_states)
+    out = out if D is None else out + x.float() * D.float().unsqueeze(-1)
+    return out.unsqueeze(0), initial_states
+
+
+def _is_silu(activation: str | None) -> bool:
+    if activation not in (None, "silu", "swish"):
+        raise TypeError(f"no convolution on slots has the activation {activation}")
+    return activation is not None
+
+
+_OF_ONE_TOKEN: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_update": _convolve,
     "torch_recurrent_gated_delta_rule": _delta_rule,
     "recurrent_kimi_delta_attention": _delta_rule,
     "mamba_selective_state_update": _select,
     "mamba2_selective_state_update": _select,
 }
+_OF_PACKED_TOKENS: Mapping[str, Callable[..., Any]] = {  # each is given the function in whose place it stands
+    "causal_conv1d_fn": _convolve_packed,
+    "torch_chunk_gated_delta_rule": _delta_rule_packed,
+    "chunk_kimi_delta_attention": _delta_rule_packed,
+    "mamba2_chunk_scan": _select_packed,
+}
 
 
 def forward_on_slots(module: Any) -> Callable[..., Any] | None:
-    """A module's forward for one token of every sequence, which takes `SlotStates` for the states in its cache.
+    """A module's forward that takes `SlotStates` and `PackedStates` for the states in its cache.
 
     None where it calls none of the functions, or where something has hooks that the plain forward would pass by.
     """
     if "forward" in vars(module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
         return None
     own = inspect.unwrap(type(module).forward)
-    ours = {name: function for name, function in _FUNCTIONS.items() if name in own.__code__.co_names}
+    called = set(own.__code__.co_names)
+    ours = {name: function for name, function in _OF_ONE_TOKEN.items() if name in called}
     if not ours:
         return None
+    for name in _OF_PACKED_TOKENS.keys() & called:
+        ours[name] = partial(_OF_PACKED_TOKENS[name], own.__globals__[name])
     forward = FunctionType(own.__code__, {**own.__globals__, **ours}, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return MethodType(forward, module)

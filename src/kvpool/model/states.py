@@ -1,9 +1,9 @@
 """Modules that keep a state: each sequence of a flattened step goes on from its own slot.
 
 Such a module (it calls `update_conv_state` or `update_recurrent_state` of transformers' cache) mixes the tokens of a row, and
-the row of a flattened step holds many sequences. While a step is open, the module is therefore called once for all
-sequences that have equally many tokens, and finds in its cache the states of their slots. All else in a model treats tokens
-one by one, and attention has a hook of its own.
+the row of a flattened step holds many sequences. While a step is open, the module is therefore called for sequences that
+belong together, and finds in its cache the states of their slots, or copies of them. All else in a model treats tokens one by
+one, and attention has a hook of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from kvpool.config import StatePart, StateSpec
-from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
-from kvpool.kernels.layout import SlotStates
-from kvpool.model.slot_functions import forward_on_slots
+from kvpool.errors import InvalidArgumentError, UnsupportedModelError
+from kvpool.kernels.layout import PackedStates, SlotStates
+from kvpool.model.slot_functions import forward_on_slots, take_inputs
 from kvpool.storage import StateSlots
 from kvpool.storage.moving import upload
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_DECODING = (1, False)  # tokens of a sequence, and whether it begins
 _FIELDS = {"conv": "conv_states", "recurrent": "recurrent_states"}  # of transformers' layer, by the name of a part
 
 Outputs: TypeAlias = "Tensor | tuple[Tensor | None, ...]"  # [sequence, token, ...] each
@@ -51,6 +52,15 @@ class _EqualSequences(NamedTuple):
     targets: Tensor
 
 
+class _PackedSequences(NamedTuple):
+    """Sequences that are computed in one call as one row, one after another."""
+
+    lengths: tuple[int, ...]
+    starts: Tensor
+    sources: Tensor  # -1: it begins
+    targets: Tensor
+
+
 class StateStep:
     """The sequences of one flattened step, as modules with a state see them.
 
@@ -63,11 +73,13 @@ class StateStep:
         self,
         slots: StateSlots,
         runs: Sequence[_EqualSequences],
+        packed: _PackedSequences | None = None,
         order: Tensor | None = None,
         back: Tensor | None = None,
     ) -> None:
         self.slots = slots
-        self._runs = runs  # one after another
+        self._runs = runs  # one after another; those with one token and a state come first
+        self._packed = packed  # all but those
         self._order = order  # of the step's tokens, as the runs have them; None: as they are
         self._back = back
 
@@ -83,22 +95,29 @@ class StateStep:
                 f"{len(writes)} targets are given for tokens {counts.tolist()[:8]}"
             )
         slots.check(reads, writes)
-        groups: dict[tuple[int, bool], list[int]] = {}
+        groups: dict[tuple[int, bool], list[int]] = {_DECODING: []}
         for i, (count, source) in enumerate(zip(counts.tolist(), reads.tolist(), strict=True)):
             groups.setdefault((count, source < 0), []).append(i)
+        decoding = len(groups[_DECODING]) or len(groups.pop(_DECODING))
         rows = np.array([row for group in groups.values() for row in group], np.int64)
-        at = upload(np.stack([reads[rows], writes[rows]]).astype(np.int64), slots.device)
+        lengths = counts[rows][decoding:]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        at = upload(np.concatenate([reads[rows], writes[rows], starts]).astype(np.int64), slots.device)
+        read, write, begin = torch.split(at, [len(rows), len(rows), len(starts)])
         runs, start = [], 0
         for (count, begins), group in groups.items():
-            part = at[:, start : start + len(group)]
-            runs.append(_EqualSequences(len(group), count, None if begins else part[0], part[1]))
+            part = slice(start, start + len(group))
+            runs.append(_EqualSequences(len(group), count, None if begins else read[part], write[part]))
             start += len(group)
-        starts = np.cumsum(counts) - counts
-        places = [(starts[group][:, None] + np.arange(count)).ravel() for (count, _), group in groups.items()]
+        packed = None
+        if starts[-1] > 1:  # a single token would look like decoding to a module
+            packed = _PackedSequences(tuple(lengths.tolist()), begin, read[decoding:], write[decoding:])
+        firsts = np.cumsum(counts) - counts
+        places = [(firsts[group][:, None] + np.arange(count)).ravel() for (count, _), group in groups.items()]
         order = np.concatenate(places) if places else np.empty(0, np.int64)
         if not (order[1:] < order[:-1]).any():
-            return cls(slots, runs)
-        return cls(slots, runs, *upload(np.stack([order, np.argsort(order)]), slots.device))
+            return cls(slots, runs, packed)
+        return cls(slots, runs, packed, *upload(np.stack([order, np.argsort(order)]), slots.device))
 
     @classmethod
     def decoding(cls, slots: StateSlots, sources: Tensor, targets: Tensor) -> StateStep:
@@ -114,26 +133,34 @@ class StateStep:
         ordered = hidden[0] if self._order is None else hidden[0].index_select(0, self._order)
         outputs, start = [], 0
         for run in self._runs:
+            if module.packs and self._packed is not None and (run.num_tokens > 1 or run.sources is None):
+                outputs.append(self._in_a_row(module, self._packed, ordered[start:], arguments))
+                break
             stop = start + run.num_sequences * run.num_tokens
             tokens = ordered[start:stop].reshape(run.num_sequences, run.num_tokens, *ordered.shape[1:])
             one_by_one = run.sources is not None and (run.num_tokens == 1 or not module.continues)
-            compute = self._in_place if module.on_slots is not None and one_by_one else self._copied
+            compute = self._in_place if module.on_slots and one_by_one else self._copied
             outputs.append(compute(module, run, tokens, arguments))
             start = stop
         return _joined(outputs, self._back)
+
+    def _in_a_row(self, module: StateModule, run: _PackedSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
+        """All tokens of all sequences in one row."""
+        stored = self.slots.store.states(self.slots.group)
+        places = {part.name: stored[module.layer, part.name] for part in module.parts}
+        slots = run.sources, run.targets, run.starts, run.lengths
+        states = {name: PackedStates(place, *slots) for name, place in places.items()}
+        return module.compute_on_slots(states, tokens.unsqueeze(0), arguments)
 
     def _in_place(self, module: StateModule, run: _EqualSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
         """One token of every sequence after the other; their states are read and written where they lie."""
         sources, outputs = run.sources, []
         assert sources is not None
         for token in torch.split(tokens, 1, dim=1):
-            layer = module.new_layer()
-            module.fill(
-                layer, {p.name: self.slots.at(module.layer, p.name, sources, run.targets) for p in module.parts}
-            )
-            outputs.append(module.compute_on_slots(layer, token, arguments))
+            states = {p.name: self.slots.at(module.layer, p.name, sources, run.targets) for p in module.parts}
+            outputs.append(module.compute_on_slots(states, token, arguments))
             sources = run.targets
-        return _each(outputs, lambda tensors: torch.cat(tensors, dim=1))
+        return joined_calls(outputs, lambda tensors: torch.cat(tensors, dim=1))
 
     def _copied(self, module: StateModule, run: _EqualSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
         """All tokens of every sequence; their states are copied for the module, and back from it."""
@@ -160,8 +187,9 @@ class StateModule:
     """A module that keeps a state, in whose place `forward` stands.
 
     `parts` is what it keeps. `continues` says whether it can go on from a state with several tokens at once: the Mamba of
-    transformers cannot, its scan begins at zero. It then computes them one by one. `on_slots` is its forward for one token
-    that works in the slots where states lie; None: states are copied for it.
+    transformers cannot, its scan begins at zero. It then computes them one by one. `on_slots` says whether it computes a
+    token where states lie, and `packs` whether it computes there several sequences in one row; otherwise states are copied
+    for it.
     """
 
     def __init__(self, module: Any, number_of_states: int = 1) -> None:
@@ -171,7 +199,8 @@ class StateModule:
         self.parts: tuple[StatePart, ...] = ()
         self.continues = True
         self._own = module.forward
-        self.on_slots = forward_on_slots(module)
+        self._own_on_slots = forward_on_slots(module)
+        self.on_slots = self.packs = self._own_on_slots is not None
         self._signature = inspect.signature(module.forward)
         names = list(self._signature.parameters)
         cache = [name for name in _CACHE_ARGUMENTS if name in names]
@@ -224,12 +253,14 @@ class StateModule:
         if self.continues or tokens.shape[1] == 1 or not any(layer.has_previous_state.values()):
             return self._call(layer, tokens, arguments)
         singly = [self._call(layer, token, arguments) for token in torch.split(tokens, 1, dim=1)]
-        return _each(singly, lambda tensors: torch.cat(tensors, dim=1))
+        return joined_calls(singly, lambda tensors: torch.cat(tensors, dim=1))
 
-    def compute_on_slots(self, layer: Any, tokens: Tensor, arguments: Arguments) -> Outputs:
-        """The same for one token of every sequence, [sequence, 1, ...]; `layer` has their slots."""
-        assert self.on_slots is not None
-        return self._call(layer, tokens, arguments, self.on_slots)
+    def compute_on_slots(self, states: Mapping[str, SlotStates], tokens: Tensor, arguments: Arguments) -> Outputs:
+        """The same where the states lie, for one token of every sequence or for packed ones."""
+        layer = self.new_layer()
+        self.fill(layer, states)
+        layer.update_conv_state = take_inputs(layer)
+        return self._call(layer, tokens, arguments, self._own_on_slots)
 
     def _call(
         self, layer: Any, tokens: Tensor, arguments: Arguments, forward: Callable[..., Any] | None = None
@@ -241,53 +272,6 @@ class StateModule:
         given = {self._hidden_name: tokens, self._cache_name: cache}
         outputs: Outputs = (forward or self._own)(**given, **arguments)
         return outputs
-
-
-class _Learning:
-    """Computes the tokens of a step as one sequence that begins, and notes what modules keep of it."""
-
-    def __init__(self) -> None:
-        self.calls: dict[type, tuple[StateModule, Tensor, Arguments]] = {}  # the first of each class
-
-    def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs:
-        layer = module.new_layer()
-        self.calls.setdefault(type(module.module), (module, hidden, arguments))
-        outputs = module.compute(layer, hidden, arguments)
-        module.parts = tuple(_parts(layer))
-        return outputs
-
-
-def use_kvpool_states(model: Any, run_probe: Callable[[], object]) -> list[StateModule]:
-    """Lets the modules of a model that keep a state compute flattened steps, inside `keeping_states` only.
-
-    `run_probe` runs the model on a few tokens of one sequence; what its modules keep is read off their tensors. Empty for a
-    model without states. `own_states(model)` undoes it.
-    """
-    own_states(model)
-    number = getattr(model.config.get_text_config(), "number_of_conv_states", 1)  # that a layer may have
-    modules = [StateModule(module, number) for module in modules_with_state(model)]
-    learning = _Learning()
-    try:
-        for module in modules:
-            module.module.forward = module.forward
-        with keeping_states(learning):
-            run_probe()
-        for module, hidden, arguments in learning.calls.values():
-            continues, works_on_slots = (
-                _continues(module, hidden, arguments),
-                _works_on_slots(module, hidden, arguments),
-            )
-            for other in modules:
-                if type(other.module) is type(module.module):
-                    other.continues = continues
-                    other.on_slots = other.on_slots if works_on_slots else None
-    except ConfigError as error:
-        own_states(model)
-        raise UnsupportedModelError(f"{type(model).__name__} keeps a state that no cache can: {error}") from error
-    except BaseException:
-        own_states(model)
-        raise
-    return modules
 
 
 def own_states(model: Any) -> None:
@@ -321,63 +305,7 @@ def _calls(module: Any, names: frozenset[str] | set[str]) -> bool:
     return any(names.intersection(inspect.unwrap(function).__code__.co_names) for function in functions)
 
 
-@torch.no_grad()
-def _continues(module: StateModule, hidden: Tensor, arguments: Arguments) -> bool:
-    """Whether tokens together, behind a state, give what they give one by one: tried for each part of the state alone."""
-    generator = torch.Generator().manual_seed(0)
-    for chosen in module.parts:
-        states = {part.name: hidden.new_zeros((1, *part.shape)).float() for part in module.parts}
-        without = _last(module, states, hidden, arguments, 1)
-        states[chosen.name] = torch.randn(1, *chosen.shape, generator=generator).to(hidden.device)
-        singly = _last(module, states, hidden, arguments, 1)
-        together = _last(module, states, hidden, arguments, hidden.shape[1] - 1)
-        # A state that is ignored is off by all that it does. Rounding in 16 bits is far from half of it.
-        if (together - singly).norm() > 0.5 * (singly - without).norm():
-            return False
-    return True
-
-
-@torch.no_grad()
-def _works_on_slots(module: StateModule, hidden: Tensor, arguments: Arguments) -> bool:
-    """Whether a token gives in slots what it gives with copied states, tried with random states."""
-    if module.on_slots is None:
-        return False
-    tokens = hidden[0, :2].unsqueeze(1)
-    slots = StateSlots.allocate({module.layer: StateSpec(module.parts)}, 4, hidden.device)
-    sources, targets = torch.tensor([[0, 1], [2, 1]], device=hidden.device)
-    generator = torch.Generator().manual_seed(0)
-    for part in module.parts:
-        values = torch.randn(2, *part.shape, generator=generator).to(hidden.device)
-        slots.scatter(module.layer, part.name, sources, values)
-    step, run = StateStep.decoding(slots, sources, targets), _EqualSequences(2, 1, sources, targets)
-    found = []
-    for compute in (step._in_place, step._copied):
-        kept = slots.store.data.clone()
-        try:
-            outputs = compute(module, run, tokens, arguments)
-        except (AttributeError, TypeError):  # it does something else with a state than calling the functions
-            return False
-        states = [slots.gather(module.layer, part.name, targets).float().flatten() for part in module.parts]
-        found.append(torch.cat([_flat(outputs), *states]))
-        slots.store.data.copy_(kept)
-    return bool((found[0] - found[1]).norm() <= 0.02 * found[1].norm())  # 16 bits are rounded more often in copies
-
-
-def _flat(outputs: Outputs) -> Tensor:
-    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-    return torch.cat([tensor.float().flatten() for tensor in tensors if tensor is not None])
-
-
-def _last(module: StateModule, states: dict[str, Tensor], hidden: Tensor, arguments: Arguments, chunk: int) -> Tensor:
-    """The outputs behind a state, of so many tokens at a time."""
-    layer = module.new_layer()
-    dtypes = {part.name: part.dtype.value for part in module.parts}
-    module.fill(layer, {name: state.to(getattr(torch, dtypes[name]), copy=True) for name, state in states.items()})
-    outputs = [module.compute(layer, tokens, arguments) for tokens in torch.split(hidden, chunk, dim=1)]
-    return _flat(_each(outputs, lambda tensors: torch.cat(tensors, dim=1)))
-
-
-def _parts(layer: Any) -> Iterator[StatePart]:
+def parts_of(layer: Any) -> Iterator[StatePart]:
     """The parts that a layer of transformers holds."""
     for kind, field in _FIELDS.items():
         for index, tensor in getattr(layer, field).items():
@@ -404,10 +332,10 @@ def _joined(outputs: Sequence[Outputs], back: Tensor | None) -> Outputs:
         flat = torch.cat([tensor.flatten(0, 1) for tensor in tensors])
         return (flat if back is None else flat.index_select(0, back)).unsqueeze(0)
 
-    return _each(outputs, join)
+    return joined_calls(outputs, join)
 
 
-def _each(outputs: Sequence[Outputs], join: Callable[[list[Tensor]], Tensor]) -> Outputs:
+def joined_calls(outputs: Sequence[Outputs], join: Callable[[list[Tensor]], Tensor]) -> Outputs:
     """Joins what a module returned in several calls: a tensor, or several."""
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -48,12 +48,11 @@ class StateSlots:
 
     def gather(self, layer: int, part: str, slots: Tensor) -> Tensor:
         """A contiguous copy [slot, *shape] of a part of a layer's states; `slots` is int64 on the device."""
-        return self.store.states(self.group)[layer, part].index_select(0, slots)
+        return self.at(layer, part, slots, slots).gather()
 
     def scatter(self, layer: int, part: str, slots: Tensor, values: Tensor) -> None:
         """Writes a part of a layer's states, [slot, *shape], into distinct slots."""
-        stored = self.store.states(self.group)[layer, part]
-        stored.index_copy_(0, slots, values.to(stored.dtype))
+        self.at(layer, part, slots, slots).scatter(values)
 
     def check(self, sources: Int32Array, targets: Int32Array) -> None:
         """InvalidArgumentError unless a step may read the states in `sources` (-1: none) and write those in `targets`.
