@@ -14,6 +14,7 @@ import pytest
 from kvpool import (
     AllocStatus,
     CopyKind,
+    DType,
     KVCacheConfig,
     KVCacheHandle,
     KVCacheManager,
@@ -22,6 +23,8 @@ from kvpool import (
     PressureChange,
     Retention,
     ReuseScope,
+    StatePart,
+    StateSpec,
     Tier,
     TokenRange,
 )
@@ -537,6 +540,7 @@ EFFECTS: dict[str, Any] = {
     "eviction_policy": "lfu",
     "objective": "seconds",
     "depth_cost": 1e-3,
+    "checkpoint_every": 4,
     "default_ttl": 1.0,
     "max_pinned_tokens": 0,
     "pressure_levels": (0.01, 0.02, 0.03),
@@ -568,6 +572,7 @@ def behaviour(**overrides: Any) -> Any:
         handle = manager.allocate("a", list(range(9)))
         manager.commit(handle, 9)
         seen.append(manager.inspect.pressure)
+        seen.append(manager.step_end(handle, 0, 9))
         manager.free(handle)
     orders = manager._state.cache.orders
     seen += [type(orders.policies[0]).name, orders.depth_cost]
@@ -589,6 +594,8 @@ def test_rule_16_every_configuration_field_has_an_effect_or_raises(name: str) ->
         base = {"gpu_fraction": 1.0, "free_gpu_bytes": 2048}
     if name == "depth_cost":
         base = {"objective": "seconds"}
+    if name == "checkpoint_every":
+        base = {"layers": [FULL, StateSpec((StatePart("conv", (3, 4), DType.FLOAT32),))]}
     try:
         changed = behaviour(**(base | {name: EFFECTS[name]}))
     except (ConfigError, InvalidArgumentError):

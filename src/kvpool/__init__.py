@@ -20,6 +20,7 @@ from kvpool.sequences.batch import CSRTable, SequenceBatch
 from kvpool.sequences.handle import BlockTable, KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus
+from kvpool.sequences.states import StatePlaces
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled
 
@@ -68,6 +69,7 @@ __all__ = [
     "ReuseScope",
     "SequenceBatch",
     "StatePart",
+    "StatePlaces",
     "StateSpec",
     "Subscription",
     "TenantQuota",

@@ -17,7 +17,8 @@ CachedBlocks = dict[tuple[ReuseScope, tuple[int, ...]], dict[int, tuple[Tier, in
 
 def mirror_for(config: KVCacheConfig) -> CacheMirror:
     """A mirror that knows which groups have windows: their blocks may be stored below a parent that is gone."""
-    return CacheMirror({g.index: -(-g.window // config.block_size) + 1 for g in config.groups if g.window is not None})
+    windows = {g.index: -(-g.window // config.block_size) + 1 for g in config.groups if g.window is not None}
+    return CacheMirror(windows | {g.index: 1 for g in config.groups if g.kind is GroupKind.STATE})
 
 
 def sink_blocks(config: KVCacheConfig, group: int) -> int:
@@ -81,6 +82,10 @@ def _valid(config: KVCacheConfig, length: int, depths: list[dict[int, Any]], gro
     """
     size = config.block_size
     for group in range(growing):
+        if config.groups[group].kind is GroupKind.STATE:
+            if length and (length % size or group not in depths[length // size - 1]):
+                return False
+            continue
         blocks = {position // size for position in needed_positions(config, group, length)}
         blocks |= set(range(min(sink_blocks(config, group), -(-length // size))))
         if length % size:
@@ -129,7 +134,8 @@ def expected_hit(
         candidates = {longest, *range(0, longest, size)}
         # A last block that is cached as a whole is held as it is, though its last token must be computed again.
         copies = config.copy_on_partial_reuse or (scope, source) in takeable
-        held = longest == len(tokens) - 1 and not best
+        has_states = any(group.kind is GroupKind.STATE for group in config.groups)
+        held = longest == len(tokens) - 1 and not best and not has_states
         if not (config.partial_match and copies) and not held:
             candidates = {length for length in candidates if length % size == 0}
         results.add(max(length for length in candidates if _valid(config, length, full, growing)))

@@ -7,7 +7,7 @@ from random import Random
 
 from item_codes import KINDS, code_of
 
-from kvpool import KVCacheConfig, LayerSpec, ReuseScope, Tier
+from kvpool import DType, KVCacheConfig, LayerSpec, ReuseScope, StatePart, StateSpec, Tier
 from kvpool.eviction import policy_names
 
 BLOCK_SIZES = (1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8, 16)
@@ -66,9 +66,13 @@ def with_items(rng: Random, document: list[int]) -> list[int]:
     return codes
 
 
-def draw_layers(rng: Random, size: int) -> list[LayerSpec]:
-    """One to five groups; at least one is no cross-attention."""
+def draw_layers(rng: Random, size: int) -> list[LayerSpec | StateSpec]:
+    """One to five groups; at least one is no cross-attention. Sometimes there are states, seldom nothing else."""
+    layers: list[LayerSpec | StateSpec]
     layers = [draw_layer(rng, size) for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5)))]
+    if rng.random() < 0.3:
+        state = StateSpec((StatePart("recurrent", (rng.choice((8, 16, 24)),), DType.FLOAT32),))
+        layers = [state, state] if rng.random() < 0.15 else [*layers[:4], state]
     if rng.random() < 0.15:
         layers.append(LayerSpec(1, rng.choice(HEAD_DIMS), cross_attention=True))
     return layers
@@ -86,7 +90,7 @@ def draw_layer(rng: Random, size: int) -> LayerSpec:
     return LayerSpec(1, dim, chunk=reach)
 
 
-def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfig:
+def draw_config(rng: Random, layers: list[LayerSpec | StateSpec], size: int) -> KVCacheConfig:
     groups = [len(pool.groups) for pool in KVCacheConfig(layers, size, gpu_blocks=len(layers)).pools]
     roomy = rng.random() < 0.1
     gpu = [n * rng.randrange(20, 40) if roomy else n * rng.randrange(2, 8) + rng.randrange(4) for n in groups]
@@ -94,6 +98,7 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
     caching = rng.random() < 0.95
     partial = rng.random() < 0.75
     offload = rng.random() < 0.8
+    has_states = any(isinstance(layer, StateSpec) for layer in layers)
     return KVCacheConfig(
         layers,
         size,
@@ -104,7 +109,8 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
         enable_prefix_caching=caching,
         partial_match=partial,
         copy_on_partial_reuse=not partial or rng.random() < 0.7,
-        cache_unfilled_blocks=caching and partial and rng.random() < 0.6,
+        cache_unfilled_blocks=caching and partial and not has_states and rng.random() < 0.6,
+        checkpoint_every=size * rng.randrange(1, 4) if has_states and rng.random() < 0.5 else None,
         offload_on_evict=offload,
         host_write=rng.choice(("back", "back", "through", "through", 1, 2)) if offload else "back",
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),

@@ -43,7 +43,8 @@ class WildMachine:
         self.bytes = Bytes(self.manager)
         groups = setting.config.groups
         self.size = setting.config.block_size
-        self.growing = [g.index for g in groups if g.kind is not GroupKind.CROSS]
+        self.growing = [g.index for g in groups if g.kind not in (GroupKind.CROSS, GroupKind.STATE)]
+        self.states = [g.index for g in groups if g.kind is GroupKind.STATE]
         self.cross = [g.index for g in groups if g.kind is GroupKind.CROSS]
         self.live: dict[str, Request] = {}
         self.freed: list[Any] = []
@@ -175,6 +176,8 @@ class WildMachine:
                 value = self.histories.follow(before, token)
             request.values.append(value)
             values.append(value)
+        for group in self.states if tokens else ():
+            self.write_state(request, group, len(tokens), values, origin)
         request.tokens += tokens
         del request.ready[: len(tokens)]
         for group in self.growing:
@@ -189,6 +192,27 @@ class WildMachine:
             assert writable[places[given] // self.size].all(), f"group {group} would write blocks that others read"
             self.bytes.write(group, places[given], np.array(values[first_computed:], np.int64)[given], origin)
 
+    def write_state(self, request: Request, group: int, count: int, values: list[int], origin: int) -> None:
+        """A step of layers that keep a state: from where it stands to where the step ends."""
+        stop = request.written + count
+        target = self.state_block(request, group, stop)
+        if request.written >= request.narrowed:
+            step = self.manager.state_places([request.handle], request.written, stop)
+            source = self.state_block(request, group, request.written) if request.written else -1
+            assert (step.sources.tolist(), step.targets.tolist()) == ([source], [target]), f"{request.handle}: {step}"
+            assert target >= 0, f"{request.handle}: no place for its state behind {stop} tokens"
+        if target >= 0:
+            assert self.manager.writable_blocks(group)[target], f"group {group} would write a state that others read"
+            self.bytes.write(group, np.arange(self.size) + target * self.size, [values[-1]] * self.size, origin)
+
+    def state_block(self, request: Request, group: int, length: int) -> int:
+        """The block that has the state of a request behind so many tokens: the next one that there is; -1 if none is."""
+        if request.handle.swapped is not None:
+            table = request.handle.swapped.ids[group].tolist()
+        else:
+            table = request.handle.block_ids(group).tolist()
+        return next((block for block in table[(length - 1) // self.size :] if block >= 0), -1)
+
     def origin(self, request: Request, stop: int) -> frozenset[Any]:
         """The origin of what a request computes now from its first `stop` tokens."""
         found = request.sessions
@@ -197,6 +221,9 @@ class WildMachine:
             blocks = request.handle.block_ids(group)[positions // self.size]
             read = self.bytes.origins(group, Tier.GPU)[blocks, positions % self.size]
             found |= self.sessions.united(read)
+        for group in self.states if request.written > request.narrowed else ():
+            block = self.state_block(request, group, request.written)
+            found |= self.sessions.united(self.bytes.origins(group, Tier.GPU)[block, :1])
         return found
 
     # --- what must always hold ---------------------------------------------------------------------------------------
@@ -244,6 +271,14 @@ class WildMachine:
         for group in self.growing:
             positions = positions_read(self.config, group, max(request.committed, request.narrowed), len(values))
             self.compare(request, group, positions, values[positions])
+        for group in self.states if request.written > request.narrowed else ():
+            block, tier = self.state_block(request, group, request.written), Tier.GPU
+            if request.handle.swapped is not None:
+                tier = Tier.HOST
+            assert block >= 0, f"{request.handle}: its state is gone"
+            expected = self.bytes.marked(group, values[request.written - 1])
+            found = self.bytes.cells(group, tier)[block, 0]
+            assert found == expected, f"{request.handle}: wrong bytes, a wrong state in {tier.name} block {block}"
         for group in self.cross:
             named = [self.histories.named((request.scope, request.encoder, p)) for p in range(request.num_cross)]
             self.compare(request, group, np.arange(request.num_cross), named)
@@ -265,6 +300,8 @@ class WildMachine:
     def check_tree(self, tree: list[tuple[Any, Any, list[bytes]]]) -> None:
         """Every cached block on every tier holds what its tokens say."""
         for node, values, _ in tree:
+            for group in self.states:
+                self.check_checkpoints(node, values, group)
             for group in self.growing:
                 ids = node.ids[group]
                 held = ids >= 0
@@ -281,6 +318,19 @@ class WildMachine:
                     assert (found == expected).all(), f"{where}: wrong bytes in its host copy {there.tolist()}"
                     self.check_origins(where, self.bytes.origins(group, Tier.HOST)[there[there >= 0], :width])
 
+    def check_checkpoints(self, node: Any, values: Any, group: int) -> None:
+        """Every cached state is the one behind the block where it stands."""
+        ends = self.bytes.marked(group, values[self.size - 1 :: self.size])
+        for ids, tier in ((node.ids[group], node.tier), ((node.host_copy or node.ids)[group], Tier.HOST)):
+            if tier == Tier.HOST and node.tier == Tier.GPU and node.host_copy is None:
+                continue
+            held = ids >= 0
+            where = f"cached {node.tokens.tolist()} from block {node.start} on, group {group}, {tier.name}"
+            found = self.bytes.cells(group, tier)[ids[held], 0] if node.tier != Tier.DISK or tier == Tier.DISK else None
+            if found is not None:
+                assert (found == ends[held]).all(), f"{where}: wrong bytes, a wrong state in {ids.tolist()}"
+                self.check_origins(where, self.bytes.origins(group, tier)[ids[held], :1])
+
     def check_origins(self, where: str, origins: Any) -> None:
         """Nothing that an invalidated session computed, and nothing that was computed from it, can be found."""
         stale = self.sessions.stale(origins)
@@ -291,7 +341,8 @@ class WildMachine:
         ends = self.cached_ends()
         assert len(set(ends)) == len(ends), "the index holds a block twice"
         assert self.published.issuperset(ends), "the index holds a block that nobody committed since it was invalidated"
-        if self.only_grew and not any(self.state.counters.evictions.values()):
+        # Evictions count blocks: runs that have none, not even a state, leave unnoticed.
+        if self.only_grew and self.growing and not any(self.state.counters.evictions.values()):
             postponed = {end for request in self.live.values() for end in self.postponed_ends(request)}
             wanted = self.published - postponed - self.never_published
             assert wanted <= set(ends), "a block that was committed cannot be found"
@@ -302,7 +353,11 @@ class WildMachine:
         if request.swapped or not handle.family or rows.has_open_tip(row := self.state.row_of(handle)):
             return []
         first, last = rows.tips[row].end, request.committed // self.size
-        held = [self.state.groups[g].gpu.refs[handle.block_ids(g)[first:last]] for g in self.growing]
+        held = [
+            self.state.groups[g].gpu.refs[ids[ids >= 0]]
+            for g in (*self.growing, *self.states)
+            for ids in [handle.block_ids(g)[first:last]]
+        ]
         if first == last or not any((refs > 1).any() for refs in held):
             return []
         return [request.values[depth * self.size - 1] for depth in range(first + 1, last + 1)]
@@ -313,7 +368,7 @@ class WildMachine:
         self.mirror.apply(batch.events)
         expected: dict[int, dict[bytes, tuple[Tier, int]]] = {}
         for node, _, digests in (found for found in tree if not found[0].is_remainder):
-            for group in self.growing:
+            for group in (*self.growing, *self.states):
                 for digest, block in zip(digests, node.ids[group].tolist(), strict=True):
                     if block >= 0:
                         expected.setdefault(group, {})[digest] = (node.tier, node.priority)

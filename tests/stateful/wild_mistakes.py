@@ -53,8 +53,9 @@ def wrong_call(m: WildMachine, rng: Random) -> None:
         (InvalidArgumentError, lambda: manager.allocate("x", [1, 2], multimodal=[(1, 2, "cat")])),
         (InvalidArgumentError, lambda: manager.allocate("x", num_tokens=2, multimodal=[(0, 1, "cat")])),
         (InvalidArgumentError, lambda: manager.match_prefix([1, 2], multimodal=[(0, 1, None)])),
+        *([] if m.states else [(InvalidArgumentError, lambda: manager.state_places([], 0, 1))]),
     ]
-    if m.config.max_seq_len is None:
+    if m.config.max_seq_len is None and m.growing:  # a state takes the same place behind any number of tokens
         mistakes.append((OutOfBlocksError, lambda: manager.allocate("x", num_tokens=far)))
     make_one(m, rng, mistakes)
 

@@ -19,6 +19,8 @@ import wild_upkeep
 from wild_configs import Setting, draw_setting
 from wild_machine import WildMachine
 
+from kvpool import StateSpec
+
 WEIGHTS = {
     operation: weight
     for part in (wild_requests, wild_steps, wild_upkeep, wild_mistakes)
@@ -99,6 +101,8 @@ def report(failure: Failure) -> str:
 
 
 def _plain(layer: Any) -> str:
+    if isinstance(layer, StateSpec):
+        return f"state of {layer.bytes} bytes"
     parts = {"window": layer.window, "chunk": layer.chunk, "sink_tokens": layer.sink_tokens or None}
     cross = ", cross_attention=True" if layer.cross_attention else ""
     return f"LayerSpec(1, {layer.head_dim}{''.join(f', {k}={v}' for k, v in parts.items() if v is not None)}{cross})"

@@ -247,6 +247,9 @@ def export(m: WildMachine, rng: Random) -> None:
         tables = [request.handle.block_ids(group).tolist() for request in some]
         padded = m.ask(lambda group=group: batch.padded_table(group).tolist())
         assert padded == [t + [-1] * (len(padded[0]) - len(t)) for t in tables]
+        if group in m.states:
+            m.refused(InvalidArgumentError, lambda group=group: batch.csr(group))
+            continue
         csr = m.ask(lambda group=group: batch.csr(group))
         for index, request in enumerate(some):
             length = request.num_cross if group in m.cross else request.reserved

@@ -30,6 +30,7 @@ _KINDS = {
     GroupKind.FULL: "full_attention",
     GroupKind.SLIDING: "sliding_window",
     GroupKind.CHUNKED: "chunked_local_attention",
+    GroupKind.STATE: "mamba",
     GroupKind.CROSS: "cross_attention",
 }
 

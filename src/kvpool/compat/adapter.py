@@ -153,7 +153,8 @@ class Adapter:
         import torch
 
         step = self.plane.prepare(rows)
-        for layer, spec in enumerate(self.manager.config.layers):
+        for layer in range(len(self.manager.config.layers)):
+            spec = self.manager.config.attention_layer(layer)
             if not spec.cross_attention:
                 shape = (num_tokens, spec.kv_heads)
                 k = torch.zeros((*shape, spec.head_dim), device=self.plane.device)
@@ -173,7 +174,7 @@ class Adapter:
 
     def _values(self, key: Any, value: Any, layer: int) -> tuple[Tensor, Tensor | None]:
         """Given keys and values as float tensors [token, head, element] on the device, of as many tokens each."""
-        spec = self.manager.config.layers[layer]
+        spec = self.manager.config.attention_layer(layer)
         if (value is None) != spec.k_only:
             raise InvalidArgumentError(f"layer {layer} {'stores keys only' if spec.k_only else 'stores values too'}")
         k = self._tensor(key, layer, spec.kv_heads, spec.head_dim)

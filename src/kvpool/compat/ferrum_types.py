@@ -136,7 +136,7 @@ class AllocationRequest:
 
 def check_request(request: AllocationRequest, config: KVCacheConfig, device: str) -> None:
     """Raises `InvalidArgumentError` where a request describes another model than the cache was made for."""
-    layer, asked = config.layers[0], request.device
+    layer, asked = config.attention_layer(0), request.device
     for name, given, there in (
         ("num_layers", request.num_layers, len(config.layers)),
         ("num_heads", request.num_heads, layer.kv_heads),

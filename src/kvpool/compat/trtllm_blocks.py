@@ -59,9 +59,9 @@ class KVCacheBlockPool:
         self.memory = group.pool
         self.layers = group.layers
         self.num_layers = len(group.layers)
-        self.kv_factor = 1 if group.spec.k_only else 2
-        self.num_kv_heads = group.spec.kv_heads
-        self.size_per_head = group.spec.head_dim
+        self.kv_factor = 1 if group.attention.k_only else 2
+        self.num_kv_heads = group.attention.kv_heads
+        self.size_per_head = group.attention.head_dim
         self.tokens_per_block = group.block_size
         # Elements, in one layer, of K or V
         self.block_size = self.num_kv_heads * self.size_per_head * self.tokens_per_block

@@ -18,6 +18,7 @@ from kvpool.config.layers import (
     LayerGroup,
     LayerSpec,
     PoolSpec,
+    StateSpec,
     Tier,
     build_groups,
     build_pools,
@@ -51,7 +52,7 @@ class KVCacheConfig:
     (131072, 512, 8112)
     """
 
-    layers: Sequence[LayerSpec]
+    layers: Sequence[LayerSpec | StateSpec]
     block_size: int = 16
     _: KW_ONLY
     gpu_blocks: int | Sequence[int] | None = None
@@ -82,6 +83,8 @@ class KVCacheConfig:
     depth_cost: float | None = (
         None  # for "seconds": the added cost of a token for each token before it; None: that of an 8B model
     )
+    # Of layers that keep a state: also keep one every so many tokens of a prompt, a multiple of block_size
+    checkpoint_every: int | None = None
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
     # Pressure is MEDIUM, HIGH, CRITICAL from these used fractions on
@@ -98,6 +101,7 @@ class KVCacheConfig:
         self._check_model()
         self._check_limits()
         self._check_features()
+        self._check_states()
         groups = build_groups(self.layers, self.block_size)
         self._put("groups", groups)
         group_of = {layer: group.index for group in groups for layer in group.layers}
@@ -147,12 +151,18 @@ class KVCacheConfig:
             return 0
         return self.planned_tokens if self.plan_cross_tokens is None else self.plan_cross_tokens
 
+    def attention_layer(self, layer: int) -> LayerSpec:
+        """What a layer keeps of each token; refused if it keeps a state instead."""
+        return self.groups[self.group_of_layer[layer]].attention
+
     @property
     def pinned_tokens_limit(self) -> int:
-        """`max_pinned_tokens`, or its default: half of what the smallest GPU pool can hold."""
+        """`max_pinned_tokens`, or its default: half of what the smallest GPU pool can hold, but for checkpoints."""
         if self.max_pinned_tokens is not None:
             return self.max_pinned_tokens
-        return min(p.num_blocks[Tier.GPU] * self.block_size // len(p.groups) for p in self.pools) // 2
+        of_tokens = {group.pool for group in self.groups if group.kind is not GroupKind.STATE}
+        pools = [pool for pool in self.pools if pool.index in of_tokens] or self.pools
+        return min(p.num_blocks[Tier.GPU] * self.block_size // len(p.groups) for p in pools) // 2
 
     # ---- what fits ---------------------------------------------------------------------------------------------------
 
@@ -236,9 +246,10 @@ class KVCacheConfig:
         for group in self.groups:
             window = "" if group.window is None else f" of {group.window} tokens"
             sinks = f" + {group.sink_tokens} sink tokens" if group.sink_tokens else ""
+            per_token = f", {group.bytes_per_token} bytes per token" if group.bytes_per_token else ""
             lines.append(
                 f"group {group.index}: {group.kind.value}{window}{sinks}, {len(group.layers)} layers of "
-                f"{_shape_text(group.spec)}, {group.bytes_per_token} bytes per token, pool {group.pool}"
+                f"{_shape_text(group.spec)}{per_token}, pool {group.pool}"
             )
         for pool in self.pools:
             counts = ", ".join(f"{tier.name} {pool.num_blocks[tier]}" for tier in LOCAL_TIERS if pool.num_blocks[tier])
@@ -268,9 +279,9 @@ class KVCacheConfig:
         if not isinstance(given, (tuple, list)):
             raise ConfigError(f"layers={show(given)} must be a list of LayerSpec; for n equal layers: [spec] * n")
         for index, layer in enumerate(given):
-            if not isinstance(layer, LayerSpec):
-                raise ConfigError(f"layers[{index}]={show(layer)} must be a LayerSpec")
-        if all(layer.cross_attention for layer in given):
+            if not isinstance(layer, (LayerSpec, StateSpec)):
+                raise ConfigError(f"layers[{index}]={show(layer)} must be a LayerSpec or a StateSpec")
+        if all(layer.kind is GroupKind.CROSS for layer in given):
             raise ConfigError(f"layers={show(given)} must hold at least one LayerSpec without cross_attention")
         self._put("layers", tuple(given))
         self._put("block_size", check_int(self.block_size, "block_size", 1, MAX_BLOCK_SIZE))
@@ -356,6 +367,18 @@ class KVCacheConfig:
             raise ConfigError(f"pressure_levels={levels} must be {expected}")
         self._put("pressure_levels", levels)
         self._put("event_buffer_size", check_int(self.event_buffer_size, "event_buffer_size", 0, MAX_BLOCKS))
+
+    def _check_states(self) -> None:
+        has_states = any(isinstance(layer, StateSpec) for layer in self.layers)
+        if has_states and self.cache_unfilled_blocks:
+            raise ConfigError("cache_unfilled_blocks=True: layers that keep a state are reused where a block ends only")
+        if self.checkpoint_every is not None:
+            every = check_int(self.checkpoint_every, "checkpoint_every", self.block_size, MAX_TOKENS)
+            if not has_states:
+                raise ConfigError(f"checkpoint_every={every}, but no layer keeps a state (StateSpec)")
+            if every % self.block_size:
+                raise ConfigError(f"checkpoint_every={every} must be a multiple of block_size={self.block_size}")
+            self._put("checkpoint_every", every)
 
     def _check_objective(self) -> None:
         check_objective(self.objective)
@@ -482,7 +505,9 @@ def _exact(fraction: float) -> Fraction:
     return Fraction(str(fraction))
 
 
-def _shape_text(spec: LayerSpec) -> str:
+def _shape_text(spec: LayerSpec | StateSpec) -> str:
+    if isinstance(spec, StateSpec):
+        return f"{spec.bytes} bytes together for each checkpoint"
     values = "K only" if spec.k_only else "K and V" if spec.value_dim == spec.head_dim else f"V of {spec.value_dim}"
     return f"{spec.kv_heads} heads x {spec.head_dim} {spec.dtype.value} ({values})"
 

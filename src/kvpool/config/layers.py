@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from kvpool.checks import check_bool, check_int, show
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, InvalidArgumentError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -95,11 +95,12 @@ _SPELLINGS: dict[DType, frozenset[str]] = {
 
 
 class GroupKind(str, Enum):
-    """Which earlier tokens a layer looks at."""
+    """Which earlier tokens a layer looks at. A STATE layer looks at none: it keeps a state that sums them up."""
 
     FULL = "full"
     SLIDING = "sliding"
     CHUNKED = "chunked"
+    STATE = "state"
     CROSS = "cross"
 
 
@@ -195,167 +196,6 @@ class LayerSpec:
         return (self.kind, self.window_tokens, self.sink_tokens, *shape)
 
 
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that keep the same tokens in the same shape, so one block table serves them all."""
-
-    index: int
-    kind: GroupKind
-    layers: tuple[int, ...]  # layer indices, ascending
-    window: int | None  # window or chunk length in tokens
-    sink_tokens: int
-    bytes_per_token: int  # over all its layers
-    block_bytes: int
-    pool: int  # index of the pool its blocks come from
-    spec: LayerSpec  # what every one of its layers looks like
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in one block."""
-        return self.block_bytes // self.bytes_per_token
-
-    def max_live_blocks(self, num_tokens: int) -> int:
-        """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time.
-
-        Blocks that fell out of the window are given back before the next one is taken. For a CROSS group `num_tokens`
-        are the encoder's. For a chunk that is no multiple of the block size it is the limit over all alignments.
-        """
-        size = self.block_size
-        num_blocks = ceil_div(num_tokens, size)
-        if self.window is None:
-            return num_blocks
-        if self.kind is GroupKind.CHUNKED:
-            worst_offset = size - math.gcd(self.window, size)  # of a chunk's first token inside its block
-            return min(num_blocks, ceil_div(worst_offset + self.window, size))
-        return min(num_blocks, ceil_div(self.window - 1, size) + 1 + ceil_div(self.sink_tokens, size))
-
-
-@dataclass(frozen=True)
-class PoolSpec:
-    """Blocks of one size, and how many of them each local tier has. Groups with equal block bytes share a pool."""
-
-    index: int
-    block_bytes: int
-    groups: tuple[int, ...]
-    num_blocks: Mapping[Tier, int] = field(hash=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_blocks", MappingProxyType(dict(self.num_blocks)))
-
-    def __reduce__(self) -> tuple[type[PoolSpec], tuple[Any, ...]]:  # a mapping proxy cannot be pickled
-        return PoolSpec, (self.index, self.block_bytes, self.groups, dict(self.num_blocks))
-
-
-def build_groups(layers: Sequence[LayerSpec], block_size: int) -> tuple[LayerGroup, ...]:
-    """FULL groups first, then SLIDING and CHUNKED by length, then CROSS; ties in order of their first layer."""
-    members: dict[tuple[Any, ...], list[int]] = {}
-    for index, layer in enumerate(layers):
-        members.setdefault(layer.group_key, []).append(index)
-    rank = {GroupKind.FULL: 0, GroupKind.SLIDING: 1, GroupKind.CHUNKED: 1, GroupKind.CROSS: 2}
-
-    def order(indices: list[int]) -> tuple[int, int, int]:
-        first = layers[indices[0]]
-        return rank[first.kind], first.window_tokens or 0, indices[0]
-
-    groups: list[LayerGroup] = []
-    pools: dict[int, int] = {}
-    for indices in sorted(members.values(), key=order):
-        spec = layers[indices[0]]
-        bytes_per_token = len(indices) * spec.bytes_per_token
-        block_bytes = block_size * bytes_per_token
-        pool = pools.setdefault(block_bytes, len(pools))
-        shape = (spec.kind, tuple(indices), spec.window_tokens, spec.sink_tokens)
-        groups.append(LayerGroup(len(groups), *shape, bytes_per_token, block_bytes, pool, spec))
-    return tuple(groups)
-
-
-def build_pools(groups: Sequence[LayerGroup]) -> tuple[PoolSpec, ...]:
-    """The pools of these groups, without blocks as yet."""
-    members: dict[int, list[LayerGroup]] = {}
-    for group in groups:
-        members.setdefault(group.pool, []).append(group)
-    return tuple(PoolSpec(pool, gs[0].block_bytes, tuple(g.index for g in gs), {}) for pool, gs in members.items())
-
-
-def divide_budget(
-    num_bytes: int, block_bytes: Sequence[int], needs: Sequence[int], minimums: Sequence[int]
-) -> tuple[int, ...]:
-    """Blocks per pool out of `num_bytes`, in proportion to `needs` but never below `minimums` (which must fit).
-
-    A budget of exactly k times the needs gives exactly k times the needs. The remainder goes, one block each, to the
-    pools that rounding took most from. Integers only, so no share is lost or overdrawn to float rounding.
-    """
-    counts = list(minimums)
-    flexible = list(range(len(counts)))
-    spare, weight = num_bytes, 1
-    while flexible:
-        fixed = (counts[pool] * block_bytes[pool] for pool in range(len(counts)) if pool not in flexible)
-        spare = num_bytes - sum(fixed)
-        weight = sum(needs[pool] * block_bytes[pool] for pool in flexible)
-        enough = [pool for pool in flexible if spare * needs[pool] // weight >= minimums[pool]]
-        if len(enough) == len(flexible):
-            break
-        flexible = enough
-    for pool in flexible:
-        counts[pool] = spare * needs[pool] // weight
-    rest = num_bytes - sum(count * size for count, size in zip(counts, block_bytes, strict=True))
-    for pool in sorted(flexible, key=lambda pool: -(spare * needs[pool] % weight)):
-        if block_bytes[pool] <= rest:
-            counts[pool] += 1
-            rest -= block_bytes[pool]
-    return tuple(counts)
-
-
-PREFIX_TOKENS = 2048  # a typical prefix: system prompt and some turns
-
-
-def prefix_needs(groups: Sequence[LayerGroup], num_tokens: int, cross_tokens: int, is_written: bool) -> list[int]:
-    """Blocks per pool that a typical prefix of `num_tokens` keeps.
-
-    Where prefixes are also written (`is_written`: on the GPU), a windowed group needs its last window while the prefix is
-    cached, and all of its blocks while the prompt is written in one piece: the budget plans for the middle of both.
-    """
-    needs = [0] * (1 + max(group.pool for group in groups))
-    for group in groups:
-        if group.kind is GroupKind.CROSS:
-            need = group.max_live_blocks(cross_tokens)
-        else:
-            need = group.max_live_blocks(num_tokens)
-            if is_written:
-                need = ceil_div(need + ceil_div(num_tokens, group.block_size), 2)
-        needs[group.pool] += need
-    return needs
-
-
-def divide_for_prefixes(
-    num_bytes: int,
-    block_bytes: Sequence[int],
-    prefix: Sequence[int],
-    longest: Sequence[int] | None,
-    minimums: Sequence[int],
-) -> tuple[int, ...]:
-    """Blocks per pool: those of one `longest` sequence first, if given, and the rest in proportion to a `prefix`.
-
-    A budget that does not hold the longest sequence is divided as that sequence needs it.
-    """
-    if longest is None:
-        return divide_budget(num_bytes, block_bytes, prefix, minimums)
-    first = [max(need, least) for need, least in zip(longest, minimums, strict=True)]
-    rest = num_bytes - sum(count * size for count, size in zip(first, block_bytes, strict=True))
-    if rest < 0:
-        return divide_budget(num_bytes, block_bytes, longest, minimums)
-    more = divide_budget(rest, block_bytes, prefix, [0] * len(first))
-    return tuple(a + b for a, b in zip(first, more, strict=True))
-
-
-def divide_by_shares(
-    num_bytes: int, block_bytes: Sequence[int], shares: Sequence[float], minimums: Sequence[int]
-) -> tuple[int, ...]:
-    """Blocks per pool where pool i takes the fraction `shares[i]` of the bytes, but never less than its minimum."""
-    weights = [round(share * 2**40 / size) for share, size in zip(shares, block_bytes, strict=True)]
-    return divide_budget(num_bytes, block_bytes, weights, minimums)
-
-
 PART_ALIGNMENT = 16  # bytes: what a GPU loads at once
 
 
@@ -429,3 +269,200 @@ class StateSpec:
     def bytes(self) -> int:
         """Bytes that the state of one sequence takes in this layer."""
         return self.offsets[-1]
+
+    @property
+    def kind(self) -> GroupKind:
+        """Which group kind the layer belongs to."""
+        return GroupKind.STATE
+
+    @property
+    def window_tokens(self) -> None:
+        """None: a state sums up all tokens."""
+        return None
+
+    @property
+    def group_key(self) -> tuple[Any, ...]:
+        """All layers with a state are one group."""
+        return (GroupKind.STATE,)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that keep the same tokens in the same shape, so one block table serves them all.
+
+    All layers that keep a state are one group. Its block is a checkpoint: the states of all of them behind one token.
+    """
+
+    index: int
+    kind: GroupKind
+    layers: tuple[int, ...]  # layer indices, ascending
+    window: int | None  # window or chunk length in tokens
+    sink_tokens: int
+    bytes_per_token: int  # over all its layers; 0 if they keep a state
+    block_bytes: int
+    pool: int  # index of the pool its blocks come from
+    spec: LayerSpec | StateSpec  # what every one of its layers looks like; the states of all of them
+    block_size: int  # tokens in one block, or between the places of two checkpoints
+
+    @property
+    def attention(self) -> LayerSpec:
+        """What every one of its layers looks like, if they attend."""
+        if not isinstance(self.spec, LayerSpec):
+            raise InvalidArgumentError(f"the layers of group {self.index} keep a state: they have no keys and values")
+        return self.spec
+
+    def max_live_blocks(self, num_tokens: int) -> int:
+        """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time.
+
+        Blocks that fell out of the window are given back before the next one is taken. For a CROSS group `num_tokens`
+        are the encoder's. For a chunk that is no multiple of the block size it is the limit over all alignments.
+        """
+        size = self.block_size
+        num_blocks = ceil_div(num_tokens, size)
+        if self.kind is GroupKind.STATE:  # where it stands, and where its step goes
+            return min(num_blocks, 2)
+        if self.window is None:
+            return num_blocks
+        if self.kind is GroupKind.CHUNKED:
+            worst_offset = size - math.gcd(self.window, size)  # of a chunk's first token inside its block
+            return min(num_blocks, ceil_div(worst_offset + self.window, size))
+        return min(num_blocks, ceil_div(self.window - 1, size) + 1 + ceil_div(self.sink_tokens, size))
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Blocks of one size, and how many of them each local tier has. Groups with equal block bytes share a pool."""
+
+    index: int
+    block_bytes: int
+    groups: tuple[int, ...]
+    num_blocks: Mapping[Tier, int] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_blocks", MappingProxyType(dict(self.num_blocks)))
+
+    def __reduce__(self) -> tuple[type[PoolSpec], tuple[Any, ...]]:  # a mapping proxy cannot be pickled
+        return PoolSpec, (self.index, self.block_bytes, self.groups, dict(self.num_blocks))
+
+
+def build_groups(layers: Sequence[LayerSpec | StateSpec], block_size: int) -> tuple[LayerGroup, ...]:
+    """FULL groups first, then SLIDING and CHUNKED by length, STATE, CROSS; ties in order of their first layer."""
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        members.setdefault(layer.group_key, []).append(index)
+    rank = {GroupKind.FULL: 0, GroupKind.SLIDING: 1, GroupKind.CHUNKED: 1, GroupKind.STATE: 2, GroupKind.CROSS: 3}
+
+    def order(indices: list[int]) -> tuple[int, int, int]:
+        first = layers[indices[0]]
+        return rank[first.kind], first.window_tokens or 0, indices[0]
+
+    groups: list[LayerGroup] = []
+    pools: dict[int, int] = {}
+    for indices in sorted(members.values(), key=order):
+        spec: LayerSpec | StateSpec = layers[indices[0]]
+        if isinstance(spec, StateSpec):
+            spec = join_states({index: state for index in indices if isinstance(state := layers[index], StateSpec)})
+            bytes_per_token, block_bytes, sinks = 0, spec.bytes, 0
+        else:
+            bytes_per_token = len(indices) * spec.bytes_per_token
+            block_bytes, sinks = block_size * bytes_per_token, spec.sink_tokens
+        pool = pools.setdefault(block_bytes, len(pools))
+        shape = (spec.kind, tuple(indices), spec.window_tokens, sinks)
+        groups.append(LayerGroup(len(groups), *shape, bytes_per_token, block_bytes, pool, spec, block_size))
+    return tuple(groups)
+
+
+def join_states(states: Mapping[int, StateSpec]) -> StateSpec:
+    """The states of several layers, by the numbers of these, as one: what a checkpoint holds."""
+    return StateSpec(
+        tuple(replace(part, name=f"{layer}.{part.name}") for layer, spec in states.items() for part in spec.parts)
+    )
+
+
+def build_pools(groups: Sequence[LayerGroup]) -> tuple[PoolSpec, ...]:
+    """The pools of these groups, without blocks as yet."""
+    members: dict[int, list[LayerGroup]] = {}
+    for group in groups:
+        members.setdefault(group.pool, []).append(group)
+    return tuple(PoolSpec(pool, gs[0].block_bytes, tuple(g.index for g in gs), {}) for pool, gs in members.items())
+
+
+def divide_budget(
+    num_bytes: int, block_bytes: Sequence[int], needs: Sequence[int], minimums: Sequence[int]
+) -> tuple[int, ...]:
+    """Blocks per pool out of `num_bytes`, in proportion to `needs` but never below `minimums` (which must fit).
+
+    A budget of exactly k times the needs gives exactly k times the needs. The remainder goes, one block each, to the
+    pools that rounding took most from. Integers only, so no share is lost or overdrawn to float rounding.
+    """
+    counts = list(minimums)
+    flexible = list(range(len(counts)))
+    spare, weight = num_bytes, 1
+    while flexible:
+        fixed = (counts[pool] * block_bytes[pool] for pool in range(len(counts)) if pool not in flexible)
+        spare = num_bytes - sum(fixed)
+        weight = sum(needs[pool] * block_bytes[pool] for pool in flexible)
+        enough = [pool for pool in flexible if spare * needs[pool] // weight >= minimums[pool]]
+        if len(enough) == len(flexible):
+            break
+        flexible = enough
+    for pool in flexible:
+        counts[pool] = spare * needs[pool] // weight
+    rest = num_bytes - sum(count * size for count, size in zip(counts, block_bytes, strict=True))
+    for pool in sorted(flexible, key=lambda pool: -(spare * needs[pool] % weight)):
+        if block_bytes[pool] <= rest:
+            counts[pool] += 1
+            rest -= block_bytes[pool]
+    return tuple(counts)
+
+
+PREFIX_TOKENS = 2048  # a typical prefix: system prompt and some turns
+
+
+def prefix_needs(groups: Sequence[LayerGroup], num_tokens: int, cross_tokens: int, is_written: bool) -> list[int]:
+    """Blocks per pool that a typical prefix of `num_tokens` keeps.
+
+    Where prefixes are also written (`is_written`: on the GPU), a windowed group needs its last window while the prefix is
+    cached, and all of its blocks while the prompt is written in one piece: the budget plans for the middle of both.
+    """
+    needs = [0] * (1 + max(group.pool for group in groups))
+    for group in groups:
+        if group.kind is GroupKind.CROSS:
+            need = group.max_live_blocks(cross_tokens)
+        else:
+            need = group.max_live_blocks(num_tokens)
+            if group.kind is GroupKind.STATE:  # a checkpoint at its end, and one that is written
+                need = 2 if is_written else 1
+            elif is_written:
+                need = ceil_div(need + ceil_div(num_tokens, group.block_size), 2)
+        needs[group.pool] += need
+    return needs
+
+
+def divide_for_prefixes(
+    num_bytes: int,
+    block_bytes: Sequence[int],
+    prefix: Sequence[int],
+    longest: Sequence[int] | None,
+    minimums: Sequence[int],
+) -> tuple[int, ...]:
+    """Blocks per pool: those of one `longest` sequence first, if given, and the rest in proportion to a `prefix`.
+
+    A budget that does not hold the longest sequence is divided as that sequence needs it.
+    """
+    if longest is None:
+        return divide_budget(num_bytes, block_bytes, prefix, minimums)
+    first = [max(need, least) for need, least in zip(longest, minimums, strict=True)]
+    rest = num_bytes - sum(count * size for count, size in zip(first, block_bytes, strict=True))
+    if rest < 0:
+        return divide_budget(num_bytes, block_bytes, longest, minimums)
+    more = divide_budget(rest, block_bytes, prefix, [0] * len(first))
+    return tuple(a + b for a, b in zip(first, more, strict=True))
+
+
+def divide_by_shares(
+    num_bytes: int, block_bytes: Sequence[int], shares: Sequence[float], minimums: Sequence[int]
+) -> tuple[int, ...]:
+    """Blocks per pool where pool i takes the fraction `shares[i]` of the bytes, but never less than its minimum."""
+    weights = [round(share * 2**40 / size) for share, size in zip(shares, block_bytes, strict=True)]
+    return divide_budget(num_bytes, block_bytes, weights, minimums)

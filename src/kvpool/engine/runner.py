@@ -102,7 +102,7 @@ class ModelRunner:
         self.kinds: list[AttentionKind] = []  # distinct ones
         self.kind_of_layer: list[int] = []
         for layer, group in enumerate(groups):
-            kind = AttentionKind(group, shape.attention_spec(layer, config.layers[layer].dtype))
+            kind = AttentionKind(group, shape.attention_spec(layer, config.attention_layer(layer).dtype))
             backend.require(kind.spec)
             if kind not in self.kinds:
                 self.kinds.append(kind)

@@ -161,7 +161,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         plane.write(self._step, _by_token(keys), _by_token(values), layer)
         cache = plane.layer_cache(layer)
         group = plane.config.group_of_layer[layer]
-        spec = plane.config.groups[group].spec
+        spec = plane.config.groups[group].attention
         k, v = read_values(cache, self._places[group], spec.head_dim, spec.value_dim)
         assert v is not None
         num_rows = len(self.handles)

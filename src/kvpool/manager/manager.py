@@ -63,6 +63,7 @@ from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unk
 from kvpool.sequences.release import Releaser
 from kvpool.sequences.rewind import Rewinder
 from kvpool.sequences.state import Admission, CacheState
+from kvpool.sequences.states import RowStates, StatePlaces
 from kvpool.sequences.step import Stepper
 from kvpool.sequences.swap import Swapper
 from kvpool.sequences.tokens import writable_blocks
@@ -110,8 +111,10 @@ class KVCacheManager:
         self._admissions = AdmissionPlanner(self._state)
         self._windows = RowWindows(self._state)
         self._allocator = Allocator(self._state, self._admissions, self._windows)
-        self._stepper = Stepper(self._state, self._windows)
-        self._rewinder = Rewinder(self._state, self._windows)
+        stateful = self._state.stateful
+        self._states = None if stateful is None else RowStates(self._state, stateful)
+        self._stepper = Stepper(self._state, self._windows, self._states)
+        self._rewinder = Rewinder(self._state, self._windows, self._states)
         self._releaser = Releaser(self._state, self._windows)
         self._swapper = Swapper(self._state, self._allocator, self._releaser)
         self.cache = CacheUpkeep(self._state, self._guard, self._admissions)
@@ -337,6 +340,27 @@ class KVCacheManager:
             if self._guard.observers:
                 self._guard.tell("slot_mapping", slots, chosen, start, stop)
             return slots
+
+    def state_places(self, batch: BatchLike, start: Any, stop: Any) -> StatePlaces:
+        """Where layers that keep a state read and leave it in a step that writes the positions `start..stop`.
+
+        They are blocks of the group of these layers. Shared ones are copied first, as by `slot_mapping`. The step must write
+        just these tokens, and one call of `commit` or `mark_written` must count them: where it ends, a checkpoint may stand.
+        """
+        with self._guard:
+            chosen = self._batch(batch)
+            step = self._stepper.state_places(chosen, start, stop)
+            if self._guard.observers:
+                self._guard.tell("slot_mapping", step, chosen, start, stop)
+            return step
+
+    def step_end(self, handle: KVCacheHandle, start: int, stop: int) -> int:
+        """Where a step should end that begins at `start` and may go up to `stop`, so that it leaves a state worth keeping."""
+        if self._states is None:
+            return stop
+        with self._guard.lock:
+            self._state.any_row_of(handle)
+            return min(stop, self._states.next_stop(handle, start) or stop)
 
     def writable_blocks(self, group: int = 0) -> BoolArray:
         """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""

@@ -10,7 +10,7 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
-from kvpool.prefix.node import NEVER, Node
+from kvpool.prefix.node import NEVER, Node, path_ids
 from kvpool.prefix.readers import Pin
 from kvpool.scope import ReuseScope
 from kvpool.sequences.state import CacheState
@@ -62,6 +62,11 @@ class Pins:
 
     def _pin_window(self, pin: Pin, group: Group, num_blocks: int) -> None:
         """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
+        if group.keeps_state:
+            num_blocks = group.longest_valid(
+                path_ids(pin.node.path(), num_blocks, group.index) >= 0, num_blocks * self.context.block_size
+            )
+            num_blocks //= self.context.block_size
         read = group.reads(np.arange(num_blocks), num_blocks * self.context.block_size)
         for depth in np.flatnonzero(read).tolist():
             node, block = self.windows.block_of(pin.node, group, depth)

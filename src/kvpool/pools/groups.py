@@ -31,6 +31,7 @@ class Group(ABC):
 
     grows: ClassVar[bool] = True  # its blocks follow the tokens of the sequence, and enter the prefix tree
     slides: ClassVar[bool] = False  # blocks are given up while the sequence runs, and each one counts its own readers
+    keeps_state: ClassVar[bool] = False  # a block is a checkpoint, and only some columns of a table have one
     single_owner: ClassVar[int] = 1  # what `refs` says of a private block that one sequence holds
 
     def __init__(self, spec: LayerGroup, block_size: int, tiers: list[BlockPool]) -> None:
@@ -217,10 +218,42 @@ class ChunkedGroup(WindowedGroup):
         return num_tokens // self.spec.window * self.spec.window
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
+class StateGroup(WindowedGroup):
+    """Layers that keep a state: a block is a checkpoint, all states of a sequence behind one of its tokens.
+
+    A row of its table has a block in some columns only. The block in column c becomes, when block c of the sequence is full,
+    the checkpoint behind it. Until then it is the row's live state: the one behind all tokens written so far stands in the
+    first column from `(written - 1) // block_size` on that has a block. A step that writes up to `stop` tokens reads it
+    and leaves the new state in the first column from `(stop - 1) // block_size` on. So a step that ends with a block and
+    is followed by one in another column leaves a checkpoint behind. Published checkpoints are never written again.
+    """
+
+    keeps_state: ClassVar[bool] = True
+
+    def first_position(self, num_tokens: int) -> int:
+        return max(0, num_tokens - 1)
+
+    def longest_valid(self, present: BoolArray, num_tokens: int) -> int:
+        """The last checkpoint: a state goes on from where it is, and from nowhere else."""
+        kept = np.flatnonzero(present[: num_tokens // self.block_size])
+        return (int(kept[-1]) + 1) * self.block_size if len(kept) else 0
+
+    def held_at_once(self, num_blocks: int, num_fixed: int, num_reused: int, num_reused_tokens: int) -> int:
+        return int(num_reused > 0) + int(num_blocks > num_reused)
+
+    def column_of(self, table_row: Int32Array, num_tokens: int) -> int:
+        """The column that has the state behind `num_tokens` (at least one), or will have it; -1 if there is none."""
+        first = (num_tokens - 1) // self.block_size
+        found = np.flatnonzero(table_row[first:] >= 0)
+        return first + int(found[0]) if len(found) else -1
+
+
 KINDS: dict[GroupKind, type[Group]] = {
     GroupKind.FULL: FullGroup,
     GroupKind.SLIDING: SlidingGroup,
     GroupKind.CHUNKED: ChunkedGroup,
+    GroupKind.STATE: StateGroup,
     GroupKind.CROSS: CrossGroup,
 }
 tell_apart(CountedGroup, WindowedGroup, *KINDS.values())

@@ -293,8 +293,16 @@ class WindowReaders:
         last = node
         while last.children is not None and len(last.children) == 1 and not last.num_remainders:
             (last,) = last.children.values()
-            if group.first_read(last.start * size) >= node.end:
+            if group.keeps_state:
+                self.context.sync(last)
+                if (last.ids[group.index] >= 0).any():  # requests that come by go on from there
+                    return node.end
+            elif group.first_read(last.start * size) >= node.end:
                 return node.end
+        if group.keeps_state:
+            self.context.sync(node)
+            kept = np.flatnonzero(node.ids[group.index] >= 0)
+            return node.start + int(kept[-1]) if len(kept) else node.end
         self.context.sync(last)
         return group.first_read(last.start * size + len(last.tokens))
 
@@ -326,8 +334,11 @@ class WindowReaders:
         waiting = [g for g in self.windowed if g.pool == pool.index and self.leftovers[g.index]]
         for group in sorted(waiting, key=lambda g: self.leftovers[g.index][0].tick):
             if freed < num_blocks:
+                oldest = (
+                    math.inf if group.keeps_state else until
+                )  # a checkpoint inside a run is worth less than any run
                 freed += self._evict_queue(
-                    self.leftovers[group.index], group, num_blocks - freed, until, tenant, reason
+                    self.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason
                 )
         return freed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.checks import show
-from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.config import KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.prefix.readers import Pin
@@ -59,21 +59,35 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
 def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[[], float]) -> KVCacheManager:
     """A new manager like the recorded one. `policy` replaces its policy and its objective."""
     layers = header.get("layers")
-    known = {field.name for field in fields(LayerSpec)}
-    if not isinstance(layers, list) or not all(isinstance(plain, dict) and known >= set(plain) for plain in layers):
-        raise TraceError(f"layers={show(layers)} must be a list of objects with fields of {', '.join(sorted(known))}")
-    if missing := next((key for plain in layers for key in ("kv_heads", "head_dim") if key not in plain), None):
-        raise TraceError(f"a layer lacks {missing}")
+    if not isinstance(layers, list):
+        raise TraceError(f"layers={show(layers)} must be a list of objects")
     settings = {name: header[name] for name in (*_SWITCHES, *_BUDGETS) if header.get(name) is not None}
     if policy is not None:
         settings = {name: value for name, value in settings.items() if name not in ("objective", "depth_cost")}
-    config = KVCacheConfig([LayerSpec(**plain) for plain in layers], **settings, event_buffer_size=0)
+    config = KVCacheConfig([_layer(plain) for plain in layers], **settings, event_buffer_size=0)
     if (num_blocks := sum(map(config.num_blocks, _BUDGETS.values()))) > MAX_BLOCKS:
         raise TraceError(f"its manager has {num_blocks:,} blocks; more than {MAX_BLOCKS:,} cannot be replayed")
     name = policy or header.get("policy")
     if not isinstance(name, str):
         raise TraceError(f"policy={show(name)} must be the name of a policy")
     return KVCacheManager(config, policy=name, clock=clock)
+
+
+def _layer(plain: object) -> LayerSpec | StateSpec:
+    """A layer as its recording describes it."""
+    if isinstance(plain, dict) and set(plain) == {"parts"}:
+        parts, names = plain["parts"], {field.name for field in fields(StatePart)}
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and set(part) == names for part in parts):
+            raise TraceError(
+                f"parts={show(parts)} must be a list of objects with the fields {', '.join(sorted(names))}"
+            )
+        return StateSpec(tuple(StatePart(**part) for part in parts))
+    known = {field.name for field in fields(LayerSpec)}
+    if not isinstance(plain, dict) or not known >= set(plain):
+        raise TraceError(f"a layer is {show(plain)}, and must be an object with fields of {', '.join(sorted(known))}")
+    if missing := next((key for key in ("kv_heads", "head_dim") if key not in plain), None):
+        raise TraceError(f"a layer lacks {missing}")
+    return LayerSpec(**plain)
 
 
 def recorded_scope(numbers: list[int] | None) -> ReuseScope:

@@ -14,6 +14,7 @@ from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.request import Finished, ScheduledSequence
 from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.states import StatePlaces
 
 
 @dataclass(eq=False)
@@ -39,6 +40,7 @@ class BatchPlan:
     is_steered: BoolArray  # [row]: `complete` decides how it goes on
     is_uniform: bool  # every row decodes one token and samples one
     copies: list[CopyOp]
+    states: StatePlaces | None = None  # where layers that keep a state read and leave it
     admitted: list[ScheduledSequence] = field(default_factory=list)
     resumed: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[ScheduledSequence] = field(default_factory=list)

@@ -147,7 +147,12 @@ class AdmissionPlanner:
         return source.tier == GPU and not in_use and source.end == match.num_blocks + 1
 
     def _has_last_block(self, match: Match) -> bool:
-        """Whether every window still has the last matched block: what is not written again must be there."""
+        """Whether every window still has the last matched block: what is not written again must be there.
+
+        A state is never: the one before the last token is needed to compute that token again.
+        """
+        if self.state.stateful is not None:
+            return False
         return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in self.context.windowed)
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
@@ -175,7 +180,9 @@ class AdmissionPlanner:
             source = path[cut]
         if cut and path[cut - 1].end > blocks:
             source = path[cut - 1]
-        return Match(match.root, path[:cut], blocks, source if extra else None, extra)
+        shorter = Match(match.root, path[:cut], blocks, source if extra else None, extra)
+        shorter.num_found = match.num_found
+        return shorter
 
     def _without_partial(self, match: Match) -> Match:
         """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
@@ -242,7 +249,7 @@ class AdmissionPlanner:
         hit_tokens = match.num_tokens(size)
         num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
         cross_blocks = -(-cross_tokens // size)
-        needs = [(num_blocks - match.num_blocks) * per for per in state.per_position]
+        needs = state.needs(num_blocks - match.num_blocks, int(num_blocks > match.num_blocks))
         for group in state.fixed:
             needs[group.pool] += cross_blocks
         supply = state.supply(scope.tenant)

@@ -25,6 +25,7 @@ INHERITED = (  # what a fork has in common with its parent
     "is_lease",
     "encoder_tokens",
     "num_prompt_tokens",
+    "parted_at",
     "family",
 )
 
@@ -85,6 +86,7 @@ class Allocator:
             rows.known[row] = rows.num_history[row] = 0
         else:
             rows.set_token_ids(row, tokens, match.num_blocks * size)
+            handle.parted_at = match.num_found * size
             handle.num_prompt_tokens = len(tokens)
             handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
             if not handle.is_lease:
@@ -163,9 +165,13 @@ class Allocator:
             table = rows.tables[group.index]
             if hit_blocks:
                 table[row, :hit_blocks] = path_ids(path, hit_blocks, group.index)
-            if new:
+            if new and not group.keeps_state:
                 table[row, first:num_blocks] = group.take(new)
-        state.counters.blocks_allocated += new * len(state.growing)
+        if new and state.stateful is not None:
+            table = rows.tables[state.stateful.index]
+            table[row, first:num_blocks] = -1
+            table[row, num_blocks - 1] = state.stateful.take(1)[0]
+        state.counters.blocks_allocated += sum(state.needs(new, int(new > 0)))
         self.windows.begin(row, tip, hit_blocks, plan.num_hit_tokens)
         if plan.num_cross_blocks:
             rows.num_cross_blocks[row] = plan.num_cross_blocks

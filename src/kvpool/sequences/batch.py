@@ -154,6 +154,8 @@ class SequenceBatch:
         rows = self._state.rows
         size = rows.block_size
         kind = rows.group(group)
+        if kind.keeps_state:
+            raise InvalidArgumentError(f"the layers of group {group} keep a state: ask state_places where they are")
         count = len(self.rows)
         if kind.grows:
             lengths = rows.reserved[self.selection]

@@ -79,6 +79,7 @@ class KVCacheHandle:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "parted_at",
         "publishes",
         "request_id",
         "retention",
@@ -104,6 +105,7 @@ class KVCacheHandle:
         self.is_lease = False  # it holds blocks for somebody else and is no request
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0
+        self.parted_at = 0  # how many of its tokens were cached by others when it came, reusable or not
         self.num_cached_tokens = 0  # that need not be computed
         self.num_cached_blocks = 0  # whole blocks that were found, also one whose last token is computed again
         rows.serial += 1

@@ -227,7 +227,8 @@ class Publisher:
             held |= equal
             if group.slides:
                 starts = self.rows.window_start[group.index]
-                equal |= ((mine < 0) | (theirs < 0)) & (columns < max(starts[row], starts[other]))
+                gone = columns < max(starts[row], starts[other])
+                equal |= ((mine < 0) | (theirs < 0)) & (gone | group.keeps_state)  # few columns have a checkpoint
             same &= equal
         length = int(same.argmin()) if not same.all() else len(columns)
         return min(length, done - first) if held[:length].any() else 0

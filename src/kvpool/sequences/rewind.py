@@ -12,14 +12,16 @@ from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.node import Node
 from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.state import CacheState
+from kvpool.sequences.states import RowStates
 from kvpool.sequences.windows import RowWindows
 
 
 class Rewinder:
     """`rewind`: checked first, then done."""
 
-    def __init__(self, state: CacheState, windows: RowWindows) -> None:
+    def __init__(self, state: CacheState, windows: RowWindows, states: RowStates | None) -> None:
         self.state = state
+        self.states = states
         self.rows = state.rows
         self.cache = state.cache
         self.context = state.context
@@ -61,6 +63,8 @@ class Rewinder:
         rows, size = self.rows, self.context.block_size
         tip = rows.tips[row]
         assert tip is not None
+        if self.states is not None:
+            self.states.check_rewind(handle, row, length)
         reopened = self.windows.reopen(handle, row, length)
         if length % size and length < tip.end * size:
             try:
@@ -114,6 +118,8 @@ class Rewinder:
         used = int(rows.num_blocks[row])
         if num_blocks >= used:
             return
+        if self.states is not None:
+            num_blocks = self.states.shrink(row, num_blocks)
         for group in self.state.growing:
             table = rows.tables[group.index]
             ids = table[row, num_blocks:used]

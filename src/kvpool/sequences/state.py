@@ -18,7 +18,7 @@ from kvpool.errors import (
 )
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
-from kvpool.pools.groups import make_groups
+from kvpool.pools.groups import StateGroup, make_groups
 from kvpool.pools.pool import GPU, BlockPool, CopyOp
 from kvpool.pools.rows import SequenceRows
 from kvpool.pools.symbols import Fresh, numbers_in
@@ -97,10 +97,11 @@ class CacheState:
         self.publisher = Publisher(self.cache, self.in_flight)
         self.growing = self.context.cached
         self.fixed = [group for group in self.groups if not group.grows]
-        # How many blocks one more position costs in each pool, counting every group that grows with the sequence.
+        self.stateful = next((group for group in self.groups if isinstance(group, StateGroup)), None)
+        # How many blocks one more column of the tables costs in each pool, checkpoints apart.
         self.per_position = [0] * len(self.pools)
         for group in self.growing:
-            self.per_position[group.pool] += 1
+            self.per_position[group.pool] += not group.keeps_state
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
         self.is_simple = len(self.groups) == 1 and len(self.context.full) == 1
@@ -160,6 +161,13 @@ class CacheState:
             for group in self.groups
             for tier in LOCAL_TIERS
         )
+
+    def needs(self, num_columns: int, num_states: int) -> list[int]:
+        """Blocks per GPU pool for so many more columns of the tables, and states in some of them."""
+        needs = [num_columns * per for per in self.per_position]
+        if self.stateful is not None:
+            needs[self.stateful.pool] += num_states
+        return needs
 
     def supply(self, tenant: str | None) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array, Int64Array, largest
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, largest
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.pools.rows import RECENT_TOKENS
@@ -19,6 +19,7 @@ from kvpool.scope import MultimodalItem
 from kvpool.sequences.batch import SequenceBatch, prepare_steps
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState, common_tenant
+from kvpool.sequences.states import RowStates, StatePlaces
 from kvpool.sequences.tokens import IncomingIds, Slots
 from kvpool.sequences.windows import RowWindows
 
@@ -28,8 +29,9 @@ _any = np.logical_or.reduce  # array.any() without its wrapper
 class Stepper:
     """extend, mark_written, commit and the slot mapping, for batches."""
 
-    def __init__(self, state: CacheState, windows: RowWindows) -> None:
+    def __init__(self, state: CacheState, windows: RowWindows, states: RowStates | None) -> None:
         self.state = state
+        self.states = states
         self.rows = state.rows
         self.cache = state.cache
         self.context = state.context
@@ -150,10 +152,12 @@ class Stepper:
         """Blocks per pool that the sequences of each tenant need."""
         state = self.state
         needs = {handle.scope.tenant: [0] * len(state.gpu_pools) for handle in batch.handles}
-        for position in np.flatnonzero(missing).tolist():
+        grown = np.flatnonzero(missing)
+        takes = self._takes_state(batch.rows[grown])
+        for position, num_states in zip(grown.tolist(), takes.tolist(), strict=True):
             of_tenant = needs[batch.handles[position].scope.tenant]
-            for pool, per_position in enumerate(state.per_position):
-                of_tenant[pool] += int(missing[position]) * per_position
+            for pool, need in enumerate(state.needs(int(missing[position]), num_states)):
+                of_tenant[pool] += need
         for row, group, _ in copies:
             handle = self.rows.handles[row]
             assert handle is not None
@@ -164,7 +168,7 @@ class Stepper:
         """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
         rows, size = self.rows, self.context.block_size
         missing = max(0, -(-(int(rows.reserved[row]) + num_tokens) // size) - int(rows.num_blocks[row]))
-        needs = [missing * per for per in self.state.per_position]
+        needs = self.state.needs(missing, int(missing > 0 and self._takes_state(np.array([row])).item()))
         if rows.shared[row]:
             for group in self.state.growing:
                 ids = rows.tables[group.index][row, self._first_private(row) : int(rows.num_blocks[row])]
@@ -183,16 +187,19 @@ class Stepper:
     ) -> None:
         """Allocates the missing blocks and copies shared ones; all or nothing."""
         state, rows = self.state, self.rows
-        needs = [num_new * per for per in state.per_position]
+        grown = np.flatnonzero(missing)
+        takes = self._takes_state(batch.rows[grown])
+        needs = state.needs(num_new, int(takes.sum()))
+        num_taken = sum(needs)
         for _, group, _ in copies:
             needs[group.pool] += 1
         self._require(batch, needs, missing, copies)
+        state.counters.blocks_allocated += num_taken
         rows.moves += 1
         self._unshare(copies)
         if not num_new:
             return
-        grown = np.flatnonzero(missing)
-        target_rows = batch.rows[grown]
+        target_rows = grown_rows = batch.rows[grown]
         counts = missing[grown]
         columns = rows.num_blocks[target_rows]
         longest = int((columns + counts).max())
@@ -204,9 +211,18 @@ class Stepper:
             columns = np.repeat(columns, counts) + offsets
             target_rows = np.repeat(target_rows, counts)
         for group in state.growing:
-            rows.tables[group.index][target_rows, columns] = group.take(num_new)
-        rows.num_blocks[batch.rows[grown]] += counts
-        state.counters.blocks_allocated += num_new * len(state.growing)
+            if not group.keeps_state:
+                rows.tables[group.index][target_rows, columns] = group.take(num_new)
+        old = rows.num_blocks[grown_rows]
+        if self.states is not None:
+            self.states.grow(grown_rows, old, old + counts, takes)
+        rows.num_blocks[grown_rows] = old + counts
+
+    def _takes_state(self, grown: Int64Array) -> BoolArray:
+        """Which of these rows need a block for a state if their tables grow."""
+        if self.states is None:
+            return np.zeros(len(grown), np.bool_)
+        return self.states.takes_block(grown)
 
     def _first_private(self, row: int) -> int:
         """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
@@ -248,8 +264,11 @@ class Stepper:
             dst = group.take(1)
             handle = rows.handles[row]
             assert handle is not None
-            used = min(int(rows.written[row]) - column * size, size)
-            if used > 0:
+            used: int | None = min(int(rows.written[row]) - column * size, size)
+            if group.keeps_state:
+                assert self.states is not None
+                used = None if column == self.states.live_column(row) else 0
+            if used is None or used > 0:
                 state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst, used))
                 state.counters.copies_on_write += 1
                 handle.stats.copies_on_write += 1
@@ -279,6 +298,18 @@ class Stepper:
             self.prepare_write(batch)
         return self.slots.between(batch, first, last, out)
 
+    def state_places(self, batch: SequenceBatch, start: Any, stop: Any) -> StatePlaces:
+        """Where a step reads and writes states that writes the positions start..stop of every sequence."""
+        batch.refresh()
+        if self.states is None:
+            raise InvalidArgumentError("no layer of this model keeps a state")
+        first, last = self.slots.asked(batch, start, stop)
+        step = self.states.of_step(batch, first, last)
+        if not self.rows.num_shared:
+            return step
+        self.prepare_write(batch)
+        return self.states.of_step(batch, first, last)
+
     # --- written and committed ---------------------------------------------------------------------------------------
 
     def mark_written(self, batch: SequenceBatch, num_tokens: int | Int64Array) -> None:
@@ -288,6 +319,9 @@ class Stepper:
         written = rows.written[batch.selection] + num_tokens
         if (written > rows.reserved[batch.selection]).any():
             self._refuse_over(batch, written, "written")
+        if self.states is not None:
+            for row, stop in zip(batch.rows.tolist(), written.tolist(), strict=True):
+                self.states.write(row, rows.written.item(row), stop)
         rows.written[batch.selection] = written
 
     def _refuse_over(self, batch: SequenceBatch, wanted: Int64Array, verb: str) -> None:
@@ -383,6 +417,8 @@ class Stepper:
         rows, size = self.rows, self.context.block_size
         handle = rows.handles[row]
         assert handle is not None
+        if self.states is not None and end > rows.written.item(row):
+            self.states.write(row, rows.written.item(row), end)
         if end > known and handle.publishes:
             self._stop_publishing(row)
         rows.committed[row] = end

@@ -10,7 +10,7 @@ from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.groups import Group
+from kvpool.pools.groups import Group, StateGroup
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
@@ -69,8 +69,12 @@ class Swapper:
             of_group = []
             for row in row_list:
                 ids = rows.visible_blocks(group.index, row).copy()
-                if group.grows:
-                    ids[ceil_div(int(rows.written[row]), size) :] = -1
+                written = int(rows.written[row])
+                if isinstance(group, StateGroup):
+                    live = group.column_of(ids, written) if written else -1
+                    ids[np.arange(len(ids)) != live] = -1
+                elif group.grows:
+                    ids[ceil_div(written, size) :] = -1
                 of_group.append(ids)
             held.append(of_group)
         return held
@@ -227,7 +231,15 @@ class Swapper:
         return wanted
 
     def _fresh(self, group: Group, row: int) -> Int64Array:
-        """The columns of a row that were never written and that its window has not passed; sinks stay."""
+        """The columns of a row that were never written and that its window has not passed; sinks stay.
+
+        Of states only the last column counts, unless what it had was written.
+        """
+        if group.keeps_state:
+            handle, last = self.rows.handles[row], int(self.rows.num_blocks[row]) - 1
+            assert handle is not None and handle.swapped is not None
+            live = np.flatnonzero(handle.swapped.ids[group.index] >= 0)
+            return np.arange(last, last + int(last > (int(live[-1]) if len(live) else -1)))
         first = ceil_div(int(self.rows.written[row]), self.context.block_size)
         columns = np.arange(first, int(self.rows.num_blocks[row]))
         if group.slides:

@@ -149,7 +149,10 @@ def _check_division(items: tuple[MultimodalItem, ...], counts: Int64Array) -> No
 
 
 class Slots:
-    """Block id x block size + offset, for every layer group and position; -1 where nothing is to be written."""
+    """Block id x block size + offset, for every layer group and position; -1 where nothing is to be written.
+
+    Layers that keep a state have no place for each token: `States` says where a step reads and writes it.
+    """
 
     def __init__(self, state: CacheState) -> None:
         self.state = state
@@ -173,6 +176,9 @@ class Slots:
         offset = positions - column * size
         for group in self.state.growing:
             of_group = slots[group.index]
+            if group.keeps_state:
+                of_group[...] = -1
+                continue
             blocks = rows.tables[group.index][owners, column]
             np.multiply(blocks, size, out=of_group)
             of_group += offset.astype(np.int32)

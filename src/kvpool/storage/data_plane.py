@@ -30,7 +30,7 @@ from kvpool.pools.pool import CopyOp, ResizeResult
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.disk import DiskStore
-from kvpool.storage.layout import GroupLayout, LayerCache
+from kvpool.storage.layout import LayerCache, layout_of
 from kvpool.storage.moving import Wait, check_rows, read_out, upload, write_in
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
@@ -100,7 +100,7 @@ class DataPlane:
         self.check_writes = self.device.type == "cpu" if check_writes is None else check_writes
         self._pending: list[CopyOp] = []
         self._index_in_group = {layer: (g.index, i) for g in config.groups for i, layer in enumerate(g.layers)}
-        layouts = {group.index: GroupLayout(group, factors) for group in config.groups}
+        layouts = {group.index: layout_of(group, config.layers, factors) for group in config.groups}
         gpu = self.device if self.device.type == "cuda" else None
         self.stores: dict[tuple[int, Tier], Store] = {}
         for pool in config.pools:
@@ -172,7 +172,7 @@ class DataPlane:
         returned them, which are prepared first. -1 is skipped.
         """
         group, index = self._index_in_group[self._layer(layer)]
-        spec = self.config.groups[group].spec
+        spec = self.config.groups[group].attention
         if isinstance(slots, StepSlots):
             tensor = slots.tensor[group]
         elif isinstance(slots, Tensor) and slots.is_cuda:
@@ -210,7 +210,7 @@ class DataPlane:
             self.transfers.wait_for(store)
         cache, places = store.layer_cache(group, index), upload(slots, store.device)
         if not raw:
-            return read_values(cache, places, spec.spec.head_dim, spec.spec.value_dim)
+            return read_values(cache, places, spec.attention.head_dim, spec.attention.value_dim)
         stored_k, stored_v = read_slots(cache, places)
         return stored_k.data, None if stored_v is None else stored_v.data
 

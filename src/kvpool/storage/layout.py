@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpool.config import StateSpec
+from kvpool.config import LayerSpec, StateSpec
 from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import ConfigError
 from kvpool.kernels.layout import LayerCache, Runs
@@ -48,7 +48,7 @@ class GroupLayout:
         self.factors = factors or {}
         self.block_size = group.block_size
         self.block_bytes = group.block_bytes
-        spec, dtype = group.spec, TORCH_DTYPES[group.spec.dtype]
+        spec, dtype = group.attention, TORCH_DTYPES[group.attention.dtype]
         widths = {"k": spec.head_dim} if spec.k_only else {"k": spec.head_dim, "v": spec.value_dim}
         shapes = [(name, dtype, ceil_div(dim * spec.dtype.bits, 8 * dtype.itemsize)) for name, dim in widths.items()]
         scales = ["scale", "zero"][: spec.dtype.scale_bytes // 2]
@@ -64,14 +64,14 @@ class GroupLayout:
 
     def _place(self, shapes: list[tuple[str, torch.dtype, int]], start: int) -> list[Part]:
         """Parts one after the other from byte `start`, layer by layer."""
-        heads = self.group.spec.kv_heads
+        heads = self.group.attention.kv_heads
         sizes = [heads * max(width, 1) * dtype.itemsize * self.block_size for _, dtype, width in shapes]
         offsets = [start + sum(sizes[:i]) for i in range(len(sizes))]
         return [Part(*shape[:2], heads, shape[2], at, sum(sizes)) for shape, at in zip(shapes, offsets, strict=True)]
 
     def layer_cache(self, data: Tensor, index: int) -> LayerCache:
         """Layer number `index` of the group, as views into the bytes of a store, uint8 [block, byte]."""
-        spec = self.group.spec
+        spec = self.group.attention
         views = {part.name: self._view(data, part, index) for part in self.parts}
         k_factor, v_factor = self.factors.get(self.group.layers[index], (1.0, 1.0))
         v = views.pop("v", None)
@@ -124,3 +124,11 @@ class StateLayout:
 def _contiguous(shape: tuple[int, ...]) -> list[int]:
     """The strides of a contiguous tensor."""
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def layout_of(
+    group: LayerGroup, layers: Sequence[LayerSpec | StateSpec], factors: Mapping[int, tuple[float, float]] | None = None
+) -> GroupLayout | StateLayout:
+    """Where the bytes of a layer group lie inside its blocks; `layers` are those of the model's cache."""
+    states = {layer: spec for layer in group.layers if isinstance(spec := layers[layer], StateSpec)}
+    return StateLayout(states) if states else GroupLayout(group, factors)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.checks import check_int, show
-from kvpool.config import KVCacheConfig, LayerGroup
+from kvpool.config import KVCacheConfig, LayerGroup, StateSpec
 from kvpool.errors import InvalidArgumentError
 from kvpool.files import other_format
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
@@ -108,8 +108,12 @@ class Fingerprint:
 
 def _described(group: LayerGroup) -> str:
     """The fields of a layer group: shapes and types, and which tokens its layers see."""
-    spec = {each.name: getattr(group.spec, each.name) for each in dataclass_fields(group.spec)}
-    fields = {**spec, "dtype": group.spec.dtype.value, "layers": list(group.layers), "bytes": group.block_bytes}
+    if isinstance(group.spec, StateSpec):
+        spec: dict[str, Any] = {"parts": [[part.name, part.shape, part.dtype.value] for part in group.spec.parts]}
+    else:
+        spec = {each.name: getattr(group.spec, each.name) for each in dataclass_fields(group.spec)}
+        spec["dtype"] = group.spec.dtype.value
+    fields = {**spec, "layers": list(group.layers), "bytes": group.block_bytes}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
