@@ -1,6 +1,6 @@
 """The data plane: the bytes behind the block ids. Needs torch (`pip install kvpool[torch]`)."""
 
-from kvpool.kernels.layout import Runs
+from kvpool.kernels.layout import Runs, SlotStates
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
@@ -17,6 +17,7 @@ __all__ = [
     "GroupLayout",
     "LayerCache",
     "Runs",
+    "SlotStates",
     "StateLayout",
     "StateSlots",
     "Transfer",
