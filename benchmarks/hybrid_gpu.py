@@ -4,7 +4,7 @@
 
 Prints JSON. Kernels update the states of four layers in turn, in a CUDA graph timed with events; a figure in TB/s is the
 bytes of states that are read and written, over that time. Decode steps are those of models with random weights, bfloat16,
-eight layers of the shape of Qwen3-Next (with a dense MLP) and of Falcon-H1-7B: through `StateStep.decoding` in a CUDA graph,
+eight layers of the shape of Qwen3-Next (with a dense MLP) and of Falcon-H1-7B, through `StateStep.decoding` in a CUDA graph,
 beside transformers' own static cache, eagerly, in a CUDA graph, and with `--compile` as `generate` compiles it. Both attend
 densely over as many places as the static cache has. `error` is the distance of logits behind some decoded tokens from
 transformers', as a share of their spread.
@@ -14,10 +14,12 @@ transformers', as a share of their spread.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,11 +305,7 @@ def attempt(run: Callable[[], float]) -> float | str:
 
 
 def decode_case(shape: Shape, batch: int, compiled: bool) -> dict[str, Any]:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[shape[0]](**shape[1]), dtype=HALF).eval()
+    model = random_model(shape)
     text = torch.randint(3, 32000, (batch, PROMPT + 3), device="cuda")
     theirs, ours = Transformers(model, batch), Ours(model, batch)
     ours.close()
@@ -344,22 +342,52 @@ def decode_case(shape: Shape, batch: int, compiled: bool) -> dict[str, Any]:
     return result
 
 
+def prompt_case(shape: Shape) -> dict[str, Any]:
+    """A prompt of as many tokens as both caches have places, all in one step."""
+    model = random_model(shape)
+    text = torch.randint(3, 32000, (1, PLACES), device="cuda")
+    theirs = Transformers(model, 1)
+    expected = theirs.prompt(text)
+
+    def again() -> None:
+        theirs.cache.reset()
+        theirs.prompt(text)
+
+    taken = attempt(lambda: seconds(again, 2))
+    ours = Ours(model, 1)
+    found = ours.prompt(text)
+    result = {
+        "transformers_ms": taken,
+        "kvpool_ms": seconds(lambda: ours.prompt(text), 2) * 1e3,
+        "error": float((found.float() - expected.float()).abs().max() / expected.float().std()),
+    }
+    ours.close()
+    return result
+
+
+def random_model(shape: Shape) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[shape[0]](**shape[1]), dtype=HALF).eval()
+
+
 def cases(compiled: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for shape in (QWEN, FALCON):
+        for batch in (1, 64):
+            found[f"decode {shape[0]}, {batch}"] = partial(decode_case, shape, batch, compiled)
+        found[f"prompt {shape[0]}, {PLACES}"] = partial(prompt_case, shape)
     kernels: Sequence[tuple[str, Callable[[int], dict[str, float]], tuple[int, ...]]] = (
         ("convolution of one token", convolution, (1, 64, 256)),
         ("packed convolution", packed_convolution, (1, 16)),
-        ("gated delta rule", delta_rule, (1, 64, 256)),
         ("state space model", selection, (1, 64)),
+        ("gated delta rule", delta_rule, (1, 64, 256)),
     )
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
     for name, run, batches in kernels:
         for batch in batches:
-            found[f"{name}, {batch}"] = lambda run=run, batch=batch: run(batch)  # type: ignore[misc]
-    for shape in (QWEN, FALCON):
-        for batch in (1, 64):
-            found[f"decode {shape[0]}, {batch}"] = lambda shape=shape, batch=batch: decode_case(  # type: ignore[misc]
-                shape, batch, compiled
-            )
+            found[f"{name}, {batch}"] = partial(run, batch)
     return found
 
 
@@ -381,6 +409,7 @@ def main() -> None:
                 results[name] = {"failed": f"{type(error).__name__}: {error}"}
             results[name]["case_s"] = round(time.perf_counter() - began, 1)
             print(json.dumps({name: results[name]}), flush=True)
+            gc.collect()
             torch.cuda.empty_cache()
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1))

@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "attention"))  # paged_cases
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where there is a GPU, kernels are compiled, and none of them takes tensors of the CPU."""
+    case = getattr(item, "callspec", None)
+    if case is not None and case.params.get("device") == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("a GPU runs the compiled kernels")
+
 
 if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton") is not None:
     from triton.runtime import interpreter

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from torch.nn.functional import conv1d, silu, softplus  # noqa: E402
 
+from kvpool.kernels import states_triton  # noqa: E402
 from kvpool.kernels.layout import PackedStates, Selection, SlotStates  # noqa: E402
 from kvpool.kernels.states import (  # noqa: E402
     convolve_one_reference,
@@ -212,16 +213,17 @@ def test_the_kernel_convolves_packed_sequences(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [IN_PLACE, ELSEWHERE], ids=["in place", "elsewhere"])
-@pytest.mark.parametrize(("keys", "values"), [(16, 8), (12, 40)])
+@pytest.mark.parametrize(("keys", "values"), [(16, 8), (12, 72)])
 @pytest.mark.parametrize("by_key", [False, True], ids=["a decay for each head", "for each key"])
 def test_the_kernel_applies_the_delta_rule(
-    by_key: bool, keys: int, values: int, targets: list[int], device: str
+    by_key: bool, keys: int, values: int, targets: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mixed = torch.randn(3, 2 * (2 * keys + values))  # queries, keys and values side by side, as a convolution left them
     q, k, v = (part.unflatten(1, (2, -1)) for part in mixed.split([2 * keys, 2 * keys, 2 * values], dim=1))
     decay, beta = -torch.rand(3, 2, keys) if by_key else -torch.rand(3, 2), torch.rand(3, 2)
     states = slot_states(2, keys, values, targets=targets)
-    for normalize in (True, False):
+    for normalize, threshold in ((True, 0), (False, 256)):
+        monkeypatch.setattr(states_triton, "_MANY_HEADS", threshold)  # in large programs, and in small ones
         assert_same(delta_rule_one_triton, delta_rule_one_reference, [q, k, v, decay, beta, states, normalize], device)
 
 
@@ -257,8 +259,9 @@ def test_kernels_in_16_bits_round_once(dtype: Any) -> None:
     assert_same(select_one_triton, select_one_reference, [v, chosen, slot_states(2, 32, 16), None], "cuda")
 
 
-def test_very_small_time_steps_are_not_rounded_to_nothing() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_very_small_time_steps_are_not_rounded_to_nothing(device: str) -> None:
     chosen = replace(mamba_2(2, 4, 4, 1), dt=torch.full((3, 2, 1), -14.0).expand(-1, -1, 4), dt_bias=None)
     states = slot_states(2, 4, 4)
     states.stored.zero_()
-    assert_same(select_one_triton, select_one_reference, [torch.ones(3, 2, 4) * 1e6, chosen, states, None], "cpu")
+    assert_same(select_one_triton, select_one_reference, [torch.ones(3, 2, 4) * 1e6, chosen, states, None], device)

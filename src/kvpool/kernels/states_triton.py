@@ -16,8 +16,13 @@ from kvpool.kernels.layout import PackedStates, Selection, SlotStates
 
 _CHANNELS = 128  # of a convolution that one program computes: one for each thread, so that values stay where they are
 _TOKENS = 32  # of a sequence, in 64 channels
-_VALUES = 32  # of a head that one program of the delta rule computes
-_STATE_ELEMENTS = 4096  # that one program of a state space model holds
+# Values of a head that one program of the delta rule computes, and its warps, measured on an H200 with heads of 128: many
+# heads move 3.7 TB/s in programs of 64 values and 3.0 in those of 16, which in turn take 2.9 us for 32 heads instead of 3.8.
+_MANY_HEADS = 256
+_FEW, _MANY = (16, 1), (64, 4)
+_STATE_ELEMENTS = (
+    1024  # that one program of a state space model holds, in one warp: 3.7 TB/s; 3.3 with four times as much
+)
 
 
 @triton.jit
@@ -285,7 +290,8 @@ def delta_rule_one_triton(
     rows, heads, keys = q.shape
     values = v.shape[2]
     out = torch.empty(rows, heads, values, dtype=v.dtype, device=v.device)
-    tile = min(_VALUES, triton.next_power_of_2(values))
+    tile, warps = _MANY if rows * heads >= _MANY_HEADS else _FEW
+    tile = min(tile, triton.next_power_of_2(values))
     _delta_rule_one_kernel[(triton.cdiv(values, tile), heads, rows)](
         q,
         q.stride(0),
@@ -315,7 +321,7 @@ def delta_rule_one_triton(
         TILE=tile,
         DECAY_BY_KEY=by_key,
         NORMALIZE=normalize,
-        num_warps=4,
+        num_warps=warps,
     )
     return out
 
@@ -470,6 +476,6 @@ def select_one_triton(x: Tensor, selection: Selection, states: SlotStates, gate:
         HAS_D=selection.d is not None,
         HAS_GATE=gate is not None,
         SOFTPLUS=selection.softplus,
-        num_warps=4,
+        num_warps=1,
     )
     return out
