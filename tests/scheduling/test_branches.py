@@ -48,6 +48,17 @@ def test_given_kept_lanes_when_the_request_is_cancelled_before_it_branches_then_
     engine.assert_right(second)
 
 
+def test_given_samples_that_have_branched_off_beside_a_new_prompt_then_each_row_takes_one_sample() -> None:
+    engine = make_engine()
+    requests = [request("r", 6, 5, n=3), request("new", 6, 5, first=50)]
+    add(engine, requests[0])
+    assert engine.step().num_samples.tolist() == [3]
+    add(engine, requests[1])
+    assert engine.step().num_samples.tolist() == [1, 1, 1, 1]
+    engine.drain()
+    engine.assert_right(*requests)
+
+
 def test_given_samples_that_end_at_once_then_they_are_not_forked() -> None:
     engine = make_engine()
     only = request("r", 6, 1, n=3)

@@ -163,6 +163,14 @@ def test_given_a_finished_request_when_the_next_has_the_same_beginning_then_it_i
     engine.assert_right(again)
 
 
+def test_given_an_empty_plan_then_completing_or_abandoning_it_ends_nobody() -> None:
+    scheduler = make_engine().scheduler
+    plan = scheduler.step()
+    assert plan.is_empty
+    assert scheduler.abandon(plan) == []
+    assert scheduler.complete(plan) == ([], [])
+
+
 def test_given_a_plan_that_cannot_run_then_everybody_in_it_is_reported_as_failed_and_the_others_go_on() -> None:
     engine = make_engine(max_sequences=2)
     waiting = request("waiting", 4, 3, first=200)

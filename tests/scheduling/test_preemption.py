@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from support import add, make_engine, names, request, tokens_of
 from toy_engine import ToyEngine
@@ -94,6 +96,31 @@ def test_given_one_preemption_then_the_counters_say_how_it_went(mode: str, expec
     add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
     engine.drain()
     assert engine.scheduler.stats == SchedulerStats(preemptions=1, finished=2, **expected)
+
+
+def test_given_a_new_scheduler_then_all_counters_are_zero() -> None:
+    assert set(asdict(make_engine().scheduler.stats).values()) == {0}
+
+
+def test_given_a_sequence_then_it_has_a_lane_while_it_runs_and_counts_how_often_it_gave_way() -> None:
+    engine = make_engine()
+    add(engine, request("a", 6, 4))
+    (sequence,) = engine.scheduler.sequences("a")
+    seen = [(sequence.lane, sequence.num_preemptions)]
+    for _ in range(2):
+        engine.step()
+        seen.append((sequence.lane, sequence.num_preemptions))
+        engine.scheduler._queues.preempt(sequence, 0)
+        seen.append((sequence.lane, sequence.num_preemptions))
+    engine.drain()
+    assert seen == [(-1, 0), (0, 0), (-1, 1), (0, 1), (-1, 2)]
+    assert sequence.lane == -1
+
+
+def test_given_two_that_lose_as_much_then_the_younger_gives_way() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6))
+    add(engine, request("oldest", 8, 8), *(request(name, 5, 8, first=50 * i) for i, name in enumerate("bc", 1)))
+    assert names(until_preempted(engine).preempted) == ["c"]
 
 
 def test_given_sequences_at_and_off_a_blocks_end_and_forks_then_the_needy_are_those_without_a_place() -> None:

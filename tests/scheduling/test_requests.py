@@ -100,6 +100,12 @@ def test_given_a_sequence_then_its_prompt_is_the_same_object_until_its_tokens_ar
     assert sequence.prompt.tokens is sequence.tokens
 
 
+def test_given_one_sequence_that_never_fits_then_the_reason_does_not_speak_of_several() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4), capacity="guaranteed")
+    with pytest.raises(NeverFitsError, match="16 and 2 new tokens need 5 blocks"):
+        add(engine, request("r", 16, 2))
+
+
 def test_given_plans_then_they_are_numbered_from_one_on() -> None:
     engine = make_engine()
     add(engine, request("r", 6, 3))

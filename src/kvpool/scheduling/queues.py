@@ -196,7 +196,6 @@ class Queues:
         """Notes that a sequence which holds nothing is over."""
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
-        sequence.in_flight = 0
         unused = sequence.request.num_places + 1 - len(sequence.tokens)
         if sequence.seniority and unused > 0:
             self.policy.charge(sequence, -unused)

@@ -221,7 +221,6 @@ class Results:
         self.forks.append(Fork(parent, child))
         if _is_over(child):
             self.queues.end(child, _reason(child, int(tokens[-1])))
-            self.groups[child.group] = None
         return child
 
     def _end(self, sequence: ScheduledSequence, last_token: int) -> None:
