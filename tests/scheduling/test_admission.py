@@ -6,7 +6,7 @@ import pytest
 from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import expected_output
 
-from kvpool import CopyKind, KVCacheManager, PrefixMatch, ReuseScope, Tier
+from kvpool import CopyKind, KVCacheManager, LayerSpec, PrefixMatch, ReuseScope, Tier
 from kvpool.scheduling import CapacityMode, FinishReason
 from kvpool.scheduling.admitting import RETRY_STEPS
 from managers import FULL, cached, make_manager
@@ -239,6 +239,16 @@ def test_given_a_pool_that_shrinks_when_a_waiting_request_can_no_longer_fit_then
     assert (done.request.id, done.reason, plan.is_empty) == ("a", FinishReason.REFUSED, True)
     assert "11 blocks of pool 0, which has 8" in done.detail
     assert not engine.scheduler.has_work
+
+
+def test_given_one_pool_of_two_that_shrinks_when_a_waiting_request_can_no_longer_fit_then_it_is_refused() -> None:
+    manager = make_manager(FULL, LayerSpec(kv_heads=2, head_dim=8), gpu_blocks=(16, 16))
+    engine = make_engine(manager)
+    add(engine, request("a", 40, 4))
+    manager.cache.resize(8, pool=1)
+    (done,) = engine.step().finished
+    assert done.reason is FinishReason.REFUSED
+    assert "11 blocks of pool 1, which has 8" in done.detail
 
 
 def test_given_a_pool_that_shrinks_when_a_running_request_reaches_its_end_then_it_ends_with_what_it_has() -> None:

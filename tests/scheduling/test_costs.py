@@ -130,6 +130,12 @@ def test_given_times_that_fall_with_the_context_then_no_cost_is_negative() -> No
     assert 0 < errors["decode"] < 0.1
 
 
-def test_given_too_few_steps_then_nothing_is_fitted() -> None:
-    with pytest.raises(ConfigError, match="too few"):
-        fit_costs(steps_of(TRUE)[:4], 1e10)
+@pytest.mark.parametrize(("num_prompts", "num_decodes", "enough"), [(2, 3, True), (1, 3, False), (2, 2, False)])
+def test_given_fewer_steps_than_costs_then_nothing_is_fitted(num_prompts: int, num_decodes: int, enough: bool) -> None:
+    steps = steps_of(TRUE)
+    chosen = [*steps[:num_prompts], *steps[6 : 6 + num_decodes]]
+    if enough:
+        assert fit_costs(chosen, 3e9)[0].transfer_bytes_per_second == 3e9
+    else:
+        with pytest.raises(ConfigError, match=f"{num_prompts} prefill and {num_decodes} decode steps are too few"):
+            fit_costs(chosen, 1e10)

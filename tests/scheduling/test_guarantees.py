@@ -65,13 +65,6 @@ def test_when_a_guarantee_is_set_later_then_a_waiting_request_that_cannot_fit_be
     assert not engine.scheduler.has_work
 
 
-def test_when_every_block_is_guaranteed_to_another_tenant_then_not_even_one_token_fits() -> None:
-    manager = make_manager()
-    manager.cache.set_quota("mine", guaranteed=16)
-    with pytest.raises(NeverFitsError, match="need 1 blocks of pool 0, of whose 16 only 0 are left"):
-        add(make_engine(manager), request("a", 1, 1, scope=YOURS))
-
-
 def test_when_a_guarantee_is_set_later_then_a_running_request_ends_with_what_it_has() -> None:
     manager = make_manager()
     cached(manager, 40, first=1000, scope=MINE)

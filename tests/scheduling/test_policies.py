@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from support import add, make_engine, names, request
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, expected_output
 
 from kvpool import ReuseScope
 from kvpool.errors import ConfigError
@@ -135,6 +135,20 @@ def test_given_fair_share_when_a_request_stops_early_then_its_tenant_is_charged_
     engine.step()
     engine.scheduler.finish("long")
     assert policy_of_engine.served["a"] == 3  # three tokens of prompt; its one sample was never computed on
+
+
+@pytest.mark.parametrize(("num_generated", "charged"), [(8, 11), (7, 10), (6, 9), (1, 4)])
+def test_given_fair_share_when_a_request_ends_then_what_it_did_not_use_is_given_back_to_the_token(
+    num_generated: int, charged: int
+) -> None:
+    stop = expected_output(request("a", 4, 8))[num_generated - 1]
+    engine = make_engine(policy="fair_share")
+    add(engine, request("a", 4, 8, stop_token_ids=[stop]))
+    engine.drain()
+    assert len(engine.finished["a"].token_ids) == num_generated
+    policy = engine.scheduler._queues.policy
+    assert isinstance(policy, FairShare)
+    assert policy.served == {"": charged}  # K and V of the last token are never computed
 
 
 def test_given_preempted_and_new_requests_when_there_is_room_again_then_the_preempted_go_first() -> None:

@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support import add, make_engine, request
+from toy_engine import expected_output
 
 from kvpool import ReuseScope
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, NeverFitsError, UnknownRequestError
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
+from kvpool.scheduling.request import MAX_PRIORITY
 from managers import make_manager
 
 
@@ -28,6 +30,10 @@ from managers import make_manager
         ({"arrival": "now"}, "arrival"),
         ({"cross_tokens": -1}, "cross_tokens"),
         ({"ttl": -1.0}, "ttl"),
+        ({"ttl": 0.0}, "ttl"),
+        ({"ttl": True}, "ttl"),
+        ({"priority": MAX_PRIORITY + 1}, "priority"),
+        ({"priority": -MAX_PRIORITY - 1}, "priority"),
         ({"retention": 3}, "retention"),
         ({"session": 3}, "session"),
         ({"multimodal": [(0, 2, "cat")]}, "there are only 1"),
@@ -38,6 +44,33 @@ def test_given_a_wrong_value_then_the_request_is_refused_and_names_it(options: d
     right: dict[str, Any] = {"id": "r", "prompt": [1], "max_new_tokens": 1}
     with pytest.raises(InvalidArgumentError, match=message):
         Request(**right | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ttl": 1e-9},
+        {"priority": MAX_PRIORITY},
+        {"priority": -MAX_PRIORITY},
+        {"cross_tokens": 0},
+        {"deadline": -1.0, "arrival": -2.0},
+    ],
+)
+def test_given_a_value_at_its_bound_then_the_request_has_it(options: dict[str, Any]) -> None:
+    made = Request("r", [1], 1, **options)
+    assert {name: getattr(made, name) for name in options} == options
+
+
+def test_given_a_lane_whose_last_sequence_had_more_stop_tokens_then_the_next_does_not_stop_at_them() -> None:
+    engine = make_engine(max_sequences=1)
+    plain = request("plain", 6, 6)
+    tokens = expected_output(plain)
+    add(engine, request("stops", 6, 6, first=90, stop_token_ids=[*tokens, 70]))
+    engine.drain()
+    few = Request("few", plain.prompt, 6, stop_token_ids=[70])
+    add(engine, few)
+    engine.drain()
+    assert engine.finished["few"].token_ids.tolist() == tokens
 
 
 def test_given_a_prompt_when_the_caller_changes_its_array_then_the_request_keeps_what_it_was_given() -> None:
