@@ -7,6 +7,8 @@ from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import ToyEngine
 
 from kvpool import CopyKind, Tier
+from kvpool.scheduling.request import RequestGroup
+from kvpool.scheduling.running import Arrivals, _HeldBack
 from managers import FULL, make_manager
 
 
@@ -125,6 +127,17 @@ def test_given_a_sequence_that_was_swapped_out_then_it_decodes_again_behind_its_
     assert engine.scheduler.stats.swapped_in >= 1
     assert engine.scheduler.stats.arrival_waits >= 1
     engine.assert_right(*(done.request for done in engine.finished.values()))
+
+
+def test_given_sequences_that_wait_for_several_plans_then_those_whose_last_one_is_the_earliest_come_first() -> None:
+    arrivals, held = Arrivals(), {"a": (1, 2), "b": (2,), "c": (1, 3), "d": (3,)}
+    group = RequestGroup(request("r", 4), 0.0)
+    sequences = {name: group.new_sequence(group.request.prompt) for name in held}
+    for name, plans in held.items():
+        arrivals._held[sequences[name]] = _HeldBack(frozenset(plans), decodes=name == "a")
+    assert arrivals.take_next() == {sequences["a"]: True, sequences["b"]: False}
+    assert arrivals.take_next() == {sequences["c"]: False, sequences["d"]: False}
+    assert (len(arrivals), arrivals.take_next()) == (0, {})
 
 
 def test_given_a_request_that_is_cancelled_on_its_way_then_nothing_is_left_of_it() -> None:

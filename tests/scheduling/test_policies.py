@@ -41,7 +41,8 @@ def test_given_priority_when_requests_wait_then_larger_numbers_go_first_and_equa
 def test_given_shortest_remaining_when_requests_wait_then_the_fewest_tokens_to_completion_go_first() -> None:
     engine = make_engine(max_sequences=1, policy="shortest_remaining")
     add(engine, request("long", 9, 9), request("short", 3, 2, first=20), request("middle", 2, 8, first=40))
-    assert order_of_admission(engine) == ["short", "middle", "long"]
+    add(engine, request("much read", 20, 3, first=60))
+    assert order_of_admission(engine) == ["short", "much read", "middle", "long"]
 
 
 def test_given_longest_prefix_match_when_one_prompt_is_cached_then_it_overtakes() -> None:
