@@ -48,12 +48,15 @@ def convolve(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | Non
 
 def convolve_reference(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
     """What `convolve` does, with torch, one sequence after another."""
-    taps, outputs, kept = weight.shape[1], [], []
+    taps, outputs, kept = weight.float().T, [], []
     for before, tokens in zip(states.gather(), torch.split(x, list(states.lengths)), strict=True):
-        inputs = torch.cat([before, tokens.to(states.dtype).T], dim=-1)
-        kept.append(inputs[:, -states.shape[2] :])
-        seen = pad(inputs, (1, 0))[:, -(len(tokens) + taps - 1) :]
-        outputs.append(torch.einsum("cnt,ct->nc", seen.float().unfold(-1, taps, 1), weight.float()))
+        inputs = torch.cat([before.T, tokens.to(states.dtype)])  # [input, channel]
+        kept.append(inputs[-states.shape[2] :].T)
+        seen = pad(inputs, (0, 0, 1, 0)).float()[-(len(tokens) + len(taps) - 1) :]
+        out = torch.zeros(tokens.shape, device=x.device)
+        for i, tap in enumerate(taps):
+            out.addcmul_(seen[i : i + len(tokens)], tap)
+        outputs.append(out)
     states.scatter(torch.stack(kept))
     out = torch.cat(outputs) if bias is None else torch.cat(outputs) + bias.float()
     return (silu(out) if activate else out).to(x.dtype)
@@ -139,15 +142,16 @@ def select(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Packe
 def _select(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of one sequence behind a state [head, channel, state]: what they give, and the state behind them."""
     length, heads, channels = x.shape
-    groups, chunks = b.shape[1], -(-length // _CHUNK)
+    groups, size = b.shape[1], min(_CHUNK, length)
+    chunks = -(-length // size)
     # [chunk, group, head of the group, token, ...]; tokens that fill up have time steps of 0, and leave the state alone
-    x, b, c, dt = (pad(y.flatten(1), (0, 0, 0, chunks * _CHUNK - length)) for y in (x, b, c, dt))
-    dt = dt.reshape(chunks, _CHUNK, groups, -1).permute(0, 2, 3, 1)
-    x = x.reshape(chunks, _CHUNK, groups, -1, channels).permute(0, 2, 3, 1, 4) * dt.unsqueeze(-1)
-    b, c = (y.reshape(chunks, _CHUNK, groups, 1, -1).permute(0, 2, 3, 1, 4) for y in (b, c))
+    x, b, c, dt = (pad(y.flatten(1), (0, 0, 0, chunks * size - length)) for y in (x, b, c, dt))
+    dt = dt.reshape(chunks, size, groups, -1).permute(0, 2, 3, 1)
+    x = x.reshape(chunks, size, groups, -1, channels).permute(0, 2, 3, 1, 4) * dt.unsqueeze(-1)
+    b, c = (y.reshape(chunks, size, groups, 1, -1).permute(0, 2, 3, 1, 4) for y in (b, c))
     passed = (dt * a.view(groups, -1, 1)).cumsum(-1)  # the logarithm of what is left at a token, since its chunk began
     between = passed.unsqueeze(-1) - passed.unsqueeze(-2)
-    later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=x.device).triu(1)
+    later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     out = (c @ b.transpose(-1, -2) * between.masked_fill(later, -torch.inf).exp()) @ x
     left = passed[..., -1:]
     added = (x * (left - passed).exp().unsqueeze(-1)).transpose(-1, -2) @ b
