@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class KeyRanges(NamedTuple):
-    """The listed tokens that some queries read: `[0, sinks)` and `[start, end)`; a list numbers the tokens it holds."""
+    """The listed tokens that some queries read: `[0, sinks)` and `[start, end)`, as indices into the list."""
 
     sinks: Int64Array
     start: Int64Array
@@ -33,13 +33,13 @@ class KeyRanges(NamedTuple):
 class PagedBatch:
     """A variable-length batch over paged memory: sequence i has `query_lens[i]` queries over `kv_lens[i]` tokens.
 
-    Queries of all sequences stand one after another in one tensor: rows of one token (decode), chunks of a prompt
-    (prefill) and drafts, in any mix and order. With causal attention the queries are the *last* tokens of their sequence:
-    `kv_lens` counts them, so their K and V must be written before attention runs. It says explicitly how many
-    tokens may be read: the block lists cover reserved tokens, some of which nobody has written yet.
+    One tensor holds the queries of all sequences, one after another: rows of one token (decode), chunks of a prompt (prefill)
+    and drafts, in any mix and order. With causal attention the queries are the *last* tokens of their sequence. `kv_lens`
+    counts them, so their K and V must be written before attention runs. `kv_lens` says how many tokens may be read, because
+    block lists also cover reserved tokens that are not written yet.
 
-    The block lists are the manager's: `manager.batch(handles).csr(group)`. Where blocks left a window, a list holds the
-    `sink_blocks` first ones, then those from position `first_position` on; `gaps` is the number of positions between.
+    The block lists come from the manager: `manager.batch(handles).csr(group)`. If blocks have left a window, a list holds the
+    first `sink_blocks` blocks, then those from position `first_position` on. `gaps` is the number of positions between them.
     """
 
     indptr: Int32Array
@@ -51,7 +51,7 @@ class PagedBatch:
 
     @classmethod
     def of(cls, csr: CSRTable, group: LayerGroup, query_lens: npt.ArrayLike, kv_lens: npt.ArrayLike) -> PagedBatch:
-        """The batch of a manager's CSR export for `group`, taken as it is: `kv.batch(handles).csr(group.index)`."""
+        """A batch from the manager's CSR lists of `group`, without checks: `kv.batch(handles).csr(group.index)`."""
         sinks = ceil_div(group.sink_tokens, group.block_size) * group.block_size
         gaps = np.maximum(csr.first_position.astype(np.int64) - sinks, 0)
         return cls.build(csr.indptr, csr.indices, query_lens, kv_lens, block_size=group.block_size, gaps=gaps)
@@ -67,7 +67,7 @@ class PagedBatch:
         block_size: int,
         gaps: npt.ArrayLike | None = None,
     ) -> PagedBatch:
-        """A batch from plain arrays, checked; InvalidArgumentError names the first sequence that does not fit."""
+        """A batch from plain arrays, with checks; InvalidArgumentError names the first sequence that does not fit."""
         queries = _integers("query_lens", query_lens, np.int64)
         count = len(queries)
         missing = np.zeros(count, np.int64) if gaps is None else _integers("gaps", gaps, np.int64)
@@ -112,7 +112,7 @@ class PagedBatch:
         return len(self.query_lens)
 
     def padded(self, num_query_tokens: int) -> PagedBatch:
-        """With as many queries, the ones behind the batch as a sequence without keys: attention gives zeros for them."""
+        """The batch with so many queries. Those at the end belong to a sequence without keys; their attention is zero."""
         missing = num_query_tokens - self.num_query_tokens
         if not missing:
             return self
@@ -136,7 +136,7 @@ class PagedBatch:
         return listed
 
     def check_for(self, spec: AttentionSpec) -> None:
-        """InvalidArgumentError where the queries of a sequence need tokens that are not there or not held any more."""
+        """Raises InvalidArgumentError if the queries of a sequence need tokens that are missing or not held any more."""
         if not spec.causal:
             return
         alive = (self.query_lens > 0) & (self.kv_lens > 0)
@@ -148,7 +148,7 @@ class PagedBatch:
                 f"sequence {row} has {self.query_lens[row]} queries but kv_lens={self.kv_lens[row]}: kv_lens counts this "
                 "step's tokens too, and 0 marks a padding row"
             )
-        # What the first query needs, unless the list skips nothing: the first held position after the gap.
+        # A list with a gap must still hold the first position that the first query sees.
         sinks = spec.sink_slots(self.block_size)
         wrong = alive & (self.gaps > 0) & (spec.first_visible(first_query) < self.gaps + sinks)
         if wrong.any():
@@ -159,7 +159,7 @@ class PagedBatch:
             )
 
     def key_ranges(self, spec: AttentionSpec, rows: Any, first: Int64Array, last: Int64Array) -> KeyRanges:
-        """What queries `first` to `last` (positions, inclusive) of sequences `rows` read, as ranges of listed tokens."""
+        """The listed tokens that queries at positions `first` to `last` (inclusive) of sequences `rows` read."""
         listed, gaps = self.num_listed[rows], self.gaps[rows]
         if not spec.causal:
             zero = np.zeros_like(listed)
@@ -177,16 +177,16 @@ def _integers(name: str, values: npt.ArrayLike, dtype: Any) -> Any:
 
 
 class SharedPrefix(NamedTuple):
-    """Sequences whose first `num_tokens` tokens, whole blocks, lie in the same places; all their queries are behind them."""
+    """Sequences with the same blocks for their first `num_tokens` tokens. All their queries come after these."""
 
     rows: Int64Array
     num_tokens: int
 
 
 def shared_prefixes(batch: PagedBatch, rows: Int64Array, fewest_saved: int) -> list[SharedPrefix]:
-    """Disjoint groups of `rows` that save at least so many reads of a token each, by reading what they share once.
+    """Disjoint groups of `rows` whose shared blocks are read once; each saves at least so many reads of a token.
 
-    Where few of a group share more than all of it do, the group is divided, if that saves more. Lists must have no gaps.
+    If a part of a group shares more than all of it, the group is divided, provided that saves more. Lists must have no gaps.
     """
     found = []
     before = (batch.kv_lens - batch.query_lens) // batch.block_size  # whole blocks that every query of a sequence sees
@@ -205,7 +205,7 @@ def shared_prefixes(batch: PagedBatch, rows: Int64Array, fewest_saved: int) -> l
 
 
 def _divided(batch: PagedBatch, rows: Int64Array, column: int) -> Iterator[Int64Array]:
-    """Those of `rows` that have the same block in a column of their lists; blocks that a single one has are left out."""
+    """Divides `rows` by their block in a column of their lists; rows that share it with no other are left out."""
     blocks = batch.indices[batch.indptr[rows] + column]
     order = np.argsort(blocks, kind="stable")
     starts = np.flatnonzero(np.diff(blocks[order])) + 1
@@ -213,7 +213,7 @@ def _divided(batch: PagedBatch, rows: Int64Array, column: int) -> Iterator[Int64
 
 
 def _num_shared(batch: PagedBatch, rows: Int64Array, before: Int64Array) -> int:
-    """How many blocks at the beginning of all their lists are the same."""
+    """How many of the first blocks are the same in all their lists."""
     limit = int(before[rows].min())
     lists = batch.indices[batch.indptr[rows][:, None] + np.arange(limit)]
     same = (lists == lists[0]).all(0)

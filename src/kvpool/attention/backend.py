@@ -1,4 +1,4 @@
-"""AttentionBackend: plan once per step and layer group, run once per layer. What every implementation promises."""
+"""AttentionBackend, the interface of attention: plan once per step and layer group, run once per layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpool.kernels.quantization import TORCH_DTYPES
 
 
 class AttentionPlan:
-    """What a backend prepared for one step: use it for every layer with the same spec and block table."""
+    """What a backend has prepared for one step. It serves every layer with the same spec and block table."""
 
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec, num_query_tokens: int, block_size: int) -> None:
         self.backend = backend
@@ -27,9 +27,9 @@ class AttentionPlan:
 
 
 class PlanBuffers:
-    """Device memory of fixed size that plans are written into, so that a captured CUDA graph reads the newest plan.
+    """Device memory of fixed size for plans, so that a captured CUDA graph reads the newest plan.
 
-    Queries and outputs have `max_query_tokens` rows; rows behind the batch come out as zeros.
+    Queries and outputs have `max_query_tokens` rows. Rows after those of the batch become zeros.
     """
 
     def __init__(self, spec: AttentionSpec, max_sequences: int, max_query_tokens: int, max_blocks: int) -> None:
@@ -39,7 +39,7 @@ class PlanBuffers:
         self.max_blocks = check_int(max_blocks, "max_blocks", 1, 2**31 - 1, InvalidArgumentError)
 
     def check(self, spec: AttentionSpec, batch: PagedBatch) -> None:
-        """InvalidArgumentError unless the batch fits into these buffers."""
+        """Raises InvalidArgumentError unless the batch fits into these buffers."""
         if spec != self.spec:
             raise InvalidArgumentError(
                 f"these buffers are for {self.spec}, not for {spec}; reserve a set for each spec"
@@ -69,18 +69,18 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     graphs: ClassVar[bool] = False  # whether `reserve` works
-    plans_wait: ClassVar[bool] = False  # whether planning into the same buffers again waits for the plan before
+    plans_wait: ClassVar[bool] = False  # whether planning into buffers waits for the last plan in them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
     def missing(self, spec: AttentionSpec) -> str | None:
-        """What this backend cannot do of `spec`, in words; None where it can do all of it."""
+        """What this backend cannot do of `spec`, in words; None if it can do all of it."""
 
     @abstractmethod
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
-        """Prepares one step. With `buffers`, into them: earlier plans in the same buffers are over."""
+        """Prepares one step. With `buffers`, writes the plan into them, which ends earlier plans there."""
 
     @abstractmethod
     def run(
@@ -92,7 +92,7 @@ class AttentionBackend(ABC):
         sink_logits: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim]."""
+        """The attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim]."""
 
     def reserve(
         self,
@@ -105,27 +105,27 @@ class AttentionBackend(ABC):
     ) -> PlanBuffers:
         """Buffers for plans of up to so many sequences, queries (default: one each) and listed blocks.
 
-        `beside` names buffers whose plans never run at the same time as these: scratch memory is shared with them.
+        `beside` are buffers whose plans never run at the same time as these. Both share scratch memory.
         """
         raise UnsupportedAttentionError(
             f"the {self.name} backend cannot be captured in CUDA graphs; use triton or flashinfer"
         )
 
     def require_graphs(self, spec: AttentionSpec) -> None:
-        """UnsupportedAttentionError if plans of `spec` cannot be captured in CUDA graphs."""
+        """Raises UnsupportedAttentionError if plans of `spec` cannot be captured in CUDA graphs."""
         self.require(spec)
         if not self.graphs:
             raise UnsupportedAttentionError(f"the {self.name} backend cannot be captured in CUDA graphs")
 
     def require(self, spec: AttentionSpec) -> None:
-        """UnsupportedAttentionError, naming what is missing, if this backend cannot compute `spec`."""
+        """Raises UnsupportedAttentionError, which names what is missing, if this backend cannot compute `spec`."""
         if reason := self.missing(spec):
             raise UnsupportedAttentionError(f"the {self.name} backend cannot do {reason}; spec: {spec}")
 
     def check_run(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor | None
     ) -> None:
-        """InvalidArgumentError where the arguments of `run` do not fit the plan."""
+        """Raises InvalidArgumentError if the arguments of `run` do not fit the plan."""
         spec = plan.spec
         expected: list[tuple[str, Tensor | None, Any]] = [
             ("q", q, (plan.num_query_tokens, spec.q_heads, spec.head_dim)),

@@ -1,7 +1,7 @@
-"""Attention over dense K and V in torch: one call for all sequences of a bucket, whose queries share one pass over K.
+"""Attention over dense K and V in torch: one call for all sequences of a bucket.
 
-K and V are gathered from their blocks first, at the speed of a plain copy where the layout allows. Attention is computed in
-the type of the queries, or in float32 where a CPU multiplies the narrow type slowly.
+K and V are gathered from their blocks first, at the speed of a plain copy if the layout allows. Attention is computed in the
+type of the queries, or in float32 if a CPU multiplies the narrow type slowly.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize
 
-PACKED_QUERIES = 16  # up to so many queries a sequence, the heads of a group share one pass over K
+PACKED_QUERIES = 16  # with up to so many queries per sequence, the heads of a group share one pass over K
 
 
 def materialises(spec: AttentionSpec) -> bool:
-    """Whether scores must be computed in the open, because torch's fused attention has no such feature."""
+    """Whether scores must be materialised, because torch's fused attention lacks a feature."""
     return spec.soft_cap is not None or spec.sink_logits
 
 
 def attend_with_sums(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """What `attend` gives, on a CPU, and the logarithms of the sums that it was divided by: [queries, query heads]."""
+    """The result of `attend` on a CPU, and the logarithms of its softmax denominators: [queries, query heads]."""
     sequences, queries = q.shape[:2]
     dense, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _packed(q, spec), k, v, attn_mask=_packed_mask(mask, queries, spec), scale=spec.scale
@@ -95,7 +95,7 @@ def _attend_openly(
     spec: AttentionSpec,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """The same with soft-capped scores and with sink logits, which only take part in the denominator."""
+    """The same with soft-capped scores, and with sink logits, which only count in the denominator."""
     sequences, queries = q.shape[:2]
     scores = torch.matmul(_packed(q * spec.scale, spec), k.transpose(-1, -2)).float()
     if spec.soft_cap is not None:
@@ -125,7 +125,7 @@ def _unpack(dense: Tensor, queries: int, spec: AttentionSpec) -> Tensor:
 
 
 def computing_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What K, V and queries of type `dtype` are computed in; results are rounded to `dtype` either way."""
+    """The type in which K, V and queries of type `dtype` are computed. Results are rounded to `dtype` in any case."""
     if device.type != "cpu" or dtype == torch.float32:
         return dtype
     return torch.float32 if _seconds(dtype) > _seconds(torch.float32) else dtype
@@ -133,7 +133,7 @@ def computing_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @cache
 def _seconds(dtype: torch.dtype) -> float:
-    """A little attention, measured once a process: CPUs without instructions for bfloat16 take a hundred times as long."""
+    """The seconds of a small attention, measured once per process. Without bfloat16 instructions it is 100 times slower."""
     q, k = (torch.ones(1, 2, rows, 64, dtype=dtype) for rows in (16, 256))
 
     def once() -> float:
@@ -151,9 +151,9 @@ def _attend(q: Tensor, k: Tensor) -> Tensor:
 
 
 class Scratch(threading.local):
-    """Memory that gathered tokens go into, kept from call to call on a CPU: fresh pages cost more than the copy itself.
+    """Memory for gathered tokens. On a CPU it is kept between calls, because new pages cost more than the copy itself.
 
-    What was gathered under a name is valid until the next gathering under it, in the same thread.
+    What was gathered under a name is valid until the same thread gathers under that name again.
     """
 
     def __init__(self) -> None:
@@ -171,10 +171,10 @@ class Scratch(threading.local):
 
 
 class WholeBlocks(NamedTuple):
-    """Tokens that are those of whole blocks, from the first one on."""
+    """Tokens that fill whole blocks, from the first one on."""
 
     ids: Tensor  # [sequences, blocks]
-    unread: Tensor  # numbers of the tokens that nobody may read, among all tokens of these blocks
+    unread: Tensor  # indices of tokens of these blocks that must not be read
 
 
 class TokenPlaces:
@@ -184,7 +184,7 @@ class TokenPlaces:
         self.blocks = blocks
         self.offsets = offsets
         self.whole = whole
-        self._rows: dict[tuple[int, ...], Tensor] = {}  # by layout: all layers of a group have the same
+        self._rows: dict[tuple[int, ...], Tensor] = {}  # by layout; all layers of a group have the same layout
 
     def gather(self, stored: Tensor, scratch: Scratch, name: str) -> Tensor:
         """[sequences, heads, tokens, ...] of a stored tensor [block, token in block, head, ...]."""
@@ -196,7 +196,7 @@ class TokenPlaces:
         return stored[self.blocks[:, None], self.offsets[:, None], heads[None, :, None]]
 
     def _gather_blocks(self, stored: Tensor, whole: WholeBlocks, scratch: Scratch, name: str) -> Tensor:
-        """One memcpy a block: a third of the time that one for each head of a token takes. What is not read becomes 0."""
+        """One memcpy per block, which takes a third of the time of one per head and token. Unread tokens become 0."""
         size = stored[0].numel()
         step = stored.stride(0) // size
         if (rows := self._rows.get((size, step))) is None:
@@ -209,7 +209,7 @@ class TokenPlaces:
         return tokens[:, : self.blocks.shape[1]].transpose(1, 2)
 
     def _gather_rows(self, stored: Tensor, scratch: Scratch, name: str) -> Tensor:
-        """Sees the memory from the first element on as rows of one head each, and picks rows: one memcpy a row."""
+        """Views the memory as rows of one head each, and picks rows: one memcpy per row."""
         heads, dim = stored.shape[2:]
         per_block, per_token, per_head = (stride // dim for stride in stored.stride()[:3])
         key = (heads, per_block, per_token, per_head)
@@ -226,14 +226,14 @@ class TokenPlaces:
 
 
 def _is_run(stored: Tensor) -> bool:
-    """Whether a block's tokens lie one behind the other, and blocks whole runs apart."""
+    """Whether the tokens of a block are contiguous, and the distance of blocks is a multiple of a block."""
     return stored[0].is_contiguous() and stored.stride(0) % stored[0].numel() == 0
 
 
 def gather_layer(
     cache: LayerCache, places: TokenPlaces, dtype: torch.dtype, head_dim: int, v_dim: int, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """K and V of the given tokens, worth what was written: [sequences, heads, tokens, dim] of type `dtype`."""
+    """K and V of the given tokens, dequantised: [sequences, heads, tokens, dim] of type `dtype`."""
 
     def worth(name: str, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
         parts = [None if part is None else places.gather(part, scratch, name) for part in scales]

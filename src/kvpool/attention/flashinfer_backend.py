@@ -1,4 +1,4 @@
-"""The FlashInfer backend: its paged kernels on kvpool's block lists, the default on NVIDIA GPUs where it is installed."""
+"""The FlashInfer backend: its paged kernels on kvpool's block lists. It is the default on NVIDIA GPUs if installed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvpool.kernels.quantization import TORCH_DTYPES
 
 _WORKSPACE_BYTES = 128 * 2**20
 _HEAD_DIMS = (64, 128, 256)
-_FA3_ROWS = 128  # of queries × heads in one of its tiles
-_TENSOR_CORE_GROUP = 4  # query heads of a KV head from which on its tensor-core decode is the faster one
+_FA3_ROWS = 128  # queries × heads in one tile of FlashAttention 3
+_TENSOR_CORE_GROUP = 4  # with at least so many query heads per KV head, tensor-core decode is faster
 
 
 class _WrapperRows(NamedTuple):
-    """Sequences that one wrapper attends to: decode rows, or chunks of prompts."""
+    """The query rows of one wrapper: decode rows, or chunks of prompts."""
 
     wrapper: Any
     tokens: slice | Tensor  # rows of the query tensor
@@ -59,7 +59,7 @@ class _Wrappers:
         if not self._idle:
             return self._make()
         wrapper, planned = self._idle.pop(0)
-        planned.synchronize()  # its pinned memory is read by the copies of its last plan
+        planned.synchronize()  # the copies of its last plan may still read its pinned memory
         return wrapper
 
     def lend_to(self, plan: AttentionPlan, wrapper: Any) -> None:
@@ -70,7 +70,7 @@ class _Wrappers:
 
 
 class _FlashInferBuffers(PlanBuffers):
-    """A wrapper for CUDA graphs: as many sequences with one query each as it was made for, always."""
+    """A wrapper for CUDA graphs: always the same number of sequences, with one query each."""
 
     def __init__(self, backend: FlashInferBackend, spec: AttentionSpec, max_sequences: int, max_blocks: int) -> None:
         super().__init__(spec, max_sequences, max_sequences, max_blocks)
@@ -118,7 +118,7 @@ class FlashInferBackend(AttentionBackend):
         self._hopper_sms = properties.multi_processor_count if properties.major == 9 else None
 
     def missing(self, spec: AttentionSpec) -> str | None:
-        """Plain, windowed and soft-capped attention over 16-bit floats are there; the rest is not."""
+        """It supports plain, windowed and soft-capped attention over 16-bit floats, and nothing else."""
         unknown = {
             f"{spec.dtype.value} queries": spec.dtype is DType.FLOAT32,
             f"K and V stored as {spec.kv_dtype.value}": spec.kv_dtype is not spec.dtype,
@@ -140,7 +140,7 @@ class FlashInferBackend(AttentionBackend):
         max_query_tokens: int | None = None,
         beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
-        """Fixed buffers for decode: one query a sequence. The workspace is that of all plans."""
+        """Fixed buffers for decode: one query per sequence. All plans share one workspace."""
         self.require(spec)
         if (max_query_tokens or max_sequences) != max_sequences:
             raise UnsupportedAttentionError(
@@ -194,7 +194,7 @@ class FlashInferBackend(AttentionBackend):
             out = q.new_empty(q.shape)
         assert cache.v is not None
         for wrapper, tokens in plan.parts:
-            if isinstance(tokens, slice) and out.is_contiguous():  # its kernels know strides of queries, not of outputs
+            if isinstance(tokens, slice) and out.is_contiguous():  # its kernels take strides of queries, not of outputs
                 wrapper.run(q[tokens], (cache.k, cache.v), out=out[tokens])
             else:
                 out[tokens] = wrapper.run(q[tokens].contiguous(), (cache.k, cache.v))
@@ -203,7 +203,7 @@ class FlashInferBackend(AttentionBackend):
         return out
 
     def _prefill_kernels(self, spec: AttentionSpec, num_tokens: int) -> str:
-        """FlashAttention 3 is for Hopper and does not divide keys: it needs enough queries to fill the GPU."""
+        """FlashAttention 3 runs on Hopper and does not divide keys, so it needs enough queries to fill the GPU."""
         fills = self._hopper_sms is not None and num_tokens * spec.q_heads >= _FA3_ROWS * self._hopper_sms
         return "fa3" if fills else "fa2"
 
@@ -229,7 +229,7 @@ class FlashInferBackend(AttentionBackend):
                 "a plan in flashinfer's buffers has exactly one query a sequence; use triton for more"
             )
         if buffers.planned is not None:
-            buffers.planned.synchronize()  # the pinned memory of the wrapper is read by the copies of the last plan
+            buffers.planned.synchronize()  # the copies of the last plan may still read the wrapper's pinned memory
         lists = _lists(batch, np.arange(len(batch)), pad_to=buffers.max_sequences)
         buffers.wrapper.plan(*lists, **_decode_options(spec, batch))
         buffers.planned = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
@@ -239,7 +239,7 @@ class FlashInferBackend(AttentionBackend):
         return plan
 
     def _rows(self, starts: Int64Array, lens: Int64Array) -> slice | Tensor:
-        """Query rows of some sequences: a slice where they stand together."""
+        """The query rows of some sequences; a slice if they are contiguous."""
         if (starts[1:] == starts[:-1] + lens[:-1]).all():
             return slice(int(starts[0]), int(starts[-1] + lens[-1]))
         rows = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, lens, strict=True)])
@@ -262,7 +262,7 @@ def _decode_options(spec: AttentionSpec, batch: PagedBatch) -> dict[str, Any]:
 def _lists(batch: PagedBatch, rows: Int64Array, pad_to: int = 0) -> _Lists:
     """The lists of sequences `rows`, cut to the tokens that may be read. Padding reads one token of block 0.
 
-    Positions that left the window shift queries and keys alike, so distances, all that FlashInfer looks at, stay right.
+    Positions that left the window shift queries and keys alike. FlashInfer looks only at distances, which stay the same.
     """
     listed = batch.num_listed[rows]
     needed = ceil_div(listed, batch.block_size)

@@ -1,4 +1,4 @@
-"""Which backends there are, which of them work here, and the one that chooses for every kind of attention."""
+"""The list of backends, those that work on a device, and a backend that chooses one for each kind of attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FACTORIES: dict[str, Factory] = {}  # in order of preference
 
 
 def register_backend(name: str) -> Callable[[Factory], Factory]:
-    """Decorates the function that makes a backend. It raises UnsupportedAttentionError where the backend cannot run."""
+    """Decorates a function that makes a backend. It raises UnsupportedAttentionError if the backend cannot run."""
 
     def register(factory: Factory) -> Factory:
         _FACTORIES[name] = factory
@@ -87,7 +87,7 @@ def available_backends(device: torch.device | str) -> list[AttentionBackend]:
 class ChoosingBackend(AttentionBackend):
     """Plans each kind of attention with the first of its backends that can do it.
 
-    For CUDA graphs, those come first that plan a step without waiting: planning then hides behind the step before.
+    For CUDA graphs, backends that plan without waiting come first: then planning overlaps with the last step.
     """
 
     name = "auto"
@@ -97,7 +97,7 @@ class ChoosingBackend(AttentionBackend):
         self.backends = tuple(backends)
 
     def choose(self, spec: AttentionSpec, *, graphs: bool = False) -> AttentionBackend:
-        """The backend that plans `spec`, one that can be captured with `graphs`; UnsupportedAttentionError if none can."""
+        """The backend that plans `spec`; with `graphs`, one that can be captured. Raises if none can."""
         reasons = []
         backends = sorted(self.backends, key=lambda backend: backend.plans_wait) if graphs else self.backends
         for backend in backends:
@@ -107,11 +107,11 @@ class ChoosingBackend(AttentionBackend):
         raise UnsupportedAttentionError(f"no attention backend on {self.device} can do {spec}: {'; '.join(reasons)}")
 
     def require_graphs(self, spec: AttentionSpec) -> None:
-        """UnsupportedAttentionError if no backend can capture `spec`."""
+        """Raises UnsupportedAttentionError if no backend can capture `spec`."""
         self.choose(spec, graphs=True)
 
     def missing(self, spec: AttentionSpec) -> str | None:
-        """What all backends lack; None where one can do it."""
+        """What all backends lack; None if one can do it."""
         try:
             self.choose(spec)
         except UnsupportedAttentionError as error:

@@ -1,9 +1,9 @@
-"""The torch backend: the production path on CPUs, and what other backends are compared with on any device.
+"""The torch backend: used on CPUs, and the reference for other backends on any device.
 
-Sequences with equally many queries and about equally many keys form a bucket: their tokens are gathered with one index
-operation and attended to with one call. A longer chunk of a prompt is a bucket of its own, cut into tiles of queries so
-that no tile computes what causality hides from all of it. On a CPU, blocks that decoding sequences share are read once for
-all of them, and what they give is merged with the rest by the logarithms of their sums.
+Sequences with equally many queries and about equally many keys form a bucket: one index operation gathers their tokens, and
+one call computes attention. A long chunk of a prompt is its own bucket. It is cut into tiles of queries, so that no tile
+computes scores that the causal mask hides completely. On a CPU, blocks that decoding sequences share are read once for all
+of them. The results are merged with the others by the logarithms of their softmax denominators.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 
 _TILE_QUERIES = {"cpu": 64, "cuda": 512}
-_TILE_SCORES = 2**22  # of one tile, where scores are materialised
+_TILE_SCORES = 2**22  # scores of one tile, if they are materialised
 _BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # of gathered K; on a CPU it should stay in the cache
 _FILL = 0.75  # the shortest sequence of a bucket has at least this share of the longest
 _CACHED_MASK = 2**22  # elements of the masks of a bucket
-_SAVED_READS = 512  # of tokens, from which on reading a shared prefix apart pays
+_SAVED_READS = 512  # tokens; if it saves so many reads, a shared prefix is read separately
 
 
 @dataclass
@@ -47,8 +47,8 @@ class _Tile:
     last: int
     start: int
     end: int
-    triangular: bool  # each query sees the keys up to itself, and these are all there are
-    mask: Tensor | None = None  # kept where it is small
+    triangular: bool  # the tile has all keys up to its last query, and each query sees those up to itself
+    mask: Tensor | None = None  # kept if it is small
 
 
 @dataclass
@@ -63,12 +63,12 @@ class _Bucket:
     key_positions: Tensor  # [sequences, keys]
     num_keys: Tensor | None  # [sequences]; None where nothing is padded
     tiles: list[_Tile]
-    partial: bool  # the sequences have keys before these, which are read apart
+    partial: bool  # the sequences have earlier keys, which are read separately
 
 
 @dataclass
 class _SharedKeys:
-    """Keys that all given queries see, whichever sequence they are of."""
+    """Keys that all given queries see, also queries of different sequences."""
 
     tokens: Tensor  # rows of the query tensor
     places: TokenPlaces  # of one sequence
@@ -107,7 +107,7 @@ class TorchBackend(AttentionBackend):
         if buffers is not None:
             self.reserve(spec, max_sequences=1, max_blocks=1)
         batch.check_for(spec)
-        skipped = np.zeros(len(batch), np.int64)  # tokens of each sequence that are read with those of others
+        skipped = np.zeros(len(batch), np.int64)  # tokens of each sequence that are read as a shared prefix
         shared = list(self._shared(spec, batch, skipped))
         buckets = [self._bucket(spec, batch, rows, skipped) for rows in self._divide(spec, batch, skipped)]
         return _TorchPlan(self, spec, batch, buckets, shared)
@@ -121,7 +121,7 @@ class TorchBackend(AttentionBackend):
         sink_logits: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every bucket in turn. Rows of sequences without keys become zero."""
+        """Computes every bucket in turn. Rows of sequences without keys become zero."""
         assert isinstance(plan, _TorchPlan)
         self.check_run(q, cache, plan, sink_logits, out)
         spec = plan.spec
@@ -152,7 +152,7 @@ class TorchBackend(AttentionBackend):
         return out
 
     def _shared(self, spec: AttentionSpec, batch: PagedBatch, skipped: Int64Array) -> Iterator[_SharedKeys]:
-        """Prefixes that several sequences with few queries read; notes in `skipped` how long they are."""
+        """Prefixes that several sequences with few queries share. Writes their lengths to `skipped`."""
         unbounded = spec.causal and spec.window is None and spec.chunk is None
         if self.device.type != "cpu" or not unbounded or materialises(spec) or spec.v_dim != spec.head_dim:
             return
@@ -166,7 +166,7 @@ class TorchBackend(AttentionBackend):
             yield _SharedKeys(self._tensor(np.concatenate(queries)), places)
 
     def _divide(self, spec: AttentionSpec, batch: PagedBatch, skipped: Int64Array) -> Iterator[Int64Array]:
-        """Rows of the batch, bucket by bucket. Sequences without queries or keys are in none."""
+        """Rows of the batch, bucket by bucket, without sequences that have no queries or no keys."""
         ranges = _key_ranges(spec, batch, np.arange(len(batch)), skipped)
         num_keys = ranges.sinks + ranges.end - ranges.start
         rows = np.flatnonzero((batch.query_lens > 0) & (num_keys > 0))
@@ -185,7 +185,7 @@ class TorchBackend(AttentionBackend):
     def _bucket(self, spec: AttentionSpec, batch: PagedBatch, rows: Int64Array, skipped: Int64Array) -> _Bucket:
         ranges = _key_ranges(spec, batch, rows, skipped)
         num_keys = ranges.sinks + ranges.end - ranges.start
-        # Padding repeats the last key of the sequence, so that what is computed and dropped is finite.
+        # Padding repeats the last key of the sequence, so that the dropped results are finite.
         key = np.minimum(np.arange(int(num_keys.max())), num_keys[:, None] - 1)
         listed = np.where(key < ranges.sinks[:, None], key, key - ranges.sinks[:, None] + ranges.start[:, None])
         sink_slots = spec.sink_slots(batch.block_size)
@@ -215,7 +215,7 @@ class TorchBackend(AttentionBackend):
     def _places(
         self, batch: PagedBatch, rows: Int64Array, listed: Int64Array, num_keys: Int64Array, *, in_order: bool
     ) -> TokenPlaces:
-        """Where the listed tokens [sequence, token] are; `in_order` ones follow each other from the beginning of a block."""
+        """The places of listed tokens [sequence, token]. If `in_order`, they are contiguous from the first of a block."""
         size = batch.block_size
         blocks = batch.indices[batch.indptr[rows].astype(np.int64)[:, None] + listed // size].astype(np.int64)
         whole = None
@@ -230,7 +230,7 @@ class TorchBackend(AttentionBackend):
 
 
 def _key_ranges(spec: AttentionSpec, batch: PagedBatch, rows: Int64Array, skipped: Int64Array) -> KeyRanges:
-    """What the queries of sequences read, without the tokens that are skipped."""
+    """The ranges that the queries of sequences read, without the skipped tokens."""
     last = batch.kv_lens[rows] - 1
     ranges = batch.key_ranges(spec, rows, last + 1 - batch.query_lens[rows], last)
     return ranges._replace(start=np.maximum(ranges.start, skipped[rows]))
@@ -241,7 +241,7 @@ def _whole(num_queries: int, num_keys: int) -> _Tile:
 
 
 def _tiles(spec: AttentionSpec, queries: Int64Array, keys: Int64Array, size: int) -> Iterator[_Tile]:
-    """Cuts the queries of one sequence so that a tile needs few keys that most of its queries do not see."""
+    """Cuts the queries of one sequence into tiles, so that a tile has few keys that most of its queries do not see."""
     num_queries, num_keys = len(queries), len(keys)
     if not spec.causal:
         yield _whole(num_queries, num_keys)
@@ -257,9 +257,9 @@ def _tiles(spec: AttentionSpec, queries: Int64Array, keys: Int64Array, size: int
 
 
 def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile, dtype: torch.dtype) -> Tensor | None:
-    """[sequences, queries, keys]: who sees what; None where everybody sees everything, or the tile is triangular.
+    """The mask [sequences, queries, keys]; None if all queries see all keys, or if the tile is triangular.
 
-    Boolean where scores are materialised, and otherwise what torch's attention adds to them: 0 or -inf, of type `dtype`.
+    It is boolean if scores are materialised. Otherwise torch's attention adds it to the scores: 0 or -inf, of type `dtype`.
     """
     if tile.mask is not None:
         return tile.mask
@@ -267,7 +267,7 @@ def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile, dtype: torch.dtype)
         return None
     keys = bucket.key_positions[:, None, tile.start : tile.end]
     if bucket.num_queries == 1 or not spec.causal:
-        mask = torch.ones_like(keys, dtype=torch.bool)  # a single query's keys were chosen for it
+        mask = torch.ones_like(keys, dtype=torch.bool)  # the keys were chosen for this single query
     else:
         mask = spec.visible(bucket.query_positions[:, tile.first : tile.last, None], keys)
     if bucket.num_keys is not None:

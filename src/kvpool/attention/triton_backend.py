@@ -28,13 +28,13 @@ from kvpool.kernels.layout import LayerCache, current
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
-_DECODE_BYTES = 2**14  # of keys that one round of decoding takes
-_WIDE_BYTES = 256  # beyond so many bytes a head, tiles are smaller, to fit shared memory
+_DECODE_BYTES = 2**14  # of keys in one iteration of decoding
+_WIDE_BYTES = 256  # with more bytes per head, tiles are smaller, to fit shared memory
 _LONG_TILE = TileShape(128, 64, warps=8, stages=3, programs=1)
 
 
 class _Launch(NamedTuple):
-    """One kernel launch over work items of one tile shape, and the merge behind it."""
+    """One kernel launch over work items of one tile shape, and the merge after it."""
 
     shape: TileShape
     tile_tokens: int
@@ -44,7 +44,7 @@ class _Launch(NamedTuple):
 
 
 class _LaunchSize(NamedTuple):
-    """How much one launch of fixed size has room for."""
+    """The size of one launch in a CUDA graph."""
 
     shape: TileShape
     tile_tokens: int
@@ -63,7 +63,7 @@ class _TritonPlan(AttentionPlan):
 
 
 class _TritonBuffers(PlanBuffers):
-    """Launches of fixed size: every query is a tile of its own; where sequences may have many, those have larger tiles."""
+    """Launches of fixed size. Every query is its own tile; if sequences may have many, there are larger tiles, too."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class _TritonBuffers(PlanBuffers):
             self.launches.append(_Launch(room.shape, room.tile_tokens, items, tiles, partials))
 
     def _partials_of(self, other: PlanBuffers | None, number: int, room: _LaunchSize) -> Partials | None:
-        """Memory of other buffers for the partial results of a launch, where they have enough."""
+        """Memory of other buffers for the partial results of a launch, if they have enough."""
         if not isinstance(other, _TritonBuffers) or other.spec != self.spec or number >= len(other.rooms):
             return None
         there, partials = other.rooms[number], other.launches[number].partials
@@ -101,7 +101,7 @@ class _TritonBuffers(PlanBuffers):
 
 
 class TritonBackend(AttentionBackend):
-    """Plans work items on the host, sends them in one copy, and runs one kernel, or one for each of two tile shapes."""
+    """Plans work items on the host, copies them to the device at once, and runs one kernel for each tile shape (1 or 2)."""
 
     name = "triton"
     graphs = True
@@ -119,7 +119,7 @@ class TritonBackend(AttentionBackend):
             raise UnsupportedAttentionError(f"the triton backend needs a CUDA device, not {device}; use torch")
 
     def missing(self, spec: AttentionSpec) -> str | None:
-        """Only heads too wide for a tile in shared memory are missing."""
+        """It supports everything but heads that are too wide for a tile in shared memory."""
         if max(spec.head_dim, spec.v_dim) > 1024:
             return f"heads of {max(spec.head_dim, spec.v_dim)} elements (at most 1024)"
         return None
@@ -148,7 +148,7 @@ class TritonBackend(AttentionBackend):
         return max(1, shape.rows // spec.group_size)
 
     def target_items(self, spec: AttentionSpec, shape: TileShape, tile_tokens: int) -> int:
-        """How many work items fill the GPU: each is run once for every KV head (and part of its query heads)."""
+        """How many work items fill the GPU. Each runs once for every KV head (and part of its query heads)."""
         heads = min(spec.group_size, shape.rows // tile_tokens)
         return max(1, self.num_sms * shape.programs // (spec.kv_heads * ceil_div(spec.group_size, heads)))
 
@@ -167,14 +167,14 @@ class TritonBackend(AttentionBackend):
         max_query_tokens: int | None = None,
         beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
-        """Fixed buffers; sized for one query a sequence unless `max_query_tokens` says otherwise."""
+        """Fixed buffers, by default for one query per sequence; `max_query_tokens` makes room for more."""
         self.require(spec)
         return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks, beside)
 
     def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _LaunchSize:
-        """What a launch needs for any batch of such a size: single queries (`short`), or longer runs of them."""
+        """The size of a launch for any batch up to these limits: of single queries (`short`), or of longer chunks."""
         shape = self.tile_shape(spec, short=short)
-        if short:  # all of the queries, or one for each sequence and one that stands behind them
+        if short:  # all queries, or one per sequence and one for the padding
             tiles, tile_tokens = min(max_query_tokens, max_sequences + 1), 1
             count = max_items(tiles, self.target_items(spec, shape, tile_tokens))
             return _LaunchSize(shape, tile_tokens, count, tiles, count)
@@ -184,7 +184,7 @@ class TritonBackend(AttentionBackend):
         return _LaunchSize(shape, tile_tokens, tiles + partials, min(tiles, partials // 2), partials)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
-        """Divides the work and copies it to the device, asynchronously; nothing waits for the GPU."""
+        """Divides the work and copies it to the device asynchronously, without waiting for the GPU."""
         self.require(spec)
         batch.check_for(spec)
         if buffers is not None:
@@ -235,9 +235,9 @@ class TritonBackend(AttentionBackend):
     def _launch_side_by_side(
         self, plan: _TritonPlan, q: Tensor, cache: LayerCache, sink_logits: Tensor | None, out: Tensor
     ) -> None:
-        """Prompts beside those that decode: a few tiles of a prompt leave most of the GPU idle.
+        """Runs prompts and decoding at the same time, because a few tiles of a prompt leave most of the GPU idle.
 
-        For graphs only: launched one by one, the host has more to do than the device gains.
+        Only in graphs: otherwise the additional launches cost the host more than the device gains.
         """
         assert self._beside is not None
         few, *many = plan.launches
@@ -252,7 +252,7 @@ class TritonBackend(AttentionBackend):
     def _launch(
         self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, sink_logits: Tensor | None, out: Tensor
     ) -> None:
-        """The kernel of one tile shape on the current stream, and the merge behind it."""
+        """Launches the kernel of one tile shape on the current stream, and the merge after it."""
         shape, tile_tokens, items, tiles, partials = launch
         spec = plan.spec
         if shape == PREFILL_TILE and reads(q, cache):
@@ -307,7 +307,7 @@ class TritonBackend(AttentionBackend):
         return plan
 
     def _send(self, arrays: list[Int32Array]) -> list[Tensor]:
-        """Arrays on the device, by way of one pinned buffer and one copy."""
+        """Copies arrays to the device, through one pinned buffer and with one copy."""
         sizes = [array.size for array in arrays]
         host = self._host(sum(sizes))
         np.concatenate([array.ravel() for array in arrays], out=host.numpy())
@@ -326,5 +326,5 @@ class TritonBackend(AttentionBackend):
 
 
 def _waves(shape: TileShape) -> int:
-    """How often a GPU may be filled to even out its end. Merging what large tiles leave takes longer than an uneven end."""
+    """The most waves for dividing tiles evenly. With large tiles, merging would take longer than an uneven last wave."""
     return MANY_WAVES if shape.rows == _DECODE_ROWS else 1

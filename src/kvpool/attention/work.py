@@ -12,13 +12,13 @@ from kvpool.config.layers import ceil_div
 from kvpool.kernels.attention import ITEM_FIELDS, TILE_FIELDS
 from kvpool.kernels.attention_spec import AttentionSpec
 
-MANY_WAVES = 4  # how often a GPU is filled where once is not enough
-_FULL = 0.9  # of the places of all waves taken: an end that nobody needs to fill
-_SHORTEST_KEYS = 256  # worth an item of their own, and the merging
+MANY_WAVES = 4  # waves of programs on the GPU, if one is not enough
+_FULL = 0.9  # if so much of all waves is used, the last wave is full enough
+_SHORTEST_KEYS = 256  # the fewest keys for an item, because items must be merged
 
 
 class Work(NamedTuple):
-    """Work items and tiles as the kernels take them, and how many partial results the items leave."""
+    """Work items and tiles as the kernels take them, and the number of partial results."""
 
     items: Int32Array  # [items, ITEM_FIELDS]
     tiles: Int32Array  # [tiles, TILE_FIELDS]; only those with partial results
@@ -38,9 +38,9 @@ def divide_work(
 ) -> Work:
     """Work for sequences `rows`, whose queries go `tile_tokens` to a tile.
 
-    Keys are divided in multiples of `tile_keys`, so that about `target_items` items run at once; each tile has at least
-    one. A tile with sink tokens before its window has one more for these. With one of `waves`, tiles that fill a GPU are not
-    divided to even out its end. There is room for `most_partials` partial results; None, or `max_partials` of them: for any.
+    Keys are divided in multiples of `tile_keys`, so that about `target_items` items run at once. Each tile has at least one
+    item, and one more if it has sink tokens before its window. With `waves` = 1, tiles that fill the GPU are not divided to
+    fill the last wave evenly. At most `most_partials` partial results are made; None, or `max_partials`: no limit.
     """
     num_tiles = ceil_div(batch.query_lens[rows], tile_tokens)
     row = np.repeat(rows, num_tiles)
@@ -60,7 +60,7 @@ def divide_work(
     items[:, 7] = -1
 
     lengths = key_end - key_start
-    # The others (padding) have an item that gives zeros, and no part in the dividing
+    # The others (padding) have one item that gives zeros, and are not divided
     with_keys = np.flatnonzero(lengths)
     units = ceil_div(lengths[with_keys], tile_keys)
     ranges = np.ones(len(row), np.int64)
@@ -82,7 +82,7 @@ def divide_work(
 
 
 def _split(items: Int32Array, counts: Int64Array, sinks: Int64Array, step: Int64Array) -> Int32Array:
-    """`counts` items in place of each: its sink tokens, where it has some, then ranges of `step` keys."""
+    """Replaces each item by `counts` items: one for its sink tokens, if it has some, then ranges of `step` keys."""
     extra = sinks > 0
     tile = np.repeat(np.arange(len(items)), counts)
     number = _within(counts) - extra[tile]  # -1: the sink tokens
@@ -102,7 +102,7 @@ def max_items(num_tiles: int, target_items: int) -> int:
 
 
 def max_partials(spec: AttentionSpec, num_tiles: int, target_items: int, waves: int = MANY_WAVES) -> int:
-    """How many partial results there must be room for, so that up to `num_tiles` tiles can be divided into equal shares."""
+    """The number of partial results for which up to `num_tiles` tiles can be divided into equal shares."""
     return max(2, waves) * target_items + (2 * num_tiles if spec.sink_tokens else 0)
 
 
@@ -113,9 +113,9 @@ def _num_partials(counts: Int64Array) -> int:
 def _shares(units: Int64Array, target_items: int, waves: int, fewest: int) -> Int64Array:
     """Units of keys that an item of each tile takes at most.
 
-    Tiles that all run at once are divided as finely as one wave of programs allows. With somewhat more tiles than that, a
-    few would run alone at the end: they are divided into several waves. Many waves need no dividing, but for long ones.
-    Where equal shares still leave much of the last wave empty, later items are smaller, down to `fewest`, and fill it.
+    If all tiles run at once, they are divided as finely as one wave of programs allows. With somewhat more tiles, a few would
+    run alone at the end, so tiles are divided into several waves. With many waves only long tiles are divided. If equal
+    shares still leave much of the last wave empty, later items are smaller, down to `fewest`, to fill it.
     """
     equal = np.full(len(units), _equal_share(units, target_items, waves))
     num_items = _num_items(units, equal)
@@ -142,7 +142,7 @@ def _equal_share(units: Int64Array, target_items: int, waves: int) -> int:
 
 
 def _num_items(units: Int64Array, share: Int64Array | int) -> int:
-    """How many items tiles of so many units have, if each takes up to its share of them."""
+    """How many items tiles with so many units have, if each item takes up to its share."""
     return int(ceil_div(units, share).sum())
 
 

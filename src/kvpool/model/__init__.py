@@ -1,1 +1,1 @@
-"""What a model is: loaded, looked at, checked, and hooked to the paged cache."""
+"""Loads models of transformers, inspects and checks them, and hooks them to the paged cache."""

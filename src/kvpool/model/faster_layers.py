@@ -1,19 +1,19 @@
-"""Layers of a model done faster, with the results that they had. Models stay as they are written.
+"""Makes the layers of a model faster, with the same results. The code of models does not change.
 
-RMS norms become one operation; models write them as six, each of which reads and writes everything. Which modules are such
-norms is not read off their names but tried: a module whose results are those of `torch.rms_norm` for numbers of all sizes
-gets it as its forward. A norm that does anything else, for instance add 1 to its weight, is left alone.
+RMS norms become one operation. Models write them as six, each of which reads and writes everything. A module is recognised
+by its results, not by its name: if they equal those of `torch.rms_norm` for numbers of all sizes, it becomes its forward. A
+norm that does anything else, for instance adds 1 to its weight, stays as it is.
 
 Projections of one input become one matrix product: Q, K and V of a layer, gate and up of its MLP. A decoding step multiplies
-few rows by every weight, and one wide product reads its weights faster than several narrow ones, the smallest of which do
-not fill a GPU. The modules that the model calls hand out parts of a product that the first of them computed.
+few rows by every weight. One wide product reads its weights faster than several narrow ones, of which the smallest do not
+fill a GPU. The first of these modules computes the product, and each returns its part of it.
 
-Matrix products on a CPU are each done in the way that a short measurement found fastest for its shape and number of rows.
-Which library torch hands a product to, and how fast that is, depends on the processor, the type and the order of the
-factors: for sixteen rows the plain order can take 1.4 times as long as the other one, and 16-bit types without instructions
-for them two hundred times as long as float32. No way keeps a copy of the weights.
+Matrix products on a CPU are done in the way that a short measurement finds fastest for their shape and number of rows. The
+library that torch uses for a product, and its speed, depend on the processor, the type and the order of the factors. For
+sixteen rows the plain order can take 1.4 times as long as the other one. 16-bit types without instructions for them can take
+two hundred times as long as float32. No way keeps a copy of the weights.
 
-On GPUs, layers can go through torch.compile; `uncompiled` is the model as it was, for those who look at it.
+On GPUs, layers can go through torch.compile. `uncompiled` runs the model without that.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from torch.nn.functional import linear, rms_norm
 
 from kvpool.errors import UnsupportedModelError
 
-_SIZES = (1e-3, 1.0, 100.0)  # of inputs: small ones show the epsilon
+_SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
 Way: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # x [rows, in] and a weight [out, in] give [rows, out]
 
-_ROWS = (1, 4, 16, 64)  # of x; other numbers are done as the nearest of these
-_SMALLEST = 2**16  # elements of a weight: below that, calling costs more than multiplying
-_COLD_BYTES = 2**24  # of different weights: those of a step come from memory, not from a cache
+_ROWS = (1, 4, 16, 64)  # rows of x that are measured; other numbers use the nearest of these
+_SMALLEST = 2**16  # elements of a weight; with fewer, the call costs more than the product
+_COLD_BYTES = 2**24  # of different weights, so that they come from memory as in a step, not from a cache
 _MOST_SECONDS = 0.75  # of CPU time, for one shape
-_GAIN = 0.93  # of the plain product's time, from which on another way is worth it
-_SLOW = 3.0  # times the best: not tried with more rows
-_PART = 2**18  # elements of a weight that are converted at a time: they stay in a core's cache
+_GAIN = 0.93  # another way is used if it takes at most this share of the plain product's time
+_SLOW = 3.0  # a way that takes so many times as long as the best is not tried with more rows
+_PART = 2**18  # elements of a weight that are converted at a time, so that they stay in a core's cache
 
 
 @torch.no_grad()
 def fuse_norms(model: nn.Module) -> int:
-    """Gives every module that is exactly an RMS norm with a weight a forward of one operation; how many there are.
+    """Gives every module that is exactly an RMS norm with a weight a forward of one operation; returns how many there are.
 
-    Their results are rounded once instead of twice where weights have 16 bits.
+    With 16-bit weights, their results are rounded once instead of twice.
     """
     norms = [(module, epsilon) for module in model.modules() if (epsilon := _epsilon(module)) is not None]
     for module, epsilon in norms:
@@ -57,7 +57,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def separate_norms(model: nn.Module) -> None:
-    """Undoes `fuse_norms`, for whoever reads the model's own code: torch.compile fuses more than the norms."""
+    """Undoes `fuse_norms`. torch.compile needs the model's own code, and fuses more than the norms."""
     for module in model.modules():
         given = vars(module).get("forward")
         if isinstance(given, partial) and given.func is _fused:
@@ -70,7 +70,7 @@ def _fused(module: Any, epsilon: float, hidden_states: Tensor) -> Tensor:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """The epsilon of an RMS norm; None if a module is anything else, hooked, or has a forward of its own."""
+    """The epsilon of an RMS norm; None if a module is something else, is hooked, or has a replaced forward."""
     weight = getattr(module, "weight", None)
     hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     if not isinstance(weight, Tensor) or weight.ndim != 1 or hooked or not weight.is_floating_point():
@@ -82,7 +82,7 @@ def _epsilon(module: nn.Module) -> float | None:
     inputs = torch.stack([size * torch.cos(steps * (1.0 + size)) for size in _SIZES])
     try:
         given = module(inputs)
-    except Exception:  # it wants something else: it is no norm
+    except Exception:  # it needs other arguments, so it is no norm
         return None
     for epsilon in numbers:
         wanted = rms_norm(inputs, weight.shape, weight.float(), epsilon)
@@ -93,16 +93,18 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 class _Latest:
-    """What was computed last. An object of its own: setting an attribute of a module takes several calls."""
+    """The last product. It is a separate object, because setting an attribute of a module is slow."""
 
     __slots__ = ("product",)
 
     def __init__(self) -> None:
-        self.product: tuple[Tensor, Sequence[Tensor]] | None = None  # an input and its product: one value, for threads
+        self.product: tuple[Tensor, Sequence[Tensor]] | None = (
+            None  # an input and its product, set together for threads
+        )
 
 
 class JoinedProduct(nn.Module):
-    """The weights of several `Linear` modules as one matrix, of which theirs become views: no memory is added."""
+    """The weights of several `Linear` modules as one matrix. Theirs become views of it, so it takes no more memory."""
 
     weight: Tensor
     bias: Tensor | None
@@ -117,33 +119,33 @@ class JoinedProduct(nn.Module):
     @torch.no_grad()
     def join(self) -> None:
         """Puts the weights of the members, wherever they are, into one matrix."""
-        # Not parameters, and in no state dict: those of the members are the model's.
+        # Not parameters and not in the state dict: the model keeps the parameters of the members.
         self.register_buffer("weight", _joined([member.weight for member in self._members]), persistent=False)
         biases = [member.bias for member in self._members if member.bias is not None]
         self.register_buffer("bias", _joined(biases) if biases else None, persistent=False)
 
     def join_again(self) -> None:
-        """Members have moved or were converted, perhaps: once all of them have, their new weights become views again."""
+        """Called when members may have moved or been converted. Once all have, joins their new weights again."""
         alike = all(_alike(self._members[0], member) for member in self._members)
         rows = torch.split(self.weight, self.sizes)
         if alike and any(m.weight.data_ptr() != part.data_ptr() for m, part in zip(self._members, rows, strict=True)):
             self.join()
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
-        """What member number `place` makes of `x`; None if the first member was not asked about the same tensor before."""
+        """The product of member number `place` with `x`; None if the first member was not called with the same tensor."""
         latest = self._latest.product
         if place == 0:
             product = linear(x, self.weight, self.bias)
             latest = self._latest.product = x, torch.split_with_sizes(product, self.sizes, dim=-1)
         elif latest is None or latest[0] is not x:
             return None
-        if place == len(self.sizes) - 1:  # nothing outlives the layer
+        if place == len(self.sizes) - 1:  # the last member frees the product
             self._latest.product = None
         return latest[1][place]
 
 
 class ProjectionPart(nn.Linear):
-    """A `Linear` whose product is computed together with others'; by itself where its weights are trained."""
+    """A `Linear` whose product is computed together with others; alone if its weights are being trained."""
 
     joined: JoinedProduct
     place: int
@@ -163,8 +165,8 @@ class ProjectionPart(nn.Linear):
 def join_projections(model: nn.Module, run: Callable[[], object]) -> int:
     """Joins the `Linear` modules that `run`, one forward pass of the model, calls in a row with the same tensor.
 
-    Returns how many products became parts of others. Parameters keep their names and values. Modules are left alone that
-    are anything but plain: called twice, quantised, hooked, or sharing their weights.
+    Returns how many products became parts of others. Parameters keep their names and values. Modules stay as they are if
+    they are called twice, quantised, hooked, or share their weights.
     """
     groups = _called_with_the_same_input(model, run)
     for members in groups:
@@ -177,7 +179,7 @@ def join_projections(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor of all rows; the given ones become views of it, one by one, so that little is there twice."""
+    """One tensor with all rows. The given tensors become views of it one by one, so that little memory is used twice."""
     whole = tensors[0].new_empty(sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
     for tensor, rows in zip(tensors, torch.split(whole, [len(tensor) for tensor in tensors]), strict=True):
         rows.copy_(tensor)
@@ -223,23 +225,23 @@ def _plain_linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def _alike(one: nn.Linear, other: nn.Linear) -> bool:
-    """Whether both products may be one: equal types and places, and either both or none add a bias."""
+    """Whether both products may be joined: same types and devices, and both or none add a bias."""
     same = (one.weight.dtype, one.weight.device) == (other.weight.dtype, other.weight.device)
     return same and (one.bias is None) == (other.bias is None)
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """As torch does it."""
+    """The plain product of torch."""
     return linear(x, weight)
 
 
 def swapped(x: Tensor, weight: Tensor) -> Tensor:
-    """The weight first: torch sends some orders to oneDNN and others to BLAS."""
+    """The weight as the first factor: torch uses oneDNN for some orders and BLAS for others."""
     return torch.mm(weight, x.t()).t().contiguous()
 
 
 def in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """Part by part converted to float32, which every CPU multiplies fast; the result is rounded once."""
+    """Converts the weight to float32 part by part, because every CPU multiplies that fast. Rounds the result once."""
     columns = x.float().t()
     product = torch.empty(len(weight), len(x))
     step = max(1, _PART // weight.shape[1])
@@ -249,7 +251,7 @@ def in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ChosenLinear(nn.Linear):
-    """A `Linear` whose product is done in chosen ways; as torch does it where gradients are wanted."""
+    """A `Linear` whose product is done in the chosen ways; with gradients, as torch does it."""
 
     ways: Sequence[Way]  # for each of `_ROWS`
 
@@ -271,10 +273,10 @@ _measured: dict[tuple[Any, ...], tuple[Way, ...]] = {}  # by shape, type and thr
 
 @torch.inference_mode()
 def choose_products(model: nn.Module) -> int:
-    """Gives the `Linear` modules of a model on a CPU the fastest way for every number of rows; how many are not all plain.
+    """Chooses the fastest way for each `Linear` module of a model on a CPU; returns how many are not plain in all cases.
 
-    Parameters stay as they are. Modules are left alone that are small, hooked, or anything but plain. Takes some tenths of
-    a second for each shape that the process has not met.
+    Parameters stay as they are, and so do modules that are small, hooked or derived. Takes some tenths of a second for each
+    shape that is new to the process.
     """
     alike: dict[tuple[Any, ...], list[nn.Linear]] = {}
     for module in model.modules():
@@ -310,12 +312,12 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def _place(num_rows: int) -> int:
-    """Which of `_ROWS` stands for so many: the nearest by ratio."""
+    """The index of the nearest number in `_ROWS`, by ratio."""
     return min((max(num_rows, 1) * 2 - 1).bit_length() // 2, len(_ROWS) - 1)
 
 
 def _fastest(weights: Sequence[Tensor]) -> tuple[Way, ...]:
-    """The way for each number of rows, measured as long as there is time; larger numbers are then done like the last."""
+    """The fastest way for each number of rows. When the time is up, larger numbers use the way of the last measured one."""
     first = weights[0]
     cold = weights[: max(1, _COLD_BYTES // (first.numel() * first.element_size()))]
     ways = [plain, swapped] if first.dtype == torch.float32 else [plain, swapped, in_float32]
@@ -338,13 +340,13 @@ def _fastest(weights: Sequence[Tensor]) -> tuple[Way, ...]:
 
 
 def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
-    """How long each way takes for all weights, several times, in turns: CPU time where one thread does it all."""
+    """The seconds of each way for all weights, measured several times in turns; CPU time if there is one thread."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in ways]
     for turn in range(3):
         for way, list_of_times in zip(ways, times, strict=True):
             start = clock()
-            for weight in weights if turn else weights[:1]:  # the first call of a shape makes what it needs
+            for weight in weights if turn else weights[:1]:  # the first call of a shape initialises things
                 way(x, weight)
             if turn:
                 list_of_times.append(clock() - start)
@@ -363,10 +365,10 @@ def compile_each_layer(model: Any, num_layers: int) -> None:
 
 @contextmanager
 def uncompiled(model: Any) -> Iterator[None]:
-    """Runs modules that were compiled as they are.
+    """Runs compiled modules without their compiled code.
 
-    Probes pass arguments and classes that no step does. Compiled layers would be compiled again for each, until torch.compile
-    gives them up, for the steps too.
+    Probes pass arguments and classes that no step passes. torch.compile would compile layers again for each of these, until
+    it gives up, also for steps.
     """
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
     for module, _ in compiled:

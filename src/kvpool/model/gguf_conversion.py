@@ -1,4 +1,4 @@
-"""A GGUF file becomes a directory with safetensors, once: transformers takes minutes to read one, and seconds the other."""
+"""Converts a GGUF file to a directory with safetensors, once: transformers reads the first in minutes, this in seconds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 from kvpool.errors import ModelLoadError
 from kvpool.tiers.identity import files_id
 
-_CONVERSION = 1  # raise it when what is written changes: earlier conversions are then done again
+_CONVERSION = 1  # raise it when the result changes, so that files are converted again
 _NEEDED_PACKAGES = ("gguf", "accelerate")  # by transformers
 
 
 def cache_directory() -> Path:
-    """Where conversions are kept: `KVPOOL_CACHE`, else the user's cache directory."""
+    """The directory for conversions: `KVPOOL_CACHE`, else the user's cache directory."""
     if configured := os.environ.get("KVPOOL_CACHE"):
         return Path(configured).expanduser()
     if sys.platform == "win32":
@@ -40,10 +40,10 @@ def _tell(message: str) -> None:
 
 
 def converted(gguf_file: Path, *, tell: Callable[[str], None] = _tell) -> Path:
-    """The directory that holds the model of a GGUF file in float32, with tokenizer and chat template; made if need be.
+    """The directory with the model of a GGUF file in float32, with tokenizer and chat template. Converts it if needed.
 
-    Another process that converts the same file is waited for. What is there is complete: it is moved there at the end.
-    `tell` gets a message before and after the slow part.
+    If another process converts the same file, it waits for that. A directory is always complete, because it is moved into
+    place at the end. `tell` gets a message before and after the slow part.
     """
     from filelock import FileLock
 
@@ -60,7 +60,7 @@ def converted(gguf_file: Path, *, tell: Callable[[str], None] = _tell) -> Path:
             try:
                 _convert(gguf_file, unfinished)
                 unfinished.rename(target)
-            except Exception as error:  # readers raise whatever they stumble over
+            except Exception as error:  # readers may raise anything
                 raise ModelLoadError(f"{gguf_file} could not be converted: {error!r}") from error
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -80,7 +80,7 @@ def _make_writable(directory: Path) -> None:
 
 
 def _fingerprint(gguf_file: Path) -> str:
-    """Tells files apart by every tensor."""
+    """A digest that depends on every tensor of a file."""
     with gguf_file.open("rb") as file:
         beginning = file.read(4)
     if beginning != b"GGUF":
@@ -100,7 +100,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
 
 
 def _repair_tokenizer(tokenizer: Any, fields: Mapping[str, Any]) -> None:
-    """Takes the special tokens from the file: transformers mixes up the first and last one, and adds no first one."""
+    """Takes the special tokens from the file, because transformers swaps BOS and EOS, and does not add BOS."""
 
     def value(name: str) -> Any:
         field = fields.get(f"tokenizer.ggml.{name}")
@@ -111,13 +111,13 @@ def _repair_tokenizer(tokenizer: Any, fields: Mapping[str, Any]) -> None:
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(int(token_id)))
     add_bos = value("add_bos_token")
     if add_bos is None:
-        add_bos = value("model") == "llama"  # what readers of GGUF files assume where one does not say it
+        add_bos = value("model") == "llama"  # readers of GGUF files assume this if a file does not say it
     tokenizer.clean_up_tokenization_spaces = False  # decoding gives back the text that was encoded
     tokenizer.add_bos_token = bool(add_bos) and tokenizer.bos_token is not None
 
 
 def _serializable(model: Any) -> Any:
-    """The same weights in a model that may be saved; transformers refuses to save one that came from a GGUF file."""
+    """The same weights in a model that can be saved: transformers refuses to save one that came from a GGUF file."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,4 +1,4 @@
-"""The attention implementation "kvpool" of transformers: every layer's queries, keys and values go to a callback."""
+"""The attention implementation "kvpool" for transformers: a callback gets the queries, keys and values of every layer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ATTENTION_NAME = "kvpool"
 
 
 class AttentionCall(NamedTuple):
-    """What one layer wants computed for the tokens of a step; positions are already in `q` and `k`."""
+    """The attention of one layer for the tokens of a step. Positions are already in `q` and `k`."""
 
     layer: int
     q: Tensor  # [token, query head, head dim]
     k: Tensor  # [token, KV head, head dim]
     v: Tensor  # [token, KV head, v dim]
     scale: float
-    window: int | None  # how many tokens are seen, the query's own included
+    window: int | None  # how many tokens a query sees, its own included
     soft_cap: float | None
     sinks: Tensor | None  # learned logits [query head]
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
 
-# A ContextVar and no keyword argument: some models (stablelm, nemotron) do not pass theirs on to attention.
+# A ContextVar, because some models (stablelm, nemotron) do not pass keyword arguments on to attention.
 _ATTEND: ContextVar[Attend | None] = ContextVar("kvpool_attend", default=None)
 
 
@@ -50,13 +50,13 @@ def attending(attend: Attend) -> Iterator[None]:
 
 
 def use_kvpool_attention(model: Any) -> bool:
-    """Sets the attention of a transformers model to "kvpool"; False if its code has no way to do so.
+    """Sets the attention of a transformers model to "kvpool"; False if its code does not allow that.
 
-    From then on the model runs inside `attending` only; `model.set_attn_implementation("sdpa")` undoes it.
+    From then on the model runs only inside `attending`. `model.set_attn_implementation("sdpa")` undoes it.
     """
     from transformers import AttentionInterface
 
-    # No mask function is registered under this name, and so the model builds no mask.
+    # No mask function is registered under this name, so the model builds no mask.
     AttentionInterface.register(ATTENTION_NAME, _attention)
     if not model._can_set_attn_implementation():
         return False
@@ -68,7 +68,7 @@ def use_kvpool_attention(model: Any) -> bool:
 
 
 def _is_shared(module: Any) -> bool:
-    """Whether a module computes several layers with the same weights: it is then told the layer in every call."""
+    """Whether a module computes several layers with the same weights. Such a module gets the layer in every call."""
     return hasattr(module, "layer_idx") and "layer_idx" in inspect.signature(module.forward).parameters
 
 
@@ -91,7 +91,7 @@ def _attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls once per layer, with [1, head, token, dim]; it expects [1, token, head, dim] back."""
+    """The function that transformers calls once per layer, with [1, head, token, dim]; it returns [1, token, head, dim]."""
     attend = _ATTEND.get()
     if attend is None:
         raise KVPoolError(

