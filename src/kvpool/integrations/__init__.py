@@ -1,1 +1,1 @@
-"""kvpool inside other engines. Nothing here is imported by itself: a module needs the engine that it serves."""
+"""kvpool inside other engines. Each module needs the engine that it serves, so nothing imports them by default."""

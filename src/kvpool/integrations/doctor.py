@@ -80,7 +80,7 @@ def _feature_line(feature: Feature, find: VersionOf) -> str:
 
 
 def _first_found(package: str, find: VersionOf) -> tuple[str, str | None]:
-    """Of packages that do alike: the one that is installed, or the first."""
+    """The first of these packages that is installed, or the first one. Any of them will do."""
     names = package.split("|")
     return next(((name, version) for name in names if (version := find(name)) is not None), (names[0], None))
 

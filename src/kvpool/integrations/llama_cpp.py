@@ -1,10 +1,10 @@
-"""A cache for `llama_cpp.Llama` on kvpool's tiers: prompts start warm after a restart, and from what others stored.
+"""A cache for `llama_cpp.Llama` on kvpool's tiers: prompts reuse what was stored before a restart, or by other processes.
 
     llm = Llama("model.gguf", n_ctx=8192)
     llm.set_cache(KVPoolCache(llm, disk="/var/cache/kvpool", disk_bytes="50GB"))
 
-Importing this needs llama-cpp-python. How to use it, and why it does not take the states that llama-cpp-python hands to a
-cache: docs/llama-cpp.md.
+Importing this needs llama-cpp-python. docs/llama-cpp.md says how to use it, and why it does not use the states that
+llama-cpp-python passes to a cache.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _log = logging.getLogger("kvpool")
 
 
 class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is not seen by mypy
-    """For `llm.set_cache`, and for this `llm` only. What it finds is written into `llm` itself, ready to go on from.
+    """A cache for `llm.set_cache`, for this `llm` only. It loads what it finds straight into the memory of `llm`.
 
-    `disk`, `disk_bytes`, `remote`, `timeout` and `model_id` are those of kvpool's other integrations. A prefix is stored
-    and loaded where that saves `min_tokens` at least, and no state may have more than `max_bytes`. With `read_only`
-    nothing is stored, and the directory may be one that another process writes to.
+    `disk`, `disk_bytes`, `remote`, `timeout` and `model_id` are those of kvpool's other integrations. A prefix is stored or
+    loaded if that saves at least `min_tokens`. No state may have more than `max_bytes`. With `read_only` nothing is stored,
+    and another process may write to the directory.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         check_version(llama_cpp.__version__)
         check_served(llama_cpp, llama)
         self._quiet = QuietLog(_log)
-        self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
+        self._llama = weakref.ref(llama)  # so that `del llm` frees its memory
         fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)
         self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit)
-        # Else a directory would stay locked by a cache that nobody can close: in a notebook, when a cell is run again.
+        # A cache that nobody can close must not keep its directory locked, as when a notebook runs a cell again.
         weakref.finalize(self, self._store.close).atexit = False
 
     def stats(self) -> StateStats:
-        """What was found, loaded and stored since the start, and the tiers' own counters."""
+        """What was found, loaded and stored since the start, and the counters of the tiers."""
         return self._store.stats()
 
     def close(self) -> None:
-        """Lets go of the tiers; what was stored stays, and nothing is found any more."""
+        """Closes the tiers. What was stored stays there; this cache finds nothing any more."""
         self._store.close()
 
     def __enter__(self) -> KVPoolCache:
@@ -100,9 +100,9 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         return self._store.num_found(np.array(key, np.int32)) > 0
 
     def __getitem__(self, key: Sequence[int]) -> Any:
-        """Brings the longest known prefix of a prompt into the Llama's memory; KeyError if that has as much already.
+        """Loads the longest known prefix of a prompt into the Llama's memory; KeyError if it has as much already.
 
-        Called before a prompt is computed. What is returned says which tokens are there, and need not be loaded.
+        llama-cpp-python calls it before it computes a prompt. The returned state only names the tokens that are there.
         """
         llama = self._llama()
         if llama is not None and self._brought(llama, np.array(key, np.int32)):
@@ -117,20 +117,20 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         raise KeyError("no tier has more of this prompt than the memory of this Llama")
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
-        """Stores what the Llama's memory holds after a completion; the state that comes with it is not needed."""
+        """Stores what the Llama's memory holds after a completion. It does not use the state that is passed."""
         llama = self._llama()
         if llama is None:
             return
         try:
             self._keep(llama)
-        except Exception as error:  # a completion that is done must not fail for its cache
+        except Exception as error:  # a finished completion must not fail because of its cache
             self._store.count(store_failures=1)
             self._warn(f"a state of llama.cpp was not stored: {type(error).__name__}: {error}")
 
     # --- to and from llama.cpp's memory ------------------------------------------------------------------------------
 
     def _brought(self, llama: Any, tokens: Tokens) -> bool:
-        """Whether a state came that has more of the prompt; if one came and was wrong, the memory is empty."""
+        """Whether a state with more of the prompt was loaded. If llama.cpp refused one, the memory is empty."""
 
         def take(blob: StateBlob) -> int:
             return _restored(llama, blob, min(num_common(blob.tokens, tokens), len(tokens) - 1))
@@ -149,7 +149,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         memory, num_tokens = llama_cpp.llama_get_memory(llama.ctx), int(llama.n_tokens)
         first = llama_cpp.llama_memory_seq_pos_min(memory, _SEQUENCE)
         last = llama_cpp.llama_memory_seq_pos_max(memory, _SEQUENCE)
-        if (first, last) != (0, num_tokens - 1):  # shifted by somebody: tokens and memory do not belong together
+        if (first, last) != (0, num_tokens - 1):  # positions were shifted: the memory does not belong to the tokens
             return
         num_bytes = int(llama_cpp.llama_state_seq_get_size(llama.ctx, _SEQUENCE))
 
@@ -161,7 +161,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
 
 
 def _restored(llama: Any, blob: StateBlob, num_tokens: int) -> int:
-    """Puts the first tokens of a state into a Llama's memory, and says how many; none are left there if that fails."""
+    """Loads the first tokens of a state into a Llama's memory; returns how many. If that fails, empties the memory."""
     _emptied(llama)
     size = len(blob.state)
     try:
@@ -185,5 +185,5 @@ def _emptied(llama: Any) -> None:
 
 
 def _as_array(state: Bytes) -> Any:
-    """The same memory as ctypes takes it."""
+    """The same memory as a ctypes array."""
     return (ctypes.c_uint8 * len(state)).from_buffer(state.data)

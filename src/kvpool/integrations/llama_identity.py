@@ -1,4 +1,4 @@
-"""Whose states are these? What must be equal before one llama.cpp may read what another wrote, and what is not served."""
+"""What must be equal before one llama.cpp may read states of another, and which models are not supported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.tiers.identity import files_id, settings_id
 
 IRRELEVANT = frozenset(
     {
-        # Who computes, in which pieces, and who is told.
+        # Threads, batch sizes and callbacks.
         *(
             f"context.{name}"
             for name in (
@@ -25,7 +25,7 @@ IRRELEVANT = frozenset(
                 *("n_outputs_max", "n_outputs_max_per_seq", "samplers", "n_samplers"),  # what becomes of logits
             )
         ),
-        # Where weights lie. Those of the file are in the fingerprint, and overrides are beside this one.
+        # Where weights lie. The weights themselves and overrides are in the fingerprint.
         *(
             f"model.{name}"
             for name in (
@@ -38,12 +38,12 @@ IRRELEVANT = frozenset(
 )
 """Parameters of llama.cpp that reach no key or value; any other makes another fingerprint."""
 _KNOWN = re.compile(r"0\.3\.(\d+)")
-_FIRST_KNOWN = 36  # of 0.3: earlier ones lack functions that are called here
+_FIRST_KNOWN = 36  # of 0.3; earlier versions lack functions that are called here
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
 
 
 def check_version(version: str) -> None:
-    """Raises for a llama-cpp-python whose functions are others."""
+    """Raises if llama-cpp-python has a version with other functions."""
     found = _KNOWN.match(version)
     if found is None or int(found[1]) < _FIRST_KNOWN:
         raise ConfigError(
@@ -52,14 +52,14 @@ def check_version(version: str) -> None:
 
 
 def check_served(api: Any, llama: Any) -> None:
-    """Raises for a model whose memory cannot be cut back to a prefix, or whose tokens do not say what is in it."""
+    """Raises if the memory of a model cannot be cut to a prefix, or depends on more than its tokens."""
     keeps_state = api.llama_model_is_recurrent(llama.model) or api.llama_model_is_hybrid(llama.model)
     reasons = (
         (keeps_state, "layers that keep a state"),
         (api.llama_model_n_swa(llama.model) > 0, "sliding windows"),
         (api.llama_model_has_encoder(llama.model), "an encoder"),
         (llama.context_params.embeddings, "a context for embeddings"),
-        # A state brings no logits, so those of its tokens would be of an earlier prompt.
+        # A state has no logits, so those of its tokens would come from an earlier prompt.
         (llama._logits_all, "logits_all, which a draft model sets as well"),
         (hasattr(llama.chat_handler, "clip_model_path"), "a handler of images"),
     )
@@ -69,7 +69,7 @@ def check_served(api: Any, llama: Any) -> None:
 
 
 def fingerprint_of(api: Any, llama: Any, model_id: str | None) -> Fingerprint:
-    """Everything that must be equal: weights, adapter, what the context was made with, and llama.cpp itself."""
+    """Everything that must be equal: weights, adapter, parameters of the context, and llama.cpp itself."""
     layout = {
         "llama_cpp_python": api.__version__,
         "llama_cpp": api.llama_version().decode(),
@@ -89,7 +89,7 @@ def fingerprint_of(api: Any, llama: Any, model_id: str | None) -> Fingerprint:
 
 
 def _weights_id(model_path: str) -> str:
-    """Of the file, or of all files where a model is cut into several and the first one was named."""
+    """A digest of the file; of all files if the model is split and the first one is named."""
     path = Path(model_path)
     parts = [path]
     if found := _PART.fullmatch(path.name):
@@ -98,7 +98,7 @@ def _weights_id(model_path: str) -> str:
 
 
 def _library_id(api: Any) -> str:
-    """A digest of the library: versions do not tell builds of one's own apart, and no promise covers their states."""
+    """A digest of the library, because different builds of one version may write different states."""
     path = Path(api.llama_cpp._lib._name)
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()

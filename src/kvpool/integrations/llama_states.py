@@ -1,14 +1,14 @@
-"""States of llama.cpp in tiers: found by the blocks of tokens that they begin with, whole and verified, or not there.
+"""States of llama.cpp in tiers. They are found by the blocks of tokens that they begin with, and verified.
 
-A state is stored as its tokens, a checksum and the bytes that llama.cpp wrote, cut into pieces of equal size, because tiers
-are at their best with values of one size:
+A state is stored as its tokens, a checksum and the bytes that llama.cpp wrote. It is cut into pieces of equal size, because
+tiers work best with values of one size:
 
     magic and version (8) | number of tokens (8) | bytes of the state (8) | XXH3 of what follows (8) | tokens | state | zeros
 
-Every whole block of its tokens has a *signpost* under the chained digest of all tokens up to its end: a small value that
-names the pieces. Signposts are written last, so whoever finds one finds the state. One question for the blocks of a prompt
-tells the longest prefix that some state has, and one state serves every text that begins as it does: llama.cpp's memory
-drops what lies behind the common part.
+Every full block of its tokens has a *signpost*: a small value that names the pieces, stored under the digest of all tokens up
+to the end of the block. Signposts are written last, so a signpost always leads to a complete state. One look-up for the
+blocks of a prompt finds the longest prefix that some state has. A state serves every text with a common beginning, because
+llama.cpp can drop the tokens after the common part.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SIGNPOST = struct.Struct(f"<8s16sQQ{SIGNPOST_BYTES - 40}x")
 
 
 class Signpost(NamedTuple):
-    """Where a state is: the name of its pieces, and how large it is."""
+    """Names the pieces of a state, and says how large it is."""
 
     name: bytes
     num_tokens: int
@@ -54,22 +54,22 @@ class Signpost(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes | bytearray) -> Signpost | None:
-        """What was packed; None if this is nothing of ours."""
+        """Reads a packed signpost; None if it is none."""
         magic, name, num_tokens, num_state_bytes = _SIGNPOST.unpack(data)
         return cls(name, num_tokens, num_state_bytes) if magic == _SIGN else None
 
     def packed(self) -> bytes:
-        """As it lies in a tier."""
+        """The signpost as bytes."""
         return _SIGNPOST.pack(_SIGN, *self)
 
     @property
     def num_bytes(self) -> int:
-        """Of all pieces together."""
+        """Bytes of all pieces together."""
         return ceil_div(_HEAD.size + 4 * self.num_tokens + self.num_state_bytes, PIECE_BYTES) * PIECE_BYTES
 
 
 class StateBlob:
-    """The memory of one state: `state` is for llama.cpp to write or read, `pieces` are for tiers."""
+    """The memory of one state. llama.cpp reads and writes `state`; tiers read and write `pieces`."""
 
     def __init__(self, signpost: Signpost) -> None:
         self.signpost = signpost
@@ -81,7 +81,7 @@ class StateBlob:
 
     @classmethod
     def of(cls, tokens: npt.NDArray[np.int32], num_state_bytes: int) -> StateBlob:
-        """For a new state of these tokens, under a name that nobody else has: pieces of two states never mix."""
+        """Memory for a new state of these tokens, with a unique name, so that pieces of two states never mix."""
         blob = cls(Signpost(uuid.uuid4().bytes, len(tokens), num_state_bytes))
         blob.tokens[:] = tokens
         return blob
@@ -92,11 +92,11 @@ class StateBlob:
         return [self._buffer[start : start + PIECE_BYTES] for start in range(0, len(self._buffer), PIECE_BYTES)]
 
     def seal(self) -> None:
-        """Says what is in it, once `state` is filled."""
+        """Writes the header, once `state` is filled."""
         self._buffer[: _HEAD.size] = np.frombuffer(self._head(), np.uint8)
 
     def is_whole(self) -> bool:
-        """Whether this is what was sealed."""
+        """Whether the content is what was sealed."""
         return self._buffer[: _HEAD.size].tobytes() == self._head()
 
     def _head(self) -> bytes:
@@ -105,7 +105,7 @@ class StateBlob:
 
 
 def num_common(tokens: npt.NDArray[np.int32], others: npt.NDArray[np.int32]) -> int:
-    """How many tokens two texts have in common from the first on."""
+    """How many of their first tokens two texts have in common."""
     shorter = min(len(tokens), len(others))
     differ = np.flatnonzero(tokens[:shorter] != others[:shorter])
     return int(differ[0]) if len(differ) else shorter
@@ -116,14 +116,14 @@ GROUPS = ("signposts", f"pieces of {PIECE_BYTES} bytes")
 _SIGNPOSTS, _PIECES = range(2)
 Tokens: TypeAlias = npt.NDArray[np.int32]
 _SCOPE = ReuseScope()
-_AT_ONCE = 16  # pieces that one call stores, each within the timeout: a large state may take longer than that
-_TRIES = 2  # states that a tier may bring wrongly before a prompt is computed
+_AT_ONCE = 16  # pieces per call. Each call has the timeout; a large state may take longer in all
+_TRIES = 2  # after so many wrong states of a tier, the prompt is computed
 _MAX_REMEMBERED = 4096  # names of states
 
 
 @dataclass(frozen=True)
 class StateStats:
-    """Counts since the start; `hits` to `late` are of prompts, `stored` to `too_large` of states and tiers."""
+    """Counts since the start. `hits` to `late` count prompts; `stored` to `too_large` count states, once per tier."""
 
     lookups: int = 0
     hits: int = 0
@@ -164,13 +164,13 @@ class StateStore:
                 tier.close()
             raise
         self._tiers = TierChain(opened)
-        self._too_large: set[bytes] = set()  # signposts of the last prompt to such states
+        self._too_large: set[bytes] = set()  # signposts of the last prompt that lead to states over the limit
         self._refused = KnownKeys(_MAX_REMEMBERED)  # names of states that llama.cpp did not take
         self._own = KnownKeys(_MAX_REMEMBERED)  # and of those that this process has stored
         self._stats = StateStats()
 
     def stats(self) -> StateStats:
-        """One look at the counters, and at the tiers."""
+        """The counters, and the state of the tiers."""
         return replace(self._stats, tiers=tuple(self._tiers.stats()))
 
     def count(self, **more: int) -> None:
@@ -178,20 +178,21 @@ class StateStore:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
 
     def close(self) -> None:
-        """Lets go of the tiers."""
+        """Closes the tiers."""
         self._tiers.close()
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def num_found(self, tokens: Tokens) -> int:
-        """How many tokens from the first on some tier has, in whole blocks."""
+        """How many of the first tokens some tier has, in full blocks."""
         keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
         return max((_num_tokens(self._found(watched, keys, due)) for watched in self._tiers.watched), default=0)
 
     def load(self, tokens: Tokens, num_live: int, take: Callable[[StateBlob], int]) -> int:
-        """Looks for a state that has more of the first tokens than the `num_live` that are there, by what is worth it.
+        """Loads a state with more of the prompt than the `num_live` tokens that are there, if that is worth it.
 
-        `take` uses a state and says how many tokens it brought, 0 or an error if it could not. Returns that number.
+        `take` uses a state and returns how many tokens it brought; it returns 0 or raises if it could not. Returns that
+        number.
         """
         self.count(lookups=1)
         self._too_large.clear()
@@ -211,7 +212,7 @@ class StateStore:
         return 0
 
     def _load_from(self, watched: WatchedTier, wanted: _StateQuery, found: list[int]) -> int:
-        """Takes the state of the longest prefix that is right; signposts to what is wrong for everybody are taken out."""
+        """Takes the first usable state, longest prefix first. Removes signposts that no process can use."""
         keys, due = wanted.keys, wanted.due
         for _ in range(_TRIES):
             if _num_tokens(found) < wanted.least:
@@ -235,9 +236,9 @@ class StateStore:
         return 0
 
     def _taken(self, watched: WatchedTier, wanted: _StateQuery, signpost: Signpost | None, num_tokens: int) -> int:
-        """How many tokens llama.cpp took of a state. What it refuses is not tried again.
+        """How many tokens llama.cpp took of a state. A refused state is not tried again.
 
-        It is replaced by what llama.cpp computes then; if that is refused as well, it stays, for others and another day.
+        The state that llama.cpp computes then replaces it. If that one is refused as well, it stays for other processes.
         """
         blob, problem = self._fetched(watched, signpost, wanted.tokens[:num_tokens], wanted.due), "llama.cpp refused it"
         try:
@@ -250,7 +251,7 @@ class StateStore:
         raise (_RefusedError if name in self._own else _UnusableError)(problem)
 
     def _fetched(self, watched: WatchedTier, signpost: Signpost | None, tokens: Tokens, due: float) -> StateBlob:
-        """The state behind a signpost, if it is whole and begins with these tokens."""
+        """The state of a signpost, if it is intact and begins with these tokens."""
         if signpost is None:
             raise _UnusableError("its signpost is gone or broken")
         if signpost.num_bytes > self._max_bytes:
@@ -284,7 +285,7 @@ class StateStore:
     # --- storing -----------------------------------------------------------------------------------------------------
 
     def store(self, tokens: Tokens, num_state_bytes: int, fill: Callable[[Bytes], bool]) -> None:
-        """Keeps a state in every tier that lacks much of its tokens; `fill` writes it, and says whether it could."""
+        """Stores a state in every tier that lacks many of its tokens. `fill` writes it, and returns whether it could."""
         keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
         if self.is_reader or not keys:
             return
@@ -309,7 +310,7 @@ class StateStore:
             self._store_in(watched, blob, keys, found)
 
     def _has_room(self, watched: WatchedTier, num_bytes: int) -> bool:
-        """Whether a state is small enough for a tier: one that takes most of it would only push out others."""
+        """Whether a state is small enough for a tier. A state that takes most of it would only evict others."""
         capacity = watched.tier.stats().capacity_bytes
         if num_bytes > self._max_bytes:
             problem = f"more than max_bytes={self._max_bytes:,}"
@@ -322,7 +323,7 @@ class StateStore:
         return False
 
     def _store_in(self, watched: WatchedTier, blob: StateBlob, keys: list[bytes], found: list[int]) -> None:
-        """Pieces first, signposts last: whoever finds one finds all of the state."""
+        """Stores the pieces first and the signposts last, so that a signpost always leads to a complete state."""
         piece_keys, pieces = self._piece_keys(blob.signpost), blob.pieces
         outcomes = [Outcome.OK]
         for start in range(0, len(pieces), _AT_ONCE):
@@ -332,7 +333,7 @@ class StateStore:
         older = None
         if {*outcomes} == {Outcome.OK}:
             older = self._outgrown(watched, keys, found)
-            # Signposts to older states give way: what was stored last will be there longest.
+            # Replaces signposts to older states, because the newest state will be there longest.
             watched.remove([keys[index] for index in found], self._timeout)
             outcomes = watched.store(keys, [blob.signpost.packed()] * len(keys), self._timeout)
         if {*outcomes} != {Outcome.OK}:
@@ -345,7 +346,7 @@ class StateStore:
             watched.remove(self._piece_keys(older), self._timeout)
 
     def _outgrown(self, watched: WatchedTier, keys: list[bytes], found: list[int]) -> Signpost | None:
-        """The state that a new one makes needless: all its whole blocks are the first of the new one."""
+        """The state that a new one replaces: all its full blocks are the first blocks of the new one."""
         if not found:
             return None
         try:
@@ -368,7 +369,7 @@ class StateStore:
 
 
 class _StateQuery(NamedTuple):
-    """A prompt, the keys of its blocks, and how many of its tokens a state must bring by when to be taken."""
+    """A prompt, the keys of its blocks, how many tokens a state must bring at least, and until when."""
 
     tokens: Tokens
     keys: list[bytes]
@@ -378,19 +379,19 @@ class _StateQuery(NamedTuple):
 
 
 class _UnusableError(Exception):
-    """A state is there, and is not what was looked for."""
+    """A state that was found cannot be used."""
 
 
 class _RefusedError(_UnusableError):
-    """Stored by this process and whole, and llama.cpp did not take it."""
+    """llama.cpp refused an intact state that this process has stored."""
 
 
 class _TooLargeError(_UnusableError):
-    """Only for this process: one with another `max_bytes` may load it."""
+    """A state over the limit of this process. One with another `max_bytes` may load it."""
 
 
 class _LateError(Exception):
-    """A tier did not answer in time; what it has may be right."""
+    """A tier did not answer in time. Its values may be correct."""
 
 
 def _check_in_time(outcomes: Sequence[Outcome]) -> None:
@@ -399,7 +400,7 @@ def _check_in_time(outcomes: Sequence[Outcome]) -> None:
 
 
 def _num_tokens(found: Sequence[int]) -> int:
-    """Up to the end of the last block that was found."""
+    """Tokens up to the end of the last block that was found."""
     return (found[-1] + 1) * BLOCK_TOKENS if found else 0
 
 

@@ -42,11 +42,11 @@ class PageStore:
         self._epoch = ""
 
     def num_found(self, names: Sequence[str]) -> int:
-        """How many pages from the first on some tier has."""
+        """How many of the first pages some tier has."""
         return len(self._tiers.find_prefix(self._keys(names), time.monotonic() + self._timeout))
 
     def load(self, names: Sequence[str], pages: Sequence[Bytes]) -> int:
-        """Fills pages; returns how many from the first on are whole and right. What lies behind them is undefined."""
+        """Fills pages; returns how many of the first ones arrived intact. The content of the others is undefined."""
         return self._tiers.load_prefix(self._keys(names), pages, time.monotonic() + self._timeout)
 
     def store(self, names: Sequence[str], pages: Sequence[Bytes]) -> list[bool]:
@@ -61,7 +61,7 @@ class PageStore:
         return stored
 
     def forget(self) -> None:
-        """Nothing that was stored before is found by this process any more."""
+        """Makes this process find nothing that was stored before."""
         self._epoch = uuid.uuid4().hex
 
     def close(self) -> None:
@@ -74,11 +74,11 @@ class PageStore:
 
 IRRELEVANT = frozenset(
     {
-        # Namespaces of SGLang's own: who computes when, and what becomes of logits. The shard says which part a rank holds.
+        # Namespaces of SGLang about scheduling and sampling. The shard says which part a rank holds.
         *("device", "disagg", "memory", "observability", "parallel", "schedule", "serving", "spec"),
-        # Names: files are told apart by their content.
+        # Names: the content of files counts, not their names.
         *("model.model_path", "model.revision", "model.download_dir", "model.model_checksum"),
-        # Of the storage: what a rank is called, and what it is told.
+        # Settings of the storage: the name of a rank and its options.
         *(
             f"storage.{name}"
             for name in (
@@ -94,7 +94,7 @@ _OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")
 
 
 class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
-    """The third level of HiCache: a disk that is there after a restart, and stores that many machines share."""
+    """The third level of HiCache: a disk that survives a restart, and stores that many machines share."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = (storage_config.extra_config or {}).get("kvpool", {})
@@ -106,14 +106,14 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             raise ConfigError('KVPoolStorage needs "kvpool": {"disk": …} or {"remote": …} in the extra config')
         if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
             raise ConfigError("KVPoolStorage does not serve context parallelism: pages are divided between ranks there")
-        if storage_config.dp_rank and self._settings.disk is not None:  # replicas must not write to one directory
+        if storage_config.dp_rank and self._settings.disk is not None:  # two replicas must not write to one directory
             directory = str(Path(self._settings.disk) / f"dp-{storage_config.dp_rank}")
             self._settings = replace(self._settings, disk=directory)
         self._config = storage_config
         self._store: PageStore | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """SGLang has made its host pool: now the size of a page is known, and the tiers are opened."""
+        """SGLang has made its host pool. The size of a page is known now, so this opens the tiers."""
         super().register_mem_pool_host(mem_pool_host)
         page, config = mem_pool_host.get_dummy_flat_data_page(), self._config
         shard = Shard(0, 1)
@@ -158,7 +158,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         return self._ready.store(keys, [_as_bytes(page) for page in pages])
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many pages from the first on are there."""
+        """How many of the first pages are there."""
         return self._ready.num_found(keys)
 
     # --- single pages, and lists of them -----------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         return self.batch_get([key], None if target_location is None else [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
-        """Pages from the first on; None for the first that is missing and those behind it."""
+        """The pages; None for the first missing page and all after it."""
         pages = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         found = self._ready.load(keys, [_as_bytes(page) for page in pages])
         return [*pages[:found], *[None] * (len(keys) - found)]
@@ -180,7 +180,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Stores pages; whether all of them are there."""
+        """Stores pages; returns whether all of them are there."""
         return all(self._ready.store(keys, [_as_bytes(value) for value in values]))
 
     def exists(self, key: str) -> bool:
@@ -188,7 +188,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         return self._ready.num_found([key]) == 1
 
     def clear(self) -> None:
-        """Nothing that was stored before is found any more."""
+        """Makes this process find nothing that was stored before."""
         self._ready.forget()
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
 
 def _settings() -> dict[str, dict[str, Any]]:
-    """What SGLang was started with, by its own namespaces."""
+    """The settings of SGLang, by its namespaces."""
     try:
         from sglang.srt.arg_groups.arg_utils import namespace_of
         from sglang.srt.runtime_context import get_server_args

@@ -1,6 +1,6 @@
 """vLLM's connector: `--kv-transfer-config` names this module and `KVPoolConnector`. How to use it: docs/vllm.md.
 
-Importing this needs vLLM; with a version that is not known it raises one line that says which are.
+Importing this needs vLLM. With an unknown version, it raises an error of one line that names the known ones.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a connector does in any engine that keeps keys and values in pages: it knows tokens, page numbers and opaque bytes."""
+"""The connector for engines that keep keys and values in pages. It knows tokens, page numbers and opaque bytes."""

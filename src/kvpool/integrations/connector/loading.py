@@ -1,6 +1,6 @@
-"""Loads: how much of a prompt can be loaded from the host and the tiers below it, and the orders that bring it into pages.
+"""Loads: how much of a prompt the host and the tiers below it have, and the orders that load it into pages.
 
-Tiers are asked in the background. They have a block if every worker finds its part of it.
+Background threads ask the tiers. A block counts as found if every worker finds its part of it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 @dataclass
 class LoadStats:
-    """Blocks since the connector was made, after requests."""
+    """Counts since the connector was made: requests first, then blocks."""
 
-    requests: int = 0  # that were looked up
-    hits: int = 0  # for which something was loaded
+    requests: int = 0  # requests that were looked up
+    hits: int = 0  # requests for which something was loaded
     from_host: int = 0
     from_tiers: int = 0
-    failed: int = 0  # that were promised and did not come: the engine computes them again
+    failed: int = 0  # blocks that were promised and could not be loaded; the engine computes them again
 
 
 @dataclass
@@ -41,11 +41,11 @@ class _LoadJob:
     first: int
     num_present: int
     last: int
-    digests: list[bytes]  # of blocks that come from tiers
+    digests: list[bytes]  # of the blocks from tiers
 
 
 class Loader:
-    """Everything that goes from the host's rows, and the tiers below, into the engine's pages."""
+    """Loads from the host's rows and the tiers below it into the engine's pages."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Loader:
         events: BlockEvents | None,
     ) -> None:
         self.stats = LoadStats()
-        self._make_room = make_room  # lets go of rows that are held and not needed; False: there were none
+        self._make_room = make_room  # frees rows that are held and not needed; False if there were none
         self._manager = manager
         self._block_size = block_size
         self._lookups = lookups
@@ -66,8 +66,8 @@ class Loader:
         self._in_flight: dict[bytes, float] = {}  # blocks in flight from tiers, and until when others wait for them
 
     def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens behind the engine's own that can be loaded, and whether that takes a while. None: ask again."""
-        if tracked.num_loading:  # the engine went on without it: a tier that hangs must not be asked again and again
+        """How many tokens after the engine's own can be loaded, and whether that takes a while. None: ask again."""
+        if tracked.num_loading:  # the engine went on without a load, so a tier may hang: do not ask it again
             tracked.has_lost = True
         first = tracked.num_local = num_computed // self._block_size
         tracked.waits = False
@@ -93,14 +93,14 @@ class Loader:
         return (num_blocks - first) * self._block_size, waits
 
     def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
-        """Whether a load for somebody else brings this block: it will be on the host then, and is not loaded twice."""
+        """Whether a load for another request brings this block to the host, so that it is not loaded twice."""
         if not self._in_flight:
             return False
         due = self._in_flight.get(tracked.tier_digests(block, block + 1)[0])
         return due is not None and time.monotonic() < due
 
     def _tell(self, tracked: TrackedRequest, first: int, found: int, last: int) -> None:
-        """Tiers were asked for the blocks first..last and have those below `found`."""
+        """Reports that tiers were asked for the blocks first..last and have those below `found`."""
         assert self._events is not None
         if found > first:
             self._events.stored_in_tiers(tracked, first, found)
@@ -108,7 +108,7 @@ class Loader:
             self._events.missing_in_tiers(tracked, max(first, found), last)
 
     def _with_room(self, tracked: TrackedRequest, num_present: int, wanted: int) -> int:
-        """As many of the wanted blocks as the host can take now."""
+        """How many of the wanted blocks the host has room for now."""
         tokens = tracked.tokens()[: wanted * self._block_size]
         answer = self._manager.can_allocate(tokens, scope=tracked.scope)
         if not answer and self._make_room():
@@ -120,7 +120,7 @@ class Loader:
     def order(
         self, tracked: TrackedRequest, pages: Sequence[list[int]], num_tokens: int, job: int, orders: Orders
     ) -> None:
-        """The engine has pages for what was looked up: the load goes with the next step."""
+        """The engine has pages for what was looked up: orders the load for the next step."""
         size, first = self._block_size, tracked.num_local
         last = first + num_tokens // size
         handle, num_present = self._take(tracked, last), first
@@ -140,8 +140,8 @@ class Loader:
         orders.loads.append(Load(job, request_id, rows, wanted, present, digests, tracked.waits))
 
     def _take(self, tracked: TrackedRequest, last: int) -> KVCacheHandle | None:
-        """Holds the rows of a prefix, fresh ones where the host lacks it. None: there is no room after all."""
-        # One id more than is loaded, where there is one: the last token of a lease would count as one to compute.
+        """Holds the rows of a prefix, new ones for what the host lacks. None if there is no room after all."""
+        # One more token than is loaded, if there is one, because the last token of a lease counts as not computed.
         tokens = tracked.tokens()[: last * self._block_size + 1]
         try:
             return take_rows(self._manager, tracked, tokens, last * self._block_size, self._make_room)
@@ -149,7 +149,7 @@ class Loader:
             return None
 
     def confirm(self, job: int, num_blocks: int) -> bool | None:
-        """All workers are done: what tiers brought is published. Whether all of it came; None: this was no load."""
+        """All workers are done: publishes what tiers brought. Returns whether all of it came; None if this was no load."""
         done = self._jobs.pop(job, None)
         if done is None:
             return None
@@ -164,7 +164,7 @@ class Loader:
         self.stats.failed += wanted - came
         handle = done.handle
         if handle is not None:
-            # A gap between what the host had and what was loaded holds nothing: the engine had that part itself.
+            # Rows between what the host had and what was loaded are empty, because the engine had these blocks itself.
             if came > present and handle.num_cached_blocks >= done.first:
                 if self._events is not None:
                     self._events.name(done.tracked, handle.num_committed // self._block_size, done.first + came)
@@ -188,18 +188,18 @@ _THREADS = 2
 
 
 class TierLookups:
-    """Asks tiers by key. The scheduler never waits: `num_blocks` answers None until it is known, or late."""
+    """Asks tiers by key. The scheduler never waits: `num_blocks` returns None until the answer is there or overdue."""
 
     def __init__(self, settings: ConnectorSettings, workers: Sequence[Introduction]) -> None:
         self._timeout = settings.timeout
-        self.patience = settings.timeout + GRACE_SECONDS  # seconds after which a tier is taken to hang
+        self.patience = settings.timeout + GRACE_SECONDS  # seconds after which a tier counts as hanging
         self._spaces = [KeySpace(worker.fingerprint) for worker in workers]
         self._chains = [TierChain(open_worker_tiers(settings, worker, is_reader=True)) for worker in workers]
         watched = [each for chain in self._chains for each in chain.watched]
         self._threads = ThreadPool("look-up", _THREADS, 1024, watched)
 
     def num_blocks(self, tracked: TrackedRequest, first: int, last: int) -> int | None:
-        """How many leading blocks of a prompt tiers have, if the host has the `first` ones; None: ask again later."""
+        """How many of the first blocks of a prompt tiers have, if the host has `first` of them; None: ask again later."""
         lookup = tracked.lookup
         if lookup is None or (lookup.has_ended and first < tracked.asked_from):
             lookup = tracked.lookup = Pending(time.monotonic() + self._timeout)
@@ -207,18 +207,18 @@ class TierLookups:
             ask = partial(self._ask, lookup, tracked.tier_digests(first, last))
             if self._threads.is_stuck or not self._threads.submit(ask, lookup.end):
                 lookup.end()
-        elif not lookup.has_ended and lookup.is_overdue:  # a tier hangs, and knows nothing of deadlines
+        elif not lookup.has_ended and lookup.is_overdue:  # a tier hangs and ignores its deadline
             return first
         return tracked.asked_from + len(lookup.value or ()) if lookup.has_ended else None
 
     def _ask(self, lookup: Pending[list[int]], digests: list[bytes]) -> None:
-        """In a thread of its own."""
+        """Asks the tiers. Runs in a thread of the pool."""
         holders: list[int] = []
         try:
             due, common = time.monotonic() + self._timeout, [0] * len(digests)
             for space, chain in zip(self._spaces, self._chains, strict=True):
                 found = chain.find_prefix(space.keys(digests[: len(common)]), due)
-                common = [max(pair) for pair in zip(common, found, strict=False)]  # the slowest of all workers
+                common = [max(pair) for pair in zip(common, found, strict=False)]  # the slowest tier of all workers
             holders = common
         finally:
             lookup.end(holders)
@@ -228,7 +228,7 @@ class TierLookups:
         return [watched.tier for watched in self._chains[0].watched]
 
     def close(self) -> None:
-        """Lets go of the tiers."""
+        """Closes the tiers."""
         self._threads.stop(1.0)
         for chain in self._chains:
             chain.close()

@@ -1,7 +1,8 @@
-"""What the two sides of a connector tell each other: orders go to the workers with every step, reports come back.
+"""Messages between the two sides of a connector: orders go to the workers with every step, reports come back.
 
 A *row* is a block of host memory, a *page* a block of the engine's own cache; both are numbers here. An engine may keep
-layers in several groups, each with pages of its own: a row holds those of all groups. `NO_PAGE` has left its window.
+layers in several groups, each with its own pages. A row holds the pages of all groups. `NO_PAGE` stands for a page that has
+left its window.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ NO_PAGE = -1
 
 @dataclass
 class Load:
-    """Bring rows into pages. Rows from `num_present` on are filled from tiers first, by `digests`; without them they fail."""
+    """Copy rows into pages. Rows from `num_present` on are filled from tiers first, by `digests`; without these they fail."""
 
     job: int
     request_id: str
@@ -37,7 +38,7 @@ class Store:
 
 @dataclass
 class Spill:
-    """Put rows into the tiers. Only what every worker has confirmed is ordered."""
+    """Store rows in the tiers. Only rows that every worker has confirmed are ordered."""
 
     job: int
     rows: list[int]
@@ -46,7 +47,7 @@ class Spill:
 
 @dataclass
 class Orders:
-    """Everything that a step asks of a worker."""
+    """All orders of a step for a worker."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -63,18 +64,18 @@ class JobProgress:
     num_blocks: int
 
     def joined(self, other: JobProgress) -> JobProgress:
-        """Of two sets of workers."""
+        """The progress of two sets of workers together."""
         return JobProgress(self.num_workers + other.num_workers, min(self.num_blocks, other.num_blocks))
 
 
 @dataclass
 class Report:
-    """Jobs that came to an end in a step."""
+    """Jobs that ended in a step."""
 
     jobs: dict[int, JobProgress] = field(default_factory=dict)
 
     def joined(self, other: Report) -> Report:
-        """What two sets of workers report of one step."""
+        """The reports of two sets of workers about one step, together."""
         jobs = dict(self.jobs)
         for job, progress in other.jobs.items():
             jobs[job] = jobs[job].joined(progress) if job in jobs else progress

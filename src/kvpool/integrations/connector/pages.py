@@ -1,12 +1,12 @@
 """The engine's pages as opaque bytes, and the host's rows that hold copies of them.
 
-A page is what one block of tokens takes in every layer. Nothing here knows what the bytes mean: layouts differ between
-engines, versions and attention backends, and a copy into the same place of the same layout is right for all of them.
+A page is the memory of one block of tokens in every layer. Nothing here interprets the bytes: layouts differ between engines,
+versions and attention backends, but a copy to the same place of the same layout is always correct.
 
-On a GPU (`LinkedPages`), copies use streams of their own, and the CPU does not wait for them:
+On a GPU (`LinkedPages`), copies run on streams of their own, and the CPU does not wait for them:
 
-    loads    before what the step computes. Layer by layer beside it, they cost more than they gain: docs/decisions
-    stores   after the step; a large one is copied layer by layer, while the next layers are computed
+    loads    run before the step. Layer by layer during the step, they would cost more than they gain: docs/decisions
+    stores   run after the step; large ones run layer by layer, while the next layers are computed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpool.storage.memory import HostMemory, free_bytes
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
 _Parts = list[tuple[Bytes, slice]]
-_PARTS = 4  # at most so many pieces of a page per layer: keys and values apart, and their scales
+_PARTS = 4  # the most pieces of a page per layer: keys, values, and the scales of both
 
 
 class LayerPages(NamedTuple):
@@ -43,22 +43,22 @@ class LayerPages(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Pages of each group and the rows that hold them; what is not to be moved is `NO_PAGE`."""
+    """Pages of each group and their rows. A page that is not moved is `NO_PAGE`."""
 
     pages: Sequence[Sequence[int]]
     rows: Sequence[int]
 
 
 def nothing_left() -> bool:
-    """Copies that were over when they were asked for."""
+    """For copies that were done at once: nothing is left to wait for."""
     return True
 
 
 class EnginePages:
-    """The pages of all layers; a row has the bytes of one block, layer after layer and piece after piece.
+    """The pages of all layers. A row has the bytes of one block, layer after layer and piece after piece.
 
-    `groups` names the layers that share page numbers; without it all do. This class copies where an engine computes on a
-    CPU: whatever is asked for is done at once. `LinkedPages` copies over the link of a GPU while it computes.
+    `groups` names the layers that share page numbers; without it all do. This class is for engines on a CPU: it copies at
+    once. `LinkedPages` copies to and from a GPU while it computes.
     """
 
     gpu: torch.device | None = None  # where the pages are
@@ -78,32 +78,34 @@ class EnginePages:
         self.num_groups = len(named)
         described = [[name, str(each.dtype), list(each.shape), list(each.stride())] for name, each in layers.items()]
         for each in described:
-            each[2] = [0 if size == num_pages else size for size in each[2]]  # how many there are changes no page
+            each[2] = [
+                0 if size == num_pages else size for size in each[2]
+            ]  # the number of pages is no part of the layout
             each[3] = [stride for stride, size in zip(each[3], each[2], strict=True) if size]
         told = described if len(named) == 1 else [described, named]
         self.layout = hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def write(self, moves: Sequence[Move], host: HostRows) -> None:
-        """Copies rows into pages, before anything that is computed next. `TransferError`: some may not be there."""
+        """Copies rows into pages, before anything that is computed next. After a `TransferError` some may be missing."""
         for page, whole, pieces in self._places(moves, host):
             for piece, part in pieces:
                 piece[page] = whole[part]
 
     def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
-        """Begins to copy pages, which are written by now, into rows. What it returns says whether the bytes are there."""
+        """Begins to copy written pages into rows. Returns a function that says whether the bytes are there."""
         for page, whole, pieces in self._places(moves, host):
             for piece, part in pieces:
                 whole[part] = piece[page]
         return nothing_left
 
     def read_layer(self, name: str, moves: Sequence[Move], host: HostRows) -> None:
-        """Moves that `read` will be asked for: this layer has written its pages."""
+        """This layer has written its pages. `moves` are those that `read` will get."""
 
     def settle(self) -> None:
-        """Waits until no row is copied into pages any more, so that others may write to rows."""
+        """Waits until no row is being copied into pages, so that rows may be written."""
 
     def close(self) -> None:
-        """Waits for all copies: their rows are about to go."""
+        """Waits for all copies, because their rows are about to be freed."""
 
     def _places(self, moves: Sequence[Move], host: HostRows) -> Iterator[tuple[int, Bytes, _Parts]]:
         """Each page that is to be moved, its row, and the pieces of its group."""
@@ -115,7 +117,7 @@ class EnginePages:
 
     @cached_property
     def _arrays(self) -> list[_Parts]:
-        """The pieces of each group and their parts of a row. Slices of arrays are copied with the least ado."""
+        """The pieces of each group and their parts of a row, as numpy arrays, whose slices are copied fastest."""
         groups: list[_Parts] = [[] for _ in range(self.num_groups)]
         for layer in self.layers:
             start = layer.start
@@ -131,7 +133,7 @@ def _pieces(name: str, layer: Tensor, num_pages: int) -> list[Tensor]:
         parts = [layer]
     elif layer.dim() > 1 and layer.shape[0] <= _PARTS and layer.shape[1] == num_pages:
         parts = list(layer)
-    elif layer.shape[0] % num_pages == 0:  # kernels that use smaller pages than the scheduler
+    elif layer.shape[0] % num_pages == 0:  # the kernels use smaller pages than the scheduler
         parts = [layer.reshape(num_pages, -1, *layer.shape[1:])]
     else:
         raise ConfigError(f"the cache of {name} has the shape {tuple(layer.shape)}: where are its {num_pages} pages?")
@@ -149,7 +151,7 @@ def _as_bytes(part: Tensor) -> Tensor:
 
 
 def _check_room(num_bytes: int) -> None:
-    """Refuses more than there is: the system would promise it, and end the engine when it is used."""
+    """Refuses more memory than is free: the system would promise it, and kill the engine when it is used."""
     if num_bytes > (free := free_bytes("cpu")):
         raise ConfigError(
             f"host_bytes: {num_bytes:,} bytes do not fit into the memory of this machine, of which about {free:,} bytes are "
@@ -158,7 +160,7 @@ def _check_room(num_bytes: int) -> None:
 
 
 class HostRows:
-    """Memory of the host for `num_rows` pages, page-locked where the engine computes on a GPU."""
+    """Memory of the host for `num_rows` pages, page-locked if the engine computes on a GPU."""
 
     def __init__(self, num_rows: int, row_bytes: int, gpu: torch.device | None = None) -> None:
         self.is_pinned = False
@@ -181,11 +183,11 @@ class HostRows:
 
 
 _Numbers = list[tuple[Int32Array, Int32Array]]  # of each group: pages, and their rows
-_MANY_BLOCKS = 64  # a store of fewer is copied at the end of the step: each layer's turn costs time on the CPU
+_MANY_BLOCKS = 64  # smaller stores are copied after the step, because a copy per layer costs time on the CPU
 
 
 class LinkedPages(EnginePages):
-    """What `EnginePages` does, on a GPU. Used from the thread that computes; `settle` from any."""
+    """`EnginePages` for a GPU. Only the thread that computes uses it; any thread may call `settle`."""
 
     def __init__(
         self, layers: Mapping[str, Tensor], num_pages: int, groups: Sequence[Sequence[str]] | None = None
@@ -196,10 +198,10 @@ class LinkedPages(EnginePages):
             self._in: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._out: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._last_write: torch.cuda.Event | None = None
-        self._said: dict[str, int] = {}  # how often layers said in this step that they have written their pages
+        self._said: dict[str, int] = {}  # by layer: how often `read_layer` was called in this step
 
     def write(self, moves: Sequence[Move], host: HostRows) -> None:
-        """Copies rows into pages, behind everything that was given to the GPU so far; what comes next there waits for it."""
+        """Copies rows into pages after all work that the GPU has so far. Later work on the GPU waits for the copies."""
         if not moves:
             return
         numbers = _numbers(moves)
@@ -225,7 +227,7 @@ class LinkedPages(EnginePages):
         self._out.synchronize()
 
     def read_layer(self, name: str, moves: Sequence[Move], host: HostRows) -> None:
-        """Copies a layer while the next ones are computed, if there is much of it."""
+        """Copies a layer while the next ones are computed, if there are many blocks."""
         if sum(len(move.rows) for move in moves) < _MANY_BLOCKS:
             return
         self._said[name] = self._said.get(name, 0) + 1
@@ -233,19 +235,19 @@ class LinkedPages(EnginePages):
             self._send([layer for layer in self.layers if layer.name == name], moves, host)
 
     def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
-        """Copies the layers that were not, or that have written again since; what comes next on the GPU waits for it."""
+        """Copies layers that are not copied yet, or were written again since. Later work on the GPU waits for the copies."""
         said, self._said = self._said, {}
         self._send([layer for layer in self.layers if said.get(layer.name) != 1], moves, host)
         with current(self._device):
             over = self._out.record_event()
-            torch.cuda.current_stream().wait_event(over)  # the engine may give these pages to others
+            torch.cuda.current_stream().wait_event(over)  # the engine may give these pages to other requests
         return lambda: bool(over.query())
 
     def _send(self, layers: Sequence[LayerPages], moves: Sequence[Move], host: HostRows) -> None:
         numbers = _numbers(moves)
         with current(self._device):
             self._out.wait_stream(torch.cuda.current_stream())
-            self._out.wait_stream(self._in)  # which may still read rows that have another owner now
+            self._out.wait_stream(self._in)  # it may still read rows that belong to another request now
             with torch.cuda.stream(self._out):
                 for layer in layers:
                     self._copy(layer, numbers, host, to_host=True)

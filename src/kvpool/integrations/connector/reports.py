@@ -1,9 +1,10 @@
-"""What a connector reports: events of blocks for routers, counters for the engine's metrics, and a warning if it never helps.
+"""What a connector reports: block events for routers, counters for the engine's metrics, and a warning if it never helps.
 
-Events name blocks by the engine's own hashes, which routers already know from its events of the GPU; inside, a block's
-identity is a digest of ours. A block gets its name here before it can be found, and keeps it as long as it is on the host, or
-is thought to be in a tier. Tiers evict on their own: that a block is gone is reported when somebody looks for it. If events
-were lost because nobody took them for long, the whole host is reported as removed, and then what is there as stored.
+Events name blocks by the engine's own hashes, which routers know from its events about the GPU. Inside kvpool, a digest
+identifies a block. A block gets its engine hash here before it can be found. It keeps the hash as long as it is on the host
+or counts as stored in a tier. Tiers evict by themselves, so the loss of a block is reported when a request looks for it. If
+events were lost because nobody took them for long, all blocks of the host are reported as removed, then those that are there
+as stored.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.manager import KVCacheManager
 
 HOST, STORAGE = "CPU", "STORAGE"
-_MAX_IN_TIERS = 262_144  # blocks that are remembered as told; the oldest are told to be gone
-_MAX_NAMED = 65_536  # blocks that may be about to be published; of older ones nothing came
+_MAX_IN_TIERS = 262_144  # reported blocks that are remembered; beyond that, the oldest are reported as removed
+_MAX_NAMED = 65_536  # blocks that may be published soon; older ones were not
 
 
 class BlocksStored(NamedTuple):
@@ -52,7 +53,7 @@ class BlockEvents:
         self._hash_size = hash_size  # tokens of each of the engine's hashes
         self._subscription = manager.events.subscribe()
         self._named: OrderedDict[bytes, Any] = OrderedDict()  # blocks that are about to be on the host
-        self._on_host: dict[bytes, Any] = {}  # blocks that were told
+        self._on_host: dict[bytes, Any] = {}  # blocks that were reported
         self._in_tiers: OrderedDict[bytes, Any] = OrderedDict()
         self._of_tiers: list[BlockEvent] = []
 
@@ -86,7 +87,7 @@ class BlockEvents:
         self._removed_from_tiers(gone)
 
     def missing_in_tiers(self, tracked: TrackedRequest, first: int, last: int) -> None:
-        """Tiers do not have the first of these blocks, so that those behind it are of no use."""
+        """Tiers do not have the first of these blocks, so the others are useless."""
         gone = [self._in_tiers.pop(digest, None) for digest in tracked.digests(first, last)]
         self._removed_from_tiers([name for name in gone if name is not None])
 
@@ -95,7 +96,7 @@ class BlockEvents:
             self._of_tiers.append(BlocksRemoved(names, STORAGE, 0))
 
     def forget_tiers(self) -> None:
-        """After a reset nothing in tiers can be found."""
+        """After a reset nothing in tiers is found."""
         self._removed_from_tiers(list(self._in_tiers.values()))
         self._in_tiers.clear()
 
@@ -125,7 +126,7 @@ class BlockEvents:
         return [BlocksStored(names, parent, event.tokens.tolist(), HOST, _adapter(event.scope.adapter), event.group)]
 
     def _forget_host(self) -> list[BlockEvent]:
-        """Nothing is known of the host any more but the names of what was there."""
+        """Forgets all reports about the host, but keeps the names of the blocks that were there."""
         names = list(self._on_host.values())
         self._named.update(self._on_host)
         self._on_host.clear()
@@ -140,8 +141,8 @@ def _adapter(adapter: str) -> str | None:
 # --- a warning -------------------------------------------------------------------------------------------------------
 
 
-REPEATS = 8  # prompts that should have been found, before it is said
-SHORT_PROMPTS = 32  # prompts without a whole block, before it is said
+REPEATS = 8  # after so many prompts that should have been found, it warns
+SHORT_PROMPTS = 32  # after so many prompts without a full block, it warns
 _REMEMBERED = 4096
 
 _log = logging.getLogger("kvpool")
@@ -157,7 +158,7 @@ class NoHitWarning:
         self._ended: OrderedDict[tuple[object, bytes], None] = OrderedDict()
         self._repeats = 0
         self._short = 0
-        self._is_settled = False  # something was found, or the line was written
+        self._is_settled = False  # something was found, or it has warned
 
     def looked(self, tracked: TrackedRequest, num_local: int, num_found: int) -> None:
         """A request was looked up for the first time: the engine had `num_local` blocks, and `num_found` more were found."""
@@ -182,7 +183,7 @@ class NoHitWarning:
         """A request is over: others should find what it computed from now on."""
         if self._is_settled or not tracked.is_known or tracked.num_ids <= self._block_size:
             return
-        self._short = -(2**60)  # there are long ones
+        self._short = -(2**60)  # there are long prompts, so it never warns
         self._ended[self._key(tracked)] = None
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -233,7 +234,7 @@ class Increments:
         self._before: Mapping[str, int] = {}
 
     def since(self, totals: Mapping[str, int]) -> dict[str, int]:
-        """What each total has grown by since the last call; those that stand still are left out."""
+        """How much each total has grown since the last call, without those that have not."""
         if totals == self._before:
             return {}
         before, self._before = self._before, dict(totals)

@@ -1,7 +1,7 @@
 """TrackedRequest: what the scheduler's side knows of one request of the engine.
 
-Its options come as `kv_transfer_params={"kvpool": {"no_store": true}}` in vLLM. Its adapter is told from others by the
-adapter's files, as they were when the engine began to use it.
+Its options come as `kv_transfer_params={"kvpool": {"no_store": true}}` in vLLM. The files of an adapter identify it, as they
+were when the engine began to use it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _KnownAdapter(NamedTuple):
 
 
 class Adapters:
-    """The adapters of one engine. What it loaded under a number stays that until it loads something else under another."""
+    """The adapters of one engine. A number stands for the same adapter as long as the engine uses it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _KnownAdapter] = {}
@@ -52,8 +52,8 @@ class Adapters:
     def identity(self, adapter: Any) -> str | None:
         """Name and content of an adapter, by the attributes of vLLM's `LoRARequest`.
 
-        Files that cannot be read here get an identity that no other process has. None: they have changed since the engine
-        began to use them, and nobody knows which of them it computes with.
+        Files that cannot be read here get an identity that no other process has. None means that the files have changed since
+        the engine began to use them, so that nobody knows which ones it uses.
         """
         key = int(getattr(adapter, "lora_int_id", 0)), str(getattr(adapter, "lora_path", ""))
         known = self._known.get(key)
@@ -72,7 +72,7 @@ class Adapters:
 
 
 def _directory(path: str) -> Path | None:
-    """Where the files are: the directory that was named, or the engine's download of it."""
+    """The directory of the files: the named one, or the engine's download of it."""
     if path and Path(path).is_dir():
         return Path(path)
     try:
@@ -121,7 +121,7 @@ class RequestOptions:
 
     @classmethod
     def of(cls, params: Any) -> RequestOptions:
-        """From what an engine hands over with a request; `ConfigError` for what cannot be."""
+        """From what an engine passes with a request; raises `ConfigError` for wrong values."""
         if params is None:
             return NO_OPTIONS
         names = [each.name for each in fields(cls)]
@@ -146,7 +146,7 @@ class RequestOptions:
             self.retention()
 
     def retention(self) -> Retention | None:
-        """The priority in the manager's words."""
+        """The priority as a `Retention` of the manager."""
         if self.priority is None:
             return None
         try:
@@ -156,7 +156,7 @@ class RequestOptions:
 
 
 def _check_others(params: Mapping[Any, Any], names: list[str]) -> None:
-    """Other connectors have keys of their own there; what looks like ours in a wrong place is not passed over."""
+    """Refuses our options in a wrong place. Other keys are allowed, because they may belong to other connectors."""
     for key in params:
         if key in names:
             raise ConfigError(f"{key} belongs into {{{KEY!r}: {{…}}}} in kv_transfer_params")
@@ -167,16 +167,16 @@ def _check_others(params: Mapping[Any, Any], names: list[str]) -> None:
 NO_OPTIONS = RequestOptions()
 
 
-_ROOM = 256  # tokens that the array of ids has to spare when it grows
+_ROOM = 256  # spare tokens of the array of ids when it grows
 
 
 def scope_of(request: Any, epoch: str, adapter: str) -> ReuseScope:
-    """What must be equal besides the tokens: `cache_salt` is the tenant; `epoch` changes with every reset."""
+    """The reuse scope of a request: `cache_salt` is the tenant, and `epoch` changes with every reset."""
     return ReuseScope(tenant=request.cache_salt or "", adapter=adapter, weights=epoch)
 
 
 def items_of(request: Any) -> tuple[MultimodalItem, ...]:
-    """Images and other inputs behind placeholder tokens."""
+    """Images and other inputs that placeholder tokens stand for."""
     return tuple(
         MultimodalItem(each.mm_position.offset, each.mm_position.length, each.identifier)
         for each in sorted(request.mm_features or (), key=lambda each: each.mm_position.offset)
@@ -185,29 +185,29 @@ def items_of(request: Any) -> tuple[MultimodalItem, ...]:
 
 @dataclass
 class Saving:
-    """Rows of one request. Those below `num_published` may have been replaced by equal ones; ask the handle."""
+    """The rows of one request. Equal rows may have replaced the first `num_published`; the handle has the current ones."""
 
     owner: TrackedRequest
     handle: KVCacheHandle
-    num_ordered: int  # blocks from the first on that are there or were ordered
-    num_published: int  # of them, that can be found
+    num_ordered: int  # first blocks that are there or were ordered
+    num_published: int  # those of them that can be found
     rows: list[int] = field(default_factory=list)
     num_jobs: int = 0  # in flight
-    is_spoiled: bool = False  # something went wrong: what is in flight is not published
+    is_spoiled: bool = False  # something failed: blocks in flight are not published
 
 
 @dataclass
 class TrackedRequest:
-    """A request as the scheduler's side sees it. Everything is counted in blocks unless it says tokens."""
+    """A request as the scheduler's side sees it. Counts are blocks unless they say tokens."""
 
     request: Any
     block_size: int
     scope: ReuseScope
     items: tuple[MultimodalItem, ...]
     options: RequestOptions = NO_OPTIONS
-    is_cached: bool = True  # False: its tokens do not say what it computes
+    is_cached: bool = True  # False: what it computes depends on more than its tokens
     was_looked_up: bool = False
-    num_local: int = 0  # that the engine's own cache had at the last look-up
+    num_local: int = 0  # blocks that the engine's own cache had at the last look-up
     lookup: Pending[list[int]] | None = None  # which tier has each block from `asked_from` on; None: not asked
     asked_from: int = 0
     waits: bool = False  # the last look-up promised a load that takes a while
@@ -225,7 +225,7 @@ class TrackedRequest:
 
     @property
     def is_known(self) -> bool:
-        """Whether its tokens and items say what it computes; a session may have got further images meanwhile."""
+        """Whether its tokens and items determine what it computes. A session may have got further images meanwhile."""
         return self.is_cached and len(self.request.mm_features or ()) == len(self.items)
 
     @property
@@ -244,9 +244,9 @@ class TrackedRequest:
         return int(self.request.num_prompt_tokens)
 
     def tokens(self, upto: int | None = None) -> Int32Array:
-        """The first `upto` ids, or all; a view that the next call may outgrow.
+        """The first `upto` ids, or all of them, as a view that is valid until the next call.
 
-        What was asked for is taken as final, apart from the last id: an engine may take back what it sampled and did not use.
+        Ids that were returned once count as final, except for the last one: an engine may discard a sampled token.
         """
         given = self.request.all_token_ids
         total, known = len(given) if upto is None else upto, self._num_ids
@@ -263,11 +263,11 @@ class TrackedRequest:
         return self._ids[:total]
 
     def items_within(self, num_tokens: int) -> tuple[MultimodalItem, ...] | None:
-        """Those that begin among the first tokens."""
+        """The items that begin within the first so many tokens."""
         return tuple(item for item in self.items if item.position < num_tokens) or None
 
     def digests(self, first: int, last: int) -> list[bytes]:
-        """The digests of blocks, as the manager announces them; each is computed once."""
+        """The digests of blocks, as in the manager's events; each is computed once."""
         done = len(self._digests)
         if done < last:
             size = self.block_size
@@ -277,7 +277,7 @@ class TrackedRequest:
         return self._digests[first:last]
 
     def tier_digests(self, first: int, last: int) -> list[bytes]:
-        """The same with the tag of their scope, as keys of tiers are made of."""
+        """The same with the tag of their scope, for the keys of tiers."""
         if not self._tag:
             self._tag = scope_tag(self.scope)
         return [self._tag + digest for digest in self.digests(first, last)]

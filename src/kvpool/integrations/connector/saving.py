@@ -1,13 +1,13 @@
-"""Stores: which pages go to the host, what becomes visible when the workers confirm it, what then goes on to the tiers.
+"""Stores: copies pages to the host, publishes them when the workers confirm, and then has them stored in the tiers.
 
-    ordered    the step that writes the pages carries the copy; the rows are held, nobody can find them
-    confirmed  by all workers; published together with others, at the latest when somebody looks for anything
-    published  ordered to the tiers below, if there are any
-    done       the tiers' side has its own copy of the bytes: no job uses the rows any more
+    ordered    the copy goes with the step that writes the pages; the rows are held, and nobody can find them
+    confirmed  all workers have done it; blocks are published together, at the latest before the next look-up
+    published  blocks can be found, and are ordered to the tiers below, if there are any
+    done       the tiers have their own copy of the bytes: no job uses the rows any more
 
-A request that runs keeps its rows, and a few more for its next blocks, so that a step which fills blocks costs no look-up
-(`HeldRows`). It loses them when it ends, when somebody needs the room, and when all requests together hold more than a
-quarter of the host.
+A running request keeps its rows, and a few more for its next blocks, so that a step which fills blocks needs no look-up
+(`HeldRows`). It loses them when it ends, when another request needs the room, and when all requests together hold more than
+a quarter of the host.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.sequences.handle import KVCacheHandle
 
-_MANY = 32  # confirmed blocks that are published at once even if nobody asks
+_MANY = 32  # so many confirmed blocks are published even before a look-up
 
 
 @dataclass
 class SaveStats:
-    """Blocks since the connector was made."""
+    """Counts of blocks since the connector was made."""
 
     stored: int = 0
     no_room: int = 0  # not stored because everything on the host was in use
@@ -46,7 +46,7 @@ class _StoreJob:
 
 
 class Saver:
-    """Everything that goes from the engine's pages into the host's rows."""
+    """Copies from the engine's pages into the host's rows."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Saver:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def save(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """Stores whole blocks of a request, which the planned step computes up to `num_tokens`."""
+        """Stores full blocks of a request that the planned step computes up to `num_tokens`."""
         last = min(num_tokens, tracked.num_ids) // self._block_size
         if tracked.num_seen < last <= min(map(len, tracked.pages)) and tracked.is_known:
             self._due.append((tracked, last))
 
     def order(self, orders: Orders) -> None:
-        """Orders the copies of what the host lacks, and hands what was published over to the tiers' side."""
+        """Orders copies of what the host lacks, and has published blocks stored in the tiers."""
         if orders.is_idle or self._num_confirmed >= _MANY:
             self.publish()
         orders.spills, self._waiting = self._waiting, []
@@ -97,7 +97,7 @@ class Saver:
             saving = tracked.saving
             if saving is None:
                 beginning.append((tracked, last))
-            elif last <= saving.num_ordered:  # it was preempted and computes again what is there or in flight
+            elif last <= saving.num_ordered:  # it was preempted, and computes blocks again that are there or in flight
                 tracked.num_seen = last
             elif not saving.is_spoiled:  # otherwise it is looked at again in the next step
                 growing.append((saving, last))
@@ -107,7 +107,7 @@ class Saver:
             if last <= len(saving.rows):
                 saving.owner.num_seen = last
                 self._order(saving, last, orders)
-        for tracked, last in beginning:  # these may take rows that others hold and no job uses
+        for tracked, last in beginning:  # these may take rows that others hold but no job uses
             if (saving := self._begin(tracked, last)) is not None:
                 self._order(saving, last, orders)
             tracked.num_seen = last
@@ -159,7 +159,7 @@ class Saver:
             self._num_confirmed += done.last - done.first
 
     def publish(self) -> None:
-        """Makes what was confirmed findable, of all requests at once, and sends it on to the tiers."""
+        """Publishes confirmed blocks of all requests at once, and orders them to the tiers."""
         if not self._confirmed:
             return
         confirmed, self._confirmed, self._num_confirmed = self._confirmed, [], 0
@@ -182,7 +182,7 @@ class Saver:
                 self._let_go(done.saving)
 
     def _spill(self, spilled: list[_StoreJob]) -> None:
-        """The rows as they are now: publishing may have put a block that was there already in place of ours."""
+        """Orders the current rows to the tiers. Publishing may have replaced ours by an equal block that was there."""
         spill = Spill(self._new_job(), [], [])
         for done in spilled:
             spill.rows += done.saving.handle.block_ids()[done.first : done.last].tolist()
@@ -191,13 +191,13 @@ class Saver:
         self._spills[spill.job] = spilled
 
     def spoil(self) -> None:
-        """Does not publish what is in flight: it may be computed from pages that were not loaded."""
+        """Prevents blocks in flight from being published: they may depend on pages that were not loaded."""
         for job in self._stores.values():
             job.saving.is_spoiled = True
 
     def forget(self) -> None:
         """After a reset: nothing in flight is published, or reported as stored in tiers."""
-        self.make_room()  # publishes what was confirmed, for the last time
+        self.make_room()  # publishes confirmed blocks one last time
         self.spoil()
         for spilled in self._spills.values():
             for job in spilled:
@@ -218,7 +218,7 @@ class Saver:
         return self._held.make_room()
 
     def finish(self, tracked: TrackedRequest) -> None:
-        """A request has ended; copies of its pages that are in flight go on."""
+        """A request has ended. Copies of its pages in flight go on."""
         tracked.is_over = True
         if tracked.saving is not None:
             self.publish()
@@ -229,12 +229,12 @@ class Saver:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-_SHARE = 4  # requests hold at most the host's rows divided by this, and those that jobs use
-_AHEAD = 8  # blocks that a request has rows for before it fills them
+_SHARE = 4  # requests hold at most one row in so many of the host, besides rows that jobs use
+_AHEAD = 8  # a request gets rows for so many blocks before it fills them
 
 
 class HeldRows:
-    """Takes rows, many at a time, and lets go of them."""
+    """Allocates rows, many at a time, and frees them."""
 
     def __init__(self, manager: KVCacheManager, block_size: int, num_rows: int) -> None:
         self._manager = manager
@@ -244,11 +244,11 @@ class HeldRows:
         self._num_rows = 0  # of all of them
 
     def take(self, tracked: TrackedRequest, tokens: Int32Array) -> KVCacheHandle:
-        """Holds what the host has of a prefix, and rows for the rest; `OutOfBlocksError` if that cannot be."""
+        """Holds what the host has of a prefix, and rows for the rest; raises `OutOfBlocksError` if there are too few."""
         return take_rows(self._manager, tracked, tokens, len(tokens), self.make_room)
 
     def keep(self, tracked: TrackedRequest, handle: KVCacheHandle) -> Saving:
-        """The rows of a request that goes on."""
+        """Keeps the rows of a running request."""
         found = handle.num_cached_blocks
         saving = Saving(tracked, handle, found, found, handle.block_ids().tolist())
         self._all[id(saving)] = saving
@@ -257,13 +257,13 @@ class HeldRows:
         return saving
 
     def grow(self, growing: Sequence[tuple[Saving, int]]) -> None:
-        """Takes rows up to the given number of blocks; a request that cannot have them stays as it is."""
+        """Allocates rows up to the given number of blocks. A request that cannot have them stays as it is."""
         short = {id(saving): last for saving, last in growing if last > len(saving.rows)}
         if not short:
             return
         ahead = min(_AHEAD, self._most // (2 * len(self._all)))
         wanted = {key: last + ahead for key, last in short.items()}
-        for key, saving in self._all.items():  # others that will soon be short get theirs in the same call
+        for key, saving in self._all.items():  # requests that will soon need rows get them in the same call
             if key not in wanted and not saving.is_spoiled and len(saving.rows) < saving.num_ordered + ahead // 2:
                 wanted[key] = saving.num_ordered + ahead
         try:
@@ -272,7 +272,7 @@ class HeldRows:
             self._grow_each(short)
 
     def _grow_each(self, short: dict[int, int]) -> None:
-        """Only what is needed now, one by one: a request that cannot have its rows must not stop the others."""
+        """Allocates only what is needed now, one by one: a request that gets no rows must not stop the others."""
         self.make_room({*short})
         for key, last in short.items():
             try:
@@ -296,7 +296,7 @@ class HeldRows:
         if saving.owner.is_over or saving.is_spoiled:
             self._free(saving)
             if saving.is_spoiled:
-                saving.owner.num_seen = 0  # the pages are looked at again, and computed again where they were wrong
+                saving.owner.num_seen = 0  # its pages are considered for storing again
         elif self._num_rows > self._most:
             self.make_room()
 
@@ -323,7 +323,7 @@ def take_rows(
 ) -> KVCacheHandle:
     """Holds what the host has of a request's first tokens, and rows up to `num_reserved` tokens.
 
-    As long as there are too few rows and `make_room` gives some back it tries again; then it raises `OutOfBlocksError`.
+    While there are too few rows and `make_room` frees some, it tries again. Then it raises `OutOfBlocksError`.
     """
     while True:
         try:

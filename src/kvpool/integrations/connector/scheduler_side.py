@@ -1,12 +1,13 @@
-"""SchedulerSide: the half of a connector that runs beside the engine's scheduler and decides with numbers. Read this first.
+"""SchedulerSide: the half of a connector that runs in the process of the engine's scheduler. Read this first.
 
-    look_up          what can be loaded for a waiting request: from the host now, from tiers below after a while
-    order_load       the engine made room for it
-    follow, orders   what this step writes is stored; everything ordered goes to the workers with the step
-    take_report      what the workers did: stores become visible, loads are over, confirmed blocks go on to the tiers
+    look_up          says what can be loaded for a waiting request: from the host now, from tiers below after a while
+    order_load       the engine has pages for it: orders the load
+    follow, orders   order stores of what this step writes; all orders go to the workers with the step
+    take_report      handles what the workers did: publishes stores, ends loads, orders published blocks to the tiers
     finish, reset    a request ends; everything is forgotten
 
-Requests are the engine's own objects, read by the attributes that vLLM's have. Bytes are the workers' (`worker_side.py`).
+It decides with numbers only; the workers move the bytes (`worker_side.py`). Requests are objects of the engine, read by the
+attributes of vLLM's requests.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvpool.quiet import QuietLog
 
 
 class StepClock:
-    """What a look-up found must be there when the engine has made room for it: nothing expires in between."""
+    """A clock that stops between a look-up and the load that it promises, so that nothing expires in between."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -48,16 +49,16 @@ class StepClock:
         return self._clock() if self._held is None else self._held
 
     def hold(self) -> None:
-        """Something is promised."""
+        """Stops the clock: a load is promised."""
         if self._held is None:
             self._held = self._clock()
 
     def go_on(self) -> None:
-        """Promises were kept."""
+        """Lets the clock run: no promise is open."""
         self._held = None
 
 
-_MAX_EVENTS = 65_536  # that are kept until the engine takes them
+_MAX_EVENTS = 65_536  # kept until the engine takes them
 
 
 class SchedulerSide:
@@ -74,7 +75,7 @@ class SchedulerSide:
         hash_size: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `hash_size`, the tokens of each hash in the requests' `block_hashes`, blocks are announced by them."""
+        """`hash_size` is the number of tokens of each hash in `block_hashes` of requests. With it, events are reported."""
         self._clock = StepClock(clock)
         self.num_workers = len(workers)
         if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
@@ -82,7 +83,7 @@ class SchedulerSide:
         num_rows = min(worker.num_rows for worker in workers)
         self.manager = KVCacheManager(
             KVCacheConfig(
-                [LayerSpec(kv_heads=1, head_dim=8)],  # bytes are none of its business: rows are counted, not measured
+                [LayerSpec(kv_heads=1, head_dim=8)],  # any shape will do: this manager only counts rows
                 block_size=block_size,
                 gpu_blocks=num_rows,
                 partial_match=False,
@@ -117,7 +118,7 @@ class SchedulerSide:
     # --- loads -------------------------------------------------------------------------------------------------------
 
     def look_up(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens behind `num_computed_tokens` can be loaded, and whether outside of steps; None: ask again."""
+        """How many tokens after `num_computed_tokens` can be loaded, and whether outside of steps; None: ask again."""
         tracked = self._tracked(request)
         if not self._loads or not tracked.is_known:
             return 0, False
@@ -132,7 +133,7 @@ class SchedulerSide:
         return num_tokens, waits
 
     def order_load(self, request: Any, pages: Sequence[list[int]], num_tokens: int) -> None:
-        """The engine gave the request these pages of each group; `num_tokens` of them are to be loaded."""
+        """The engine gave the request these pages of each group: orders a load of `num_tokens` tokens into them."""
         tracked = self._tracked(request)
         tracked.hits = (0, 0, 0)
         if num_tokens:
@@ -156,9 +157,9 @@ class SchedulerSide:
         steps: Iterable[tuple[str, Sequence[Sequence[int]] | None, int]],
         tables: Callable[[str], list[list[int]]] | None = None,
     ) -> None:
-        """The same for requests that run: further pages, if they got any, and how far the step computes them.
+        """The same for running requests: their new pages, if they got any, and how far the step computes them.
 
-        Where pages leave a window, `tables` says which ones a request has now; what it got is not looked at then.
+        If pages leave a window, `tables` has all current pages of a request, and the new ones are ignored.
         """
         requests, size = self._requests, self._block_size
         for request_id, new_pages, num_tokens in steps:
@@ -196,7 +197,7 @@ class SchedulerSide:
                 self._reports[job] = progress
             else:
                 over.append((job, progress.num_blocks))
-        # Loads first: what was computed behind one that failed must not become visible.
+        # Loads first: blocks that were computed after a failed load must not be published.
         rest = [(job, num_blocks) for job, num_blocks in over if not self._end_load(job, num_blocks)]
         for job, num_blocks in rest:
             self._saver.confirm(job, num_blocks)
@@ -215,7 +216,7 @@ class SchedulerSide:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str) -> None:
-        """The engine is done with a request; copies of its pages that are in flight go on."""
+        """The engine is done with a request. Copies of its pages in flight go on."""
         if (tracked := self._requests.pop(request_id, None)) is not None:
             self._saver.finish(tracked)
             if self._loads:
@@ -240,7 +241,7 @@ class SchedulerSide:
         return {**vars(self._saver.stats), **vars(self._loader.stats)}
 
     def take_counts(self) -> dict[str, int]:
-        """What `stats` have grown by since the last call."""
+        """How much `stats` have grown since the last call."""
         return self._increments.since(self.stats())
 
     def take_events(self) -> Sequence[BlockEvent]:
@@ -248,7 +249,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take()
 
     def close(self) -> None:
-        """Lets go of the tiers."""
+        """Closes the tiers."""
         if self._lookups is not None:
             self._lookups.close()
 
@@ -279,7 +280,7 @@ class SchedulerSide:
 # --- pins ------------------------------------------------------------------------------------------------------------
 
 
-_MANY = 1024  # pins after which those whose time is over are dropped
+_MANY = 1024  # with so many pins, expired ones are dropped
 
 _log = logging.getLogger("kvpool")
 
@@ -295,7 +296,7 @@ class PromptPins:
         self._quiet = QuietLog(_log)
 
     def add(self, tracked: TrackedRequest) -> None:
-        """A request has ended that wanted its prompt pinned, or not any more."""
+        """A request has ended that asked for a pin of its prompt, or for its end."""
         self._due.append(tracked)
 
     def apply(self) -> None:
@@ -324,7 +325,7 @@ class PromptPins:
             self._pins = {key: pin for key, pin in self._pins.items() if self._manager.cache.is_pinned(pin)}
 
     def end_all(self) -> None:
-        """Nothing is pinned any more."""
+        """Ends all pins."""
         self._due.clear()
         for pin in self._pins.values():
             if self._manager.cache.is_pinned(pin):

@@ -1,7 +1,7 @@
 """The settings of a connector: memory of the host, how it is divided and evicted, and the tiers below it.
 
-Each worker writes to a directory of its own; others read beside it. A configuration file of LMCache is read where its
-settings mean the same here; other settings of it raise an error that names them.
+Each worker writes to its own directory; others may read there. A configuration file of LMCache can be used, too. Settings of
+it that have no equal here raise an error that names them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ConnectorSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], option: str = "kv_connector_extra_config") -> ConnectorSettings:
-        """From the mapping that an engine was given as `option`; what is unknown or cannot work raises `ConfigError`."""
+        """From the mapping that an engine got as `option`; unknown keys and wrong values raise `ConfigError`."""
         if not isinstance(given, Mapping):
             raise ConfigError(f'{option} must be a mapping, as {{"disk": …}}; got {show(given)}')
         if "lmcache_config" in given:
@@ -96,7 +96,7 @@ class ConnectorSettings:
         _check_quotas(self.quotas)
 
     def of_engine(self, number: int) -> ConnectorSettings:
-        """For one of several equal engines: only one writes to a directory, so that others have a folder each in it."""
+        """The settings of one of several equal engines. Only one may write to a directory, so each other has a subfolder."""
         if self.disk is None or number == 0:
             return self
         return replace(self, disk=str(Path(self.disk) / f"engine-{number}"))
@@ -113,7 +113,7 @@ class ConnectorSettings:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether something lies below the host."""
+        """Whether there are tiers below the host."""
         return self.disk is not None or self.remote is not None
 
     def num_rows(self, block_bytes: int) -> int:
@@ -142,7 +142,7 @@ def open_worker_tiers(settings: ConnectorSettings, worker: Introduction, *, is_r
 
 
 def _with_lmcache(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of a file of LMCache, and those given beside it, which go before."""
+    """Settings of a file of LMCache, overridden by those that are given beside it."""
     own = {key: value for key, value in given.items() if key != "lmcache_config"}
     path = given["lmcache_config"]
     if not isinstance(path, str) or not path:
@@ -173,7 +173,7 @@ def _check_quotas(quotas: object) -> None:
 _GIGABYTE = 2**30
 _REMOTE_SCHEMES = ("redis", "rediss", "s3")
 _POLICIES = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
-# What is so anyway, or has nothing to correspond to it: said in the log, for the reader to see that it was seen.
+# Settings that always hold here, or have no equal. They are logged, so that a user knows that they have no effect.
 _WITHOUT_EFFECT = {
     "chunk_size": "blocks have vLLM's block size",
     "local_cpu": "the host always comes first",
@@ -187,12 +187,12 @@ _log = logging.getLogger("kvpool")
 
 
 def settings_of(path: str) -> dict[str, Any]:
-    """The connector's settings that a file of LMCache stands for; `ConfigError` for what has another meaning here."""
+    """The settings that a file of LMCache stands for; raises `ConfigError` for those that mean something else here."""
     given = _read(path)
     settings: dict[str, Any] = {}
     for key, value in given.items():
         if value is None or value is False or value in ("", [], {}) or key in _WITHOUT_EFFECT:
-            continue  # what is off in LMCache is not there in kvpool
+            continue  # a feature that is off in LMCache needs nothing here
         if key == "max_local_cpu_size":
             settings["host_bytes"] = _gigabytes(key, value)
         elif key == "local_disk":

@@ -1,4 +1,4 @@
-"""WorkerSide: the half of a connector that runs in a worker of the engine. It moves the bytes that `Orders` name."""
+"""WorkerSide: the half of a connector that runs in a worker of the engine. It carries out `Orders`: it moves the bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
 from kvpool.tiers.transport.threads import Pending, ThreadPool
 
-IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
+IDLE_WAIT = 0.01  # seconds that an empty step waits for a load, because the engine would run the next one at once
 CLOSE_SECONDS = 10.0
 _FETCH_THREADS = 2
 _STAGING_BLOCKS = 64
@@ -42,7 +42,7 @@ _log = logging.getLogger("kvpool")
 
 
 class _TierLoad(NamedTuple):
-    """A load whose rows come from tiers: `rows` will say how many from the first on are there."""
+    """A load whose rows come from tiers: `rows` will say how many of the first ones are there."""
 
     load: Load
     rows: Pending[int]
@@ -64,7 +64,7 @@ class WorkerSide:
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
         self._threads = ThreadPool("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
         self._fetches: list[_TierLoad] = []
-        self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there
+        self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # each with a check whether it is done
         self._ended = threading.Event()  # set when a fetch ends
         self._report = Report()
         self._loaded: set[str] = set()
@@ -77,7 +77,7 @@ class WorkerSide:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def load(self, orders: Orders) -> None:
-        """Brings in what the step needs, and starts what requests outside of it wait for."""
+        """Does the loads of the step, and starts the loads for which requests outside of it wait."""
         landing = []
         for load in orders.loads:
             if load.is_async:
@@ -88,11 +88,11 @@ class WorkerSide:
 
     def store_layer(self, orders: Orders, name: str) -> None:
         """The step has written the pages of this layer; `store` follows when it has written all."""
-        if orders.stores and self._pages.gpu is not None:  # a CPU copies all layers at the end, and is asked often
+        if orders.stores and self._pages.gpu is not None:  # on a CPU, all layers are copied at the end
             self._pages.read_layer(name, _moves(orders), self._host)
 
     def store(self, orders: Orders) -> None:
-        """Copies what the step has written, and hands confirmed rows over to the tiers."""
+        """Copies what the step has written, and has confirmed rows stored in the tiers."""
         if orders.stores:
             self._storing.append((self._pages.read(_moves(orders), self._host), orders.stores))
             self._confirm_stores()
@@ -100,7 +100,7 @@ class WorkerSide:
             self._spill(spill)
 
     def _confirm_stores(self) -> None:
-        """Those whose bytes have arrived, in the order in which they were ordered."""
+        """Confirms the stores whose bytes have arrived, in their order."""
         while self._storing and self._storing[0][0]():
             for store in self._storing.popleft()[1]:
                 self._done(store.job, len(store.rows))
@@ -124,7 +124,7 @@ class WorkerSide:
                 self._loaded.add(fetch.load.request_id)
         for fetch in self._fetches:
             if fetch.rows.is_overdue and not fetch.rows.is_given_up and fetch.rows.give_up():
-                self._lose(fetch.load, 0)  # its rows stay held until the tier has let go of them
+                self._lose(fetch.load, 0)  # its rows stay held until the tier does not use them any more
                 self._loaded.add(fetch.load.request_id)
 
     def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
@@ -159,7 +159,7 @@ class WorkerSide:
     # --- what the engine asks for ------------------------------------------------------------------------------------
 
     def take_loaded(self) -> set[str]:
-        """Requests outside of steps whose loads are over, well or not."""
+        """Requests outside of steps whose loads are over, with or without success."""
         loaded, self._loaded = self._loaded, set()
         return loaded
 
@@ -169,7 +169,7 @@ class WorkerSide:
         return failed
 
     def take_failed_requests(self) -> set[str]:
-        """The same where layers are in several groups: requests of which something is missing."""
+        """The same for layers in several groups: requests that miss something."""
         failed, self._failed_requests = self._failed_requests, set()
         return failed
 
@@ -195,7 +195,7 @@ class WorkerSide:
     # --- tiers -------------------------------------------------------------------------------------------------------
 
     def _spill(self, spill: Spill) -> None:
-        """Copies the rows at once, so that the host may use them again. A tier with too much waiting gets nothing."""
+        """Copies the rows at once, so that the host can reuse them. If too much waits for a tier, it gets nothing."""
         assert self._storer is not None
         self._done(spill.job, len(spill.rows))
         keys = self._space.keys(spill.digests)
@@ -217,11 +217,11 @@ class WorkerSide:
             drop()
 
     def _fetch(self, fetch: _TierLoad) -> None:
-        """In a thread of its own: fills rows from the first tier that has each of them."""
+        """Fills each row from the first tier that has it. Runs in a thread of the pool."""
         load, came = fetch.load, 0
         try:
             keys = self._space.keys(load.digests)
-            self._pages.settle()  # these rows may have had another owner, whose pages they are still copied to
+            self._pages.settle()  # the rows may still be copied to pages of an earlier owner
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
             came = self._tiers.load_prefix(keys, rows, fetch.rows.due)
         finally:
@@ -234,7 +234,7 @@ class WorkerSide:
         self._quiet.warning("kvpool connector: %s; the engine computes them again", what)
 
     def close(self) -> None:
-        """Stores what waits, within some seconds, and lets go of the tiers."""
+        """Stores what waits, within some seconds, and closes the tiers."""
         self._threads.stop(1.0)
         if self._storer is not None:
             self._storer.close(CLOSE_SECONDS)

@@ -1,1 +1,1 @@
-"""One thin module for each minor version of vLLM that is supported: what the interface looks like there, and nothing else."""
+"""A thin module for each supported minor version of vLLM, with only what its connector interface needs."""

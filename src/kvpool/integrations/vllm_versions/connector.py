@@ -1,4 +1,4 @@
-"""The connector interface of vLLM 0.31 in terms of the two sides in `kvpool.integrations.connector`; later ones add to it."""
+"""The connector interface of vLLM 0.31, on the two sides in `kvpool.integrations.connector`; later versions extend it."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untype
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers report of a step, and of themselves in the first one, where no handshake did that before."""
+    """What the workers report of a step; in the first one also their introductions, if there was no handshake."""
 
     report: Report
     introductions: tuple[Introduction, ...] = ()
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
-        """Of this worker, or these, and another."""
+        """The report of these workers and another one together."""
         return WorkerMetadata(self.report.joined(other.report), self.introductions + other.introductions)
 
 
 @dataclass
 class WorkerIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker says of itself before the first step."""
+    """The introduction of a worker before the first step."""
 
     introduction: Introduction
 
@@ -98,13 +98,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._has_windows = any(is_windowed(group) for group in groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._introduction: Introduction | None = None  # of this worker, until it has been handed over
+        self._introduction: Introduction | None = None  # of this worker, until it was sent
         self._workers: list[Introduction] = []
         self._hash_size = self._block_size
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A block that was not stored is computed again."""
+        """False: a block that was not stored is computed again."""
         return False
 
     # --- in the workers ----------------------------------------------------------------------------------------------
@@ -125,9 +125,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = WorkerSide(self._settings, pages, introduction, is_reader=is_reader)
 
     def get_handshake_metadata(self) -> WorkerIntroduction | None:
-        """Asked of every worker before the first step.
+        """The introduction of this worker. vLLM asks every worker before the first step.
 
-        vLLM's MultiConnector hands the metadata of one connector to all: among others this one says nothing here, and
+        vLLM's MultiConnector passes the metadata of one connector to all. Inside it, this one returns nothing here, and
         introduces itself in the first step.
         """
         if self._introduction is None or get_kv_transfer_group() is not self:
@@ -136,11 +136,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return WorkerIntroduction(introduction)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads of the step, before it computes; loads that requests wait for begin."""
+        """Does the loads of the step, and starts loads for which requests wait."""
         self._ready_worker.load(self._step_orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads of a step come before all that it computes: docs/decisions/0014 says why."""
+        """Nothing to do: all loads of a step run before it. docs/decisions/0014 says why."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """The step has written the pages of a layer."""
@@ -156,7 +156,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, self._ready_worker.take_loaded() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The same with requests whose loads failed, where pages alone do not say which request had them."""
+        """The same with requests whose loads failed, for engines in which pages do not identify the request."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= self._ready_worker.take_failed_requests()
         return results
@@ -176,7 +176,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- beside the scheduler ----------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What workers say of themselves; that of other connectors' is none of our business."""
+        """Takes the introductions of the workers, and ignores those of other connectors."""
         self._meet(each.introduction for each in metadata.values() if isinstance(each, WorkerIntroduction))
 
     def _meet(self, workers: Iterable[Introduction]) -> None:
@@ -197,7 +197,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What can be loaded for a waiting request; asked in every step while it waits."""
         if self._scheduler is None:
-            return None, False  # the first step brings what the workers say of themselves
+            return None, False  # the first step brings the introductions of the workers
         return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -206,7 +206,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ready_scheduler.order_load(request, pages, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """A step is planned: what it writes is stored, and everything ordered goes with it."""
+        """A step is planned: orders stores of what it writes, and returns all orders for the workers."""
         side, scheduled = self._scheduler, scheduler_output.num_scheduled_tokens
         if side is None:
             return StepMetadata(Orders(is_idle=not scheduled))
@@ -236,7 +236,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._ready_scheduler.take_report(said.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """vLLM may free its blocks: copies of them were made within steps."""
+        """False: vLLM may free the blocks, because steps have copied them."""
         if self._scheduler is not None:
             self._scheduler.finish(request.request_id)
         return False, None
@@ -244,11 +244,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, as vLLM asks connectors that know several layer groups."""
+        """The same, for connectors with several layer groups."""
         return self.request_finished(request, block_ids[self._main_group])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Says how many tokens each of vLLM's hashes covers."""
+        """Takes the number of tokens of each hash of vLLM."""
         self._hash_size = int(gpu_block_pool.hash_block_size)
 
     def take_events(self) -> Iterable[Any]:
@@ -283,7 +283,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def shutdown(self) -> None:
-        """Either side lets go of its tiers."""
+        """Closes the tiers of either side."""
         for side in (self._worker, self._scheduler):
             if side is not None:
                 side.close()
@@ -291,7 +291,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- what it counts ----------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """What either side counted since vLLM asked last."""
+        """The counts of either side since the last call."""
         side = self._scheduler or self._worker
         counts = {} if side is None else side.take_counts()
         return ConnectorStats(data=counts) if counts else None
@@ -311,7 +311,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _pages(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
-        """Of each group. vLLM's block 0 stands where a page has left its window."""
+        """The pages of each group. vLLM writes block 0 for a page that has left its window."""
         if not self._has_windows:
             return list(block_ids)
         return [[page or NO_PAGE for page in of_group] for of_group in block_ids]
@@ -350,7 +350,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
-        """Of this and another worker, side or step."""
+        """The sum of these counts and others."""
         for name, number in other.data.items():
             self.data[name] = self.data.get(name, 0) + number
         return self

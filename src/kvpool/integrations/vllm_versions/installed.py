@@ -1,4 +1,4 @@
-"""Which adapter fits the vLLM that is installed? Its interface moves with every version, so it is compared before use."""
+"""Chooses the adapter for the installed vLLM. Its interface changes with every version, so it is checked before use."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def version_of(package: str) -> str | None:
 
 
 def installed_version(find: Callable[[str], str | None] = version_of) -> str | None:
-    """The version of vLLM, under whatever name it was packaged; None if there is none."""
+    """The version of vLLM, under any of its package names; None if it is not installed."""
     return next((version for package in _PACKAGES if (version := find(package)) is not None), None)
 
 
 def adapter_name(version: str | None) -> str:
-    """The module for a version of vLLM; `ConfigError` in one line for one that is not known."""
+    """The module for a version of vLLM; raises `ConfigError` for an unknown version."""
     known = ", ".join(f"{minor}.x" for minor in ADAPTERS)
     if version is None:
         raise ConfigError(f"vLLM is not installed; versions that work: {known}")
@@ -42,7 +42,7 @@ def adapter_name(version: str | None) -> str:
 
 
 def check_signatures(base: type, expected: Mapping[str, tuple[str, ...]], version: str) -> None:
-    """Refuses a vLLM whose methods take other arguments than the adapter was written for."""
+    """Refuses a vLLM whose methods have other arguments than the adapter expects."""
     for method, arguments in expected.items():
         found = getattr(base, method, None)
         first = 0 if inspect.ismethod(found) else 1  # a method of the class is bound already

@@ -1,4 +1,4 @@
-"""Which models of vLLM are served, and whose pages are these? What must be equal before one vLLM may use another's pages."""
+"""Which models of vLLM are supported, and what must be equal before one vLLM may use pages of another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 
 
 def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens per block; what this connector does not serve is refused with one line."""
+    """Tokens per block. Raises an error of one line for models that this connector does not support."""
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ConfigError('KVPoolConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config')
     parallel = vllm_config.parallel_config
@@ -39,7 +39,7 @@ def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def is_windowed(group: Any) -> bool:
-    """Whether pages of this group are given up as the sequence grows."""
+    """Whether pages of this group are freed as the sequence grows."""
     return isinstance(group.kv_cache_spec, SlidingWindowSpec)
 
 
@@ -59,12 +59,12 @@ def _reason(group: Any) -> str | None:
 
 IRRELEVANT = frozenset(
     {
-        # Who computes when, and where it is told and sent. Which part a rank holds is in the shard and the layout.
+        # Scheduling, logging and transport. The shard and the layout say which part a rank holds.
         *("parallel_config", "scheduler_config", "offload_config", "compilation_config", "optimization_level"),
         *("performance_mode", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "ec_manager_config"),
         *("weight_transfer_config", "observability_config", "logging_config", "profiler_config", "aux_output_config"),
         *("instance_id", "shutdown_timeout", "fault_tolerance_config"),
-        # What becomes of logits.
+        # What is done with logits.
         *("structured_outputs_config", "reasoning_config", "watermark_config"),
         *(
             f"model_config.{name}"
@@ -78,7 +78,7 @@ IRRELEVANT = frozenset(
                     "enable_trace_replay",
                 ),
                 *("generation_config", "override_generation_config", "logits_processors"),
-                # Names, and what turns a request into tokens: files are told apart by their content.
+                # Names, and what turns a request into tokens. The content of files counts, not their names.
                 *("model", "model_weights", "revision", "served_model_name", "hf_token"),
                 *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "io_processor_plugin"),
                 *("allowed_local_media_path", "allowed_media_domains", "renderer_num_workers", "enforce_eager"),
@@ -87,7 +87,7 @@ IRRELEVANT = frozenset(
             )
         ),
         "quant_config",  # made from settings and files that count
-        # How much fits, and how vLLM's own cache finds it.
+        # Sizes of vLLM's own cache, and how it finds blocks.
         *(
             f"cache_config.{name}"
             for name in (
@@ -116,7 +116,7 @@ IRRELEVANT = frozenset(
 
 
 def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages) -> Fingerprint:
-    """Of the pages of one worker."""
+    """The fingerprint of the pages of one worker."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = f" in {pages.num_groups} groups" if pages.num_groups > 1 else ""
     divided = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size}"
@@ -131,7 +131,7 @@ def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, 
 
 
 def _weights(vllm_config: Any, settings: ConnectorSettings) -> str:
-    """Of the model, and of the one that drafts for it: its pages are among those that are stored."""
+    """A digest of the weights of the model, and of its draft model, whose pages are stored, too."""
     if settings.model_id is not None:
         return settings.model_id
     if not settings.has_tiers:
@@ -143,7 +143,7 @@ def _weights(vllm_config: Any, settings: ConnectorSettings) -> str:
 
 
 def _model_path(model_config: Any) -> str:
-    """Where the weights are: the directory that was named, or vLLM's download of it."""
+    """The directory of the weights: the named one, or vLLM's download of it."""
     if os.path.exists(model_config.model):
         return str(model_config.model)
     from huggingface_hub import snapshot_download
