@@ -45,7 +45,7 @@ def store(tier: KeyedTier, numbers: list[int], size: int = VALUE_BYTES) -> list[
 
 
 class Kept:
-    """A `Keeper` that counts who may still write to its memory."""
+    """A `Keeper` that counts the writers that may still use its memory."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -63,7 +63,7 @@ class Kept:
             self._changed.notify_all()
 
     def wait_until_unused(self, seconds: float) -> bool:
-        """Whether nobody writes any more, within so many seconds."""
+        """Waits until nobody writes any more, at most so many seconds; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.users, seconds)
 

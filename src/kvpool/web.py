@@ -1,8 +1,8 @@
-"""What both HTTP applications need: bounds for the heads and bodies of requests, refusal of foreign names, and event streams.
+"""What both HTTP applications need: limits for the heads and bodies of requests, refusal of foreign names, event streams.
 
 `BodyLimit` refuses bodies that are too large before they are in memory, and clients that stop in the middle of one.
-`bounded_http` is uvicorn's protocol with bounds for the head. `LocalNames` refuses requests that reach this machine's own
-address under another name (DNS rebinding). `EventStream` ends a request when its client leaves or does not read.
+`bounded_http` is uvicorn's protocol with limits for the head. `LocalNames` refuses requests that reach a loopback address
+under a foreign name (DNS rebinding). `EventStream` ends a request when its client leaves or does not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close
 
 
 class LocalNames:
-    """Answers at a loopback address only to `localhost` and to loopback addresses; at other addresses to every name.
+    """At a loopback address, answers only requests for `localhost` or a loopback address; elsewhere, for every name.
 
     `refuse(status, message, code)` makes the answer to others. `remedy` tells the operator what to do about it.
     """
@@ -53,10 +53,10 @@ def _has_foreign_name(scope: Scope) -> bool:
 
 
 class BodyLimit:
-    """Counts the bytes of a body as they come; each part must come within `seconds`.
+    """Counts the bytes of a body as they come. Each part must come within `seconds`.
 
-    `refuse(status, message, code)` makes the answer to a body that is over the limit (413) or does not go on (408). Nothing
-    more is read from that connection.
+    `refuse(status, message, code)` makes the answer to a body that is over the limit (413) or stops (408). Nothing more is
+    read from that connection.
     """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float, refuse: Callable[[int, str, str], Response]) -> None:
@@ -79,7 +79,7 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal taken, is_whole, refused
             if is_whole:
-                return await receive()  # that the client leaves
+                return await receive()  # returns when the client leaves
             try:
                 message = await asyncio.wait_for(receive(), self._seconds)
             except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
@@ -115,7 +115,7 @@ class BodyLimit:
 
 
 class _FewLines(logging.Filter):
-    """Of uvicorn's lines that a client can cause, one a minute: requests that are no HTTP, and each error in our answers."""
+    """Limits log lines of uvicorn that a client can cause to one a minute: requests that are no HTTP, errors in answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +138,9 @@ _few_lines = _FewLines()
 
 
 def bounded_http(head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
-    """For `uvicorn.Config(http=...)`. A connection that asks nothing whole within `head_seconds` is closed; so is one whose
-    head is over `HEAD_BYTES`, by more than what is read at once. Requests that are no HTTP are logged once a minute,
-    and so is the traceback of an answer that fails.
+    """A protocol for `uvicorn.Config(http=...)`. It closes a connection that sends no complete head within `head_seconds`,
+    and one whose head is over `HEAD_BYTES`, by more than what is read at once. Requests that are no HTTP are logged once a
+    minute, and so is the traceback of an answer that fails.
     """
     base = _base()
     logging.getLogger("uvicorn.error").addFilter(_few_lines)  # the same object is added once
@@ -153,7 +153,7 @@ def bounded_http(head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:  # the head was whole
+            if self.cycle is not None and not self.cycle.response_complete:  # the head was complete
                 self._head_bytes = 0
                 self._in_time()
                 return
@@ -188,9 +188,9 @@ def _base() -> Any:
 
 
 class EventStream(Response):
-    """Sends what `parts` yields. `leave` is called at the end, however it comes.
+    """Sends what `parts` yields. It always calls `leave` at the end.
 
-    A send that takes more than `seconds` ends the stream, at the latest after twice as many.
+    A send that takes more than `seconds` ends the stream, after at most twice that time.
     """
 
     media_type = "text/event-stream"
@@ -235,7 +235,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stalled(self) -> None:
-        """Returns when one send has taken `seconds`: the client does not read. A timer for each costs more than a send."""
+        """Returns when one send has taken `seconds`: the client does not read. A timer per send would cost more than it."""
         while True:
             before = self._sends
             await asyncio.sleep(self._seconds)
@@ -250,7 +250,7 @@ async def gone(receive: Receive) -> None:
 
 
 async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of the work; a client that leaves cancels it, and None is returned, which nobody hears."""
+    """The result of the work. If the client leaves, the work is cancelled and the result is None."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -258,5 +258,5 @@ async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     finally:
         for task in (working, leaving):
             task.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # it was raised above, or nobody hears
+            with suppress(asyncio.CancelledError, Exception):  # it was raised above, or nobody is there to get it
                 await task

@@ -1,8 +1,8 @@
 """A load on an OpenAI endpoint: the requests, a client that sends them, and the figures of what came back.
 
-The requests come from a trace or a made-up mix with shared beginnings, as texts, since servers differ in their tokens. The
-client is HTTP/1.1 on asyncio's streams and parses events only where they matter: a library for HTTP spends more on an event
-than a small server does, so hundreds of streams in one process would measure the library instead of the server.
+The requests come from a trace or a made-up mix with shared beginnings. They are texts, because servers differ in their
+tokens. The client is HTTP/1.1 on asyncio's streams, and parses only the events that matter. An HTTP library spends more time
+on an event than a small server does, so hundreds of streams in one process would measure the library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORDS = str.split(
 
 
 class LoadRequest(NamedTuple):
-    """One request: when it is due (seconds from the start; 0 where a number of clients sets the pace), and what it asks."""
+    """One request: its prompt, and when it is due (seconds from the start; 0 if a number of clients sets the pace)."""
 
     due: float
     prompt: str
@@ -49,7 +49,7 @@ def synthetic(
     rate: float | None = None,
     seed: int = 0,
 ) -> list[LoadRequest]:
-    """Prompts that begin with one of `num_prefixes` texts and go on differently; at `rate` a second, as a Poisson process."""
+    """Prompts that begin with one of `num_prefixes` texts and go on differently; with `rate`, a Poisson process."""
     if shared_tokens > prompt_tokens:
         raise InvalidArgumentError(f"{shared_tokens} shared tokens are more than the {prompt_tokens} of a prompt")
     random = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ def synthetic(
 def of_trace(
     trace: Trace, *, speed: float = 1.0, max_tokens: int | None = None, paced: bool = True
 ) -> list[LoadRequest]:
-    """The requests of a trace: equal ids become equal words, so that what shares a prefix there shares it here."""
+    """The requests of a trace. Equal ids become equal words, so that prompts share the same prefixes."""
     if not len(trace):
         raise InvalidArgumentError(f"{trace.name} has no requests")
     start = float(trace.timestamps.min())
@@ -132,7 +132,7 @@ class Endpoint(NamedTuple):
 
 @dataclass
 class RequestResult:
-    """What came of one request; times are seconds. `error` is empty where it was answered to the end."""
+    """The result of one request; times are seconds. `error` is empty if the answer is complete."""
 
     began: float
     first: float | None = None  # from its start to its first token
@@ -191,7 +191,7 @@ async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: RequestResu
 
 
 def _note(data: bytes, outcome: RequestResult) -> None:
-    """One event. Those in the middle of a stream are tokens, whatever is in them: only the others are parsed."""
+    """Records one event. Events in the middle of a stream count as tokens; only the others are parsed."""
     now = time.perf_counter() - outcome.began
     is_plain = outcome.first is not None and b'"usage":{' not in data and b'"finish_reason":"' not in data
     if data == b"[DONE]":
@@ -246,7 +246,7 @@ async def _open(
 
 
 async def _lines(reader: asyncio.StreamReader, is_chunked: bool) -> AsyncIterator[bytes]:
-    """The body by lines; the connection ends with it where it is not sent in chunks."""
+    """The lines of the body. If it is not sent in chunks, the connection ends with it."""
     rest = b""
     while True:
         if is_chunked:
@@ -278,9 +278,9 @@ async def run_load(
     timeout: float,
     on_done: Callable[[RequestResult], None] = lambda outcome: None,
 ) -> tuple[list[RequestResult], float]:
-    """Sends all requests; outcomes in their order, and the seconds it took.
+    """Sends all requests; returns their results in order, and the seconds it took.
 
-    `num_clients` each send one after the other; None sends each when it is due, whatever became of those before.
+    `num_clients` clients send one request after the other. None sends each when it is due, even if others still run.
     """
     outcomes: list[RequestResult | None] = [None] * len(requests)
     numbers = iter(range(len(requests)))
@@ -338,7 +338,7 @@ def figures(
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds that half, 90 and 99 of 100 stay within; nothing for nothing.
+    """The 50th, 90th and 99th percentile in milliseconds; empty without values.
 
     >>> percentiles([0.001, 0.003])["p50"]
     2.0

@@ -63,7 +63,7 @@ class Scrape:
         return list(dict.fromkeys(value for value in found if value is not None))
 
     def since(self, before: Scrape) -> Scrape:
-        """What was added to every number; a server that started anew counts from nothing."""
+        """How much every number has grown. After a restart of the server, it counts from 0."""
         changed = {}
         for name, samples in self.samples.items():
             known = before.samples.get(name, {})
@@ -72,7 +72,7 @@ class Scrape:
         return Scrape(self.at - before.at, changed)
 
     def quantile(self, histogram: str, share: float) -> float | None:
-        """The value that `share` of a histogram's observations stay within, as its buckets tell; None where it has none."""
+        """The quantile `share` of a histogram, from its buckets; None if it has no observations."""
         buckets = sorted(
             (_bound(labels), count) for labels, count in self.samples.get(f"{histogram}_bucket", {}).items()
         )
@@ -86,7 +86,7 @@ class Scrape:
 
 
 def read_metrics(text: str, at: float) -> Scrape:
-    """The numbers in a text of /metrics; lines that are none are passed over."""
+    """The numbers in a text of /metrics; other lines are ignored."""
     look = Scrape(at)
     for line in text.splitlines():
         found = None if line.startswith("#") else _SAMPLE.match(line)
@@ -119,7 +119,7 @@ def top(
 ) -> None:
     """Watch a running server: its blocks, requests, reuse and latencies. Ctrl-C ends it.
 
-    Rates and percentiles are those since the look before; with --once, since the server started.
+    Rates and percentiles are those since the last refresh; with --once, since the server started.
     """
     from rich.console import Console
     from rich.live import Live
@@ -158,7 +158,7 @@ def _look(endpoint: Endpoint) -> Scrape:
 
 
 def screen(url: str, look: Scrape, before: Scrape | None, trouble: str = "") -> Any:
-    """One picture; rates are those since the look before, or since the start where there is none."""
+    """The text of one screen. Rates are those since the last refresh, or since the start for the first one."""
     recent = look if before is None else look.since(before)
     head = Text.assemble((f"kvpool top  {url}", "bold"), (f"   {trouble}", "bold red"))
     return Group(
@@ -183,7 +183,7 @@ def _memory(look: Scrape) -> Table:
 
 
 def bar(counts: dict[str, float], total: float, width: int = BAR_WIDTH) -> Text:
-    """Blocks by state as a bar; rounding never hides the last characters."""
+    """Blocks by state as a bar. Rounding keeps its length."""
     shown, sofar, drawn = Text(), 0.0, 0
     for state, colour, letter in _STATES:
         sofar += counts[state] - (counts["pinned"] if state == "cached" else 0.0)
@@ -218,7 +218,7 @@ def _requests(look: Scrape, recent: Scrape, is_recent: bool) -> Table:
 
 
 def _by(look: Scrape, name: str, label: str) -> dict[str, float]:
-    """What is not zero of a counter, by one of its labels."""
+    """The values of a counter by one of its labels, without zeros."""
     counts = {value: look.total(name, **{label: value}) for value in look.values(name, label)}
     return {value: count for value, count in counts.items() if count}
 

@@ -1,4 +1,4 @@
-"""More than one machine: cache events on the wire, an index of what every node holds, and routing by it."""
+"""More than one machine: cache events on the wire, an index of what every node has cached, and a router that uses it."""
 
 from kvpool.cluster.index import ClusterIndex, Hit, IndexStats, NodeBlocks
 from kvpool.cluster.publisher import EventPublisher, PublisherStats

@@ -1,7 +1,7 @@
-"""A table from 64-bit keys to small numbers in numpy arrays: a few vector operations find, add or remove many keys.
+"""A hash table from 64-bit keys to small numbers, in numpy arrays: vector operations find, add or remove many keys.
 
-Every key has two buckets of eight cells. It lies in the first one unless that was full, so a lookup seldom reads more than
-one line of memory for a key, and removing leaves no trace. The table doubles when a key finds both of its buckets full.
+Every key has two buckets of eight cells. It is in the first one unless that was full, so a lookup seldom reads more than one
+cache line per key. Removing needs no tombstone. The table doubles when both buckets of a new key are full.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ _MASK_64 = (1 << 64) - 1
 
 
 class HashTable:
-    """Keys that are spread evenly over 64 bits, or made so by `seed`, each with a number >= 0. Not thread-safe."""
+    """Keys with a number >= 0 each. Keys must be spread evenly over 64 bits; `seed` helps if not. Not thread-safe."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self._multipliers = rng.integers(1, 1 << 63, 2, np.uint64) * np.uint64(2) + np.uint64(1)
-        self._no_key = rng.integers(0, 1 << 64, dtype=np.uint64)  # in empty cells; nobody has this key but by chance
+        self._no_key = rng.integers(
+            0, 1 << 64, dtype=np.uint64
+        )  # marks empty cells; a real key equals it only by chance
         self._allocate(4)
         self.num_keys = 0
 
@@ -47,7 +49,7 @@ class HashTable:
         return found
 
     def _find_in(self, keys: Keys, multiplier: np.uint64) -> Slots:
-        """The same if they lie in the buckets that this multiplier gives."""
+        """The same for keys in the buckets that this multiplier gives."""
         buckets = (keys * multiplier >> self._shift).view(np.int64)
         cells = (self._keys.take(buckets, axis=0) == keys[:, None]).argmax(axis=1)
         cells += buckets * _WAYS
@@ -74,7 +76,7 @@ class HashTable:
                 self._grow()
                 continue
             chosen = np.where(is_full[:, 0], buckets[:, 1], buckets[:, 0])
-            targets, first = np.unique(chosen, return_index=True)  # one key for a bucket, the others in the next round
+            targets, first = np.unique(chosen, return_index=True)  # one key per bucket; the others in the next round
             cells = (self._slots[targets] < 0).argmax(axis=1)
             self._keys[targets, cells] = keys[first]
             self._slots[targets, cells] = slots[first]
@@ -87,7 +89,7 @@ class HashTable:
         at = matches.reshape(len(keys), 2 * _WAYS).argmax(axis=1)
         cells = buckets[np.arange(len(keys)), at // _WAYS], at % _WAYS
         self._slots[cells] = _NONE
-        self._keys[cells] = self._no_key  # a key may come back into another cell, and must be found there
+        self._keys[cells] = self._no_key  # so that a key that is added again in another cell is found there
         self.num_keys -= len(keys)
 
     def _buckets(self, keys: Keys) -> npt.NDArray[np.int64]:

@@ -1,11 +1,11 @@
 """Which prefix of a prompt every node of a cluster has cached, and in which medium: a table of blocks by content.
 
-Nodes name blocks by hashes of their own, but say which tokens they hold. A block is known here by its content: the sum of
-all tokens up to its end, each times a random weight of its position. The keys of a whole prompt are one product and one
-running sum, so a lookup compares no tokens and computes no hash in Python. The weights are secret and new in every process:
-two different prefixes get the same key with a probability under 2^-46, and then a request takes a way that is not the best.
+Nodes name blocks by their own hashes, but say which tokens the blocks hold. The index identifies a block by its content: the
+sum of all tokens up to its end, each times a random weight of its position. The keys of a whole prompt are one product and
+one running sum, so a lookup compares no tokens and computes no hash in Python. The weights are secret and new in every
+process. Two different prefixes get the same key with a probability under 2^-46; then a request may go to a worse node.
 
-Who holds a block is a bit for each node, one word for each medium: a block costs the same whether one node has it or 64.
+A block has one bit per node in a word for each medium, so it costs the same whether one node has it or 64.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _WHOLE_PREFIX = (
     "sink_full_attention",
 )  # kinds of layer groups that need every block
 _ONE = np.uint64(1)
-_RUNS = 4  # runs that are followed one by one; where more seem to be left, the rest is looked up at once
+_RUNS = 4  # runs that are followed one by one; if more seem to be left, the rest is looked up at once
 _MOST_MEMBERS = 4096
 _vecdot = getattr(np, "vecdot", None)  # since numpy 2.0
 
 
 class Hit(NamedTuple):
-    """How many leading tokens of a prompt a node has on its GPU; there or in host memory; there or on storage."""
+    """How many of the first tokens of a prompt a node has: on its GPU; there or in host memory; there or on storage."""
 
     gpu: int
     cpu: int
@@ -69,15 +69,15 @@ class _Node:
     def __init__(self, bit: int) -> None:
         self.bit = bit
         self.num_blocks = [0] * len(MEDIA)
-        self.aliases: dict[int, int] = {}  # its hashes of blocks that others call otherwise
+        self.aliases: dict[int, int] = {}  # its hashes of blocks for which other nodes have another hash
         self.skipped_groups: set[int] = set()  # layer groups that say nothing about prefixes
 
 
 class ClusterIndex:
-    """What up to 64 nodes have cached. Any thread may ask it and feed it.
+    """What up to 64 nodes have cached. Any thread may call it.
 
-    `apply(node, events)` follows the events of a node, `match(tokens)` says what each node would reuse. Hybrid models are
-    looked at by their full-attention layers.
+    `apply(node, events)` takes the events of a node, `match(tokens)` says what each node would reuse. For hybrid models, only
+    the full-attention layers count.
     """
 
     def __init__(self, block_size: int, *, seed: int | None = None) -> None:
@@ -110,7 +110,7 @@ class ClusterIndex:
         return tuple(self._nodes)
 
     def add_node(self, node: Hashable) -> None:
-        """A node that may hold blocks from now on; one that is known stays as it is."""
+        """Adds a node; a known one stays as it is."""
         with self._lock:
             if node in self._nodes:
                 return
@@ -146,7 +146,7 @@ class ClusterIndex:
     # --- events ------------------------------------------------------------------------------------------------------
 
     def apply(self, node: Hashable, events: Iterable[WireEvent]) -> int:
-        """Follows events of a node. Returns how many blocks could not be placed because their parent is not known."""
+        """Applies events of a node. Returns how many blocks were dropped because their parent is not known."""
         num_orphans = 0
         for event in events:
             with self._lock:  # for each: a question waits for one event at most
@@ -189,7 +189,7 @@ class ClusterIndex:
         return 0
 
     def _name(self, node: _Node, hashes: Keys, slots: Slots, is_new: npt.NDArray[np.bool_]) -> None:
-        """Notes what a node calls blocks: new blocks get that name, others keep theirs and the node has an alias."""
+        """Records a node's hashes of blocks: a new block gets the hash as its name; for others the node gets an alias."""
         taken = self._by_hash.find(_spread(hashes))
         is_first = np.zeros(len(hashes), np.bool_)
         is_first[np.unique(hashes, return_index=True)[1]] = True
@@ -221,7 +221,7 @@ class ClusterIndex:
         self._drop(slots[~self._holders[:, slots].any(axis=0)])
 
     def _resolve(self, node: _Node, hashes: Keys) -> Slots:
-        """The slots of blocks by the names that a node uses, -1 for names it never said."""
+        """The slots of blocks by the node's hashes; -1 for unknown ones."""
         slots = self._by_hash.find(_spread(hashes))
         if node.aliases:
             for at, block_hash in enumerate(hashes.tolist()):
@@ -246,11 +246,11 @@ class ClusterIndex:
     # --- content and slots -------------------------------------------------------------------------------------------
 
     def _root(self, lora_name: str | None) -> int:
-        """What the keys of all prompts for an adapter begin with."""
+        """The first summand of the keys of all prompts for an adapter."""
         return hash((self._seed, lora_name)) & _MASK_64
 
     def _content(self, tokens: npt.NDArray[Any], depth: int, base: int, extra_keys: Sequence[Any] | None) -> Keys:
-        """The keys of consecutive whole blocks, of which the first is number `depth` of a prompt and follows `base`."""
+        """The keys of consecutive full blocks. The first is number `depth` of a prompt and follows `base`."""
         num_blocks = len(tokens) // self.block_size
         end = depth + num_blocks
         if len(self._weights) < end:
@@ -262,11 +262,11 @@ class ClusterIndex:
             if extra and at < num_blocks:
                 sums[at : at + 1] += np.uint64(hash((self._seed, depth + at, _frozen(extra))) & _MASK_64)
         keys: Keys = np.add.accumulate(sums)
-        keys += np.array(base, np.uint64)  # an array without a dimension is added faster than a number
+        keys += np.array(base, np.uint64)  # adding a zero-dimensional array is faster than adding a number
         return keys
 
     def _more_weights(self, num_blocks: int) -> None:
-        """Weights for at least so many blocks. A token counts as its id plus one: token 0 must change the sum, too."""
+        """Makes weights for at least so many blocks. A token counts as its id plus one, so that token 0 changes the sum."""
         shape = (max(1024, 1 << (num_blocks - 1).bit_length()), self.block_size)
         self._weights = np.random.default_rng(self._seed).integers(0, 1 << 64, shape, np.uint64).view(np.int64)
         self._block_weights = self._weights.sum(axis=1).view(np.uint64)
@@ -296,7 +296,7 @@ class ClusterIndex:
         if not len(slots):
             return
         self._by_content.remove(self._keys[slots])
-        self._keys[slots] = self._no_key  # the content may come back in another slot
+        self._keys[slots] = self._no_key  # the same content may be added again in another slot
         named = slots[self._named[slots]]
         self._by_hash.remove(_spread(self._hashes[named]))
         self._named[named] = False
@@ -308,16 +308,16 @@ class ClusterIndex:
     def match(
         self, tokens: Any, *, lora_name: str | None = None, extra_keys: Sequence[Any] | None = None
     ) -> dict[Hashable, Hit]:
-        """How much of a prompt each node has cached, in tokens of whole blocks; nodes that have nothing are left out.
+        """How many tokens of a prompt each node has cached, in full blocks, without nodes that have none.
 
-        `extra_keys` are those of its blocks besides tokens, in the form of the wire; see `scope_keys` and `item_keys`.
+        `extra_keys` of its blocks come in the form of the wire; see `scope_keys` and `item_keys`.
         """
         return self._match(tokens, lora_name, extra_keys)[1]
 
     def match_keys(
         self, tokens: Any, *, lora_name: str | None = None, extra_keys: Sequence[Any] | None = None
     ) -> tuple[list[int], dict[Hashable, Hit]]:
-        """The same, and a number for every whole block of the prompt, which stands for all tokens up to its end."""
+        """The same, and a number for every full block of the prompt, which identifies all tokens up to its end."""
         keys, hits = self._match(tokens, lora_name, extra_keys)
         return keys.tolist(), hits
 
@@ -338,7 +338,7 @@ class ClusterIndex:
         gpu = self._holders[0][path]
         on_gpu = self._lengths(gpu)
         lower = self._holders[1:, path] if self._is_tiered else None
-        if lower is None or not lower.tobytes().strip(b"\0"):  # on GPUs only: what most prompts find
+        if lower is None or not lower.tobytes().strip(b"\0"):  # cached on GPUs only, as for most prompts
             same = {length: Hit(length, length, length) for length in set(on_gpu.values())}
             return {node: same[length] for node, length in on_gpu.items()}
         or_cpu = self._lengths(gpu | lower[0])
@@ -346,8 +346,8 @@ class ClusterIndex:
         return {node: Hit(on_gpu.get(node, 0), or_cpu.get(node, 0), length) for node, length in anywhere.items()}
 
     def _lengths(self, words: Keys) -> dict[Hashable, int]:
-        """Where the first gap of each node is, in tokens, from the words of one medium. Nodes without the first block are
-        left out.
+        """How many tokens each node has up to its first gap, from the words of one medium, without nodes that lack the first
+        block.
         """
         found: dict[Hashable, int] = {}
         differs = (words[1:] != words[:-1]).tobytes()
@@ -361,7 +361,7 @@ class ClusterIndex:
         return found
 
     def _members(self, word: int) -> tuple[Hashable, ...]:
-        """The nodes whose bits are set; the same sets come again and again."""
+        """The nodes whose bits are set. Results are kept, because the same sets come often."""
         known = self._known_members.get(word)
         if known is None:
             if len(self._known_members) == _MOST_MEMBERS:
@@ -373,8 +373,8 @@ class ClusterIndex:
     def _path(self, keys: Keys) -> slice | Slots | None:
         """The slots of the longest prefix of a prompt that anybody holds; None if nobody has its first block.
 
-        Blocks that were announced together mostly lie side by side, so the first one leads to all of them. Where such a run
-        is short beside what is left of the prompt, many will follow: the rest is looked up at once.
+        Blocks of one event mostly have consecutive slots, so the first one leads to all of them. If such a run is short
+        compared with the rest of the prompt, many runs will follow, so the rest is looked up at once.
         """
         runs: list[Slots] = []
         at, num_keys = 0, len(keys)
@@ -421,7 +421,7 @@ def _spread(names: Keys) -> Keys:
 
 
 def _num_leading(values: Keys, wanted: Keys) -> int:
-    """How many leading values are as wanted; there may be fewer values."""
+    """How many of the first values are as wanted; there may be fewer values."""
     at = (values == wanted[: len(values)]).tobytes().find(b"\0")
     return len(values) if at < 0 else at
 

@@ -1,13 +1,13 @@
-"""Publishes what a manager caches over ZeroMQ, as vLLM does, so that the routers of the field can read it.
+"""Publishes what a manager caches over ZeroMQ, in vLLM's format, which common routers read.
 
     publisher = EventPublisher(manager, "tcp://127.0.0.1:5557")
 
-Messages have three frames: a topic, the number of the message (8 bytes, big-endian), a batch of events. Whoever missed some
-asks the replay socket, one port above: it sends kept messages from a number on, or, where these are gone, everything that is
-cached, as messages whose last one has the number up to which it counts.
+Messages have three frames: a topic, the number of the message (8 bytes, big-endian), a batch of events. A subscriber that
+missed some asks the replay socket, one port above. It sends kept messages from a number on. If these are gone, it sends
+everything that is cached; the last of these messages has the number up to which that holds.
 
-The manager never waits: a thread reads its bounded event log. When it falls behind, the oldest events are lost, which is
-counted, and everything cached is announced anew.
+The manager never waits: a thread reads its bounded event log. If the thread falls behind, the oldest events are lost and
+counted, and everything cached is published again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.quiet import QuietLog
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-SNAPSHOT = END_OF_REPLAY  # asked for instead of a number: everything that is cached
+SNAPSHOT = END_OF_REPLAY  # asked for in place of a number, it means everything that is cached
 _BLOCKS_PER_MESSAGE = 4096
 _SEND_QUEUE = 100_000
 _MOST_ASKED_BYTES = 1024  # a question for a replay has 8
@@ -37,7 +37,7 @@ log = logging.getLogger("kvpool")
 
 
 class PublisherStats(NamedTuple):
-    """What a publisher has done: messages sent, events it came too late for, and blocks that are cached now."""
+    """What a publisher has done: messages sent, events that it lost, and blocks that are cached now."""
 
     num_messages: int
     num_lost_events: int
@@ -46,12 +46,12 @@ class PublisherStats(NamedTuple):
 
 
 class EventPublisher:
-    """Announces the contents of one manager to any number of subscribers.
+    """Publishes what one manager caches to any number of subscribers.
 
-    `endpoint` is where to listen, as `tcp://127.0.0.1:5557`; port 0 takes a free one, which `endpoint` then says. The
-    replay socket is one port above unless `replay` says where; beside a free port it takes a free one, too. `keep_messages`
-    bounds what can be sent again. While nothing happens, an empty batch every `heartbeat` seconds shows that the node lives
-    and that nothing was missed.
+    `endpoint` is where to listen, such as `tcp://127.0.0.1:5557`. Port 0 takes a free port, which `endpoint` then names. The
+    replay socket is one port above, or at `replay`; with a free port it takes another free one. `keep_messages` limits how
+    many messages can be sent again. While nothing happens, an empty batch every `heartbeat` seconds shows that the node is
+    alive and that no message was missed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EventPublisher:
         self._translator = WireTranslator(group_names(manager.config))
         self._quiet = QuietLog(log)
         self._next_number = self._num_lost = self._num_snapshots = 0
-        self._lock = threading.Lock()  # over the translator and the kept messages
+        self._lock = threading.Lock()  # guards the translator and the kept messages
         replay = replay or port_above(endpoint)
         self._zmq = _zmq()
         self._context = self._zmq.Context()
@@ -136,7 +136,7 @@ class EventPublisher:
             self._next_number += 1
 
     def _answer(self) -> None:
-        """Sends again what subscribers ask for."""
+        """Sends the messages again that subscribers ask for."""
         with self._asked:
             while True:
                 try:
@@ -158,7 +158,7 @@ class EventPublisher:
             if not self._kept or (wanted != SNAPSHOT and start >= first_kept):
                 return [(number, payload) for number, payload in self._kept if number >= start]
             parts = list(in_messages(self._translator.snapshot()))
-            if len(parts) > self._next_number:  # each needs a number that was used
+            if len(parts) > self._next_number:  # each part needs a number that was used before
                 parts = [[event for part in parts for event in part]]
             self._num_snapshots += 1
             now = self._clock()
@@ -191,7 +191,7 @@ class EventPublisher:
 
 
 def in_messages(events: Sequence[WireEvent]) -> Iterator[list[WireEvent]]:
-    """Cuts events into messages of a limited number of blocks. Without events it gives one empty message: a sign of life."""
+    """Cuts events into messages of a limited number of blocks. Without events it gives one empty message, a heartbeat."""
     part: list[WireEvent] = []
     room = _BLOCKS_PER_MESSAGE
     for event in _cut(events):
@@ -205,7 +205,7 @@ def in_messages(events: Sequence[WireEvent]) -> Iterator[list[WireEvent]]:
 
 
 def _cut(events: Iterable[WireEvent]) -> Iterator[WireEvent]:
-    """The same with no event longer than a message."""
+    """Cuts events that are longer than a message."""
     for event in events:
         if isinstance(event, AllBlocksCleared) or len(event.hashes) <= _BLOCKS_PER_MESSAGE:
             yield event

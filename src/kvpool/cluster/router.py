@@ -1,11 +1,11 @@
-"""Chooses the node for a request: where the rest of its prompt, the queue before it and the company it gets cost least.
+"""Chooses the node with the least cost for a request: for the rest of its prompt, the queue, and the other requests there.
 
     router = Router(index)
     route = router.route(tokens, session="alice")
     ...                                    # send it to route.node
     route.first_token(); route.end()
 
-What nodes hold is in the index. What they do is in the router's own books: every route is open until it ended.
+The index knows what nodes hold. The router itself counts what they do: every route is open until `end`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _MOST_REMEMBERED = 1 << 17  # sessions, assumed blocks and hot prefixes each
 class RoutingConfig:
     """Weights and limits of a `Router`. Costs are in tokens of a prompt that a node computes.
 
-    A cached token costs nothing on the GPU, `cpu_cost` where it comes up from host memory, `storage_cost` from storage. A
-    running request makes every other one on its node slower: `decode_cost`, plus `context_cost` for each token that it reads.
+    A cached token costs nothing on the GPU, `cpu_cost` if it comes from host memory, `storage_cost` if it comes from storage.
+    A running request slows down every other one on its node: `decode_cost`, plus `context_cost` for each token that it reads.
     """
 
     cpu_cost: float = 0.1
     storage_cost: float = 0.3
     decode_cost: float = 32.0
     context_cost: float = 0.005
-    placed_cost: float = 0.05  # for each token that a node computed lately: new blocks push others out there
-    placed_seconds: float = 300.0  # half of them are forgotten after so long
+    placed_cost: float = 0.05  # for each token that a node computed lately, because new blocks evict others there
+    placed_seconds: float = 300.0  # after so long, half of these tokens are forgotten
     session_tokens: int = 256  # how much cheaper its last node is for the next request of a session
     session_seconds: float = 600.0
-    assumed_seconds: float = 5.0  # how long a prompt counts as cached where it was sent, until events say so
+    assumed_seconds: float = 5.0  # so long, a prompt counts as cached on its node although no event says so yet
     hot_requests: int = 32  # a cached prefix with so many requests within `hot_seconds` gets one more node
     hot_seconds: float = 10.0
-    max_node_requests: int = 256  # a node with as many gets no more while another has room
-    max_node_tokens: int = 131_072  # the same for tokens of prompts that it has still to compute
+    max_node_requests: int = 256  # a node with so many gets no more while another has room
+    max_node_tokens: int = 131_072  # the same for prompt tokens that it still has to compute
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -59,19 +59,19 @@ class RoutingConfig:
 
 
 class NodeLoad(NamedTuple):
-    """What a node does, by the router's books."""
+    """What a node does, as the router counts it."""
 
     num_requests: int
-    num_waiting_tokens: int  # of prompts that it has still to compute
-    num_context_tokens: int  # that its running requests read
+    num_waiting_tokens: int  # of prompts that it still has to compute
+    num_context_tokens: int  # read by its running requests
     is_ready: bool
-    num_routes: int = 0  # since it was added, as the next two
-    num_hit_tokens: int = 0  # of prompts that it got, those that it had when they came
+    num_routes: int = 0  # since it was added, like the next two
+    num_hit_tokens: int = 0  # tokens of its prompts that it had cached when they came
     num_prompt_tokens: int = 0
 
 
 class Decision(NamedTuple):
-    """One of the last decisions: when by the router's clock, where to and why, and what the node had of how many tokens."""
+    """One of the last decisions: the time by the router's clock, the node, the reason, and cached and all tokens."""
 
     number: int
     at: float
@@ -82,8 +82,8 @@ class Decision(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """How often the router decided, and why: the cheapest node, because a session is there, one more for a hot prefix,
-    because the cheapest node was full.
+    """How often the router decided, and why: it was the cheapest node, it has the session, it becomes one more node for a hot
+    prefix, or the cheapest node was full.
     """
 
     num_routes: int
@@ -96,7 +96,7 @@ class RouterStats(NamedTuple):
 
 
 class _Books:
-    """What one node has to do."""
+    """The work of one node."""
 
     __slots__ = (
         *("context_tokens", "hit_tokens", "is_ready", "last_chosen", "placed_at", "placed_tokens", "prompt_tokens"),
@@ -110,13 +110,13 @@ class _Books:
         self.is_ready = True
 
     def fade(self, now: float, half_life: float) -> None:
-        """Forgets some of what was computed, by the time that passed."""
+        """Forgets a part of the computed tokens, by the time that has passed."""
         self.placed_tokens *= 0.5 ** ((now - self.placed_at) / half_life)
         self.placed_at = now
 
 
 class Route:
-    """A decision: the node, what it holds of the prompt, and why it was chosen. Say when the answer begins and ends."""
+    """A decision: the node, what it holds of the prompt, and why it was chosen. Call `first_token` and `end`."""
 
     __slots__ = ("_books", "_num_context", "_num_waiting", "_router", "hit", "node", "reason")
 
@@ -138,7 +138,7 @@ class Route:
                 self._num_waiting = 0
 
     def end(self) -> None:
-        """The request is over, well or not. A second call changes nothing."""
+        """The request is over, with or without success. A second call changes nothing."""
         with self._router._lock:
             if self._books is not None:
                 self._books.waiting_tokens -= self._num_waiting
@@ -193,20 +193,20 @@ class Router:
             return list(reversed(self._decisions))
 
     def add_node(self, node: Hashable) -> None:
-        """A node that requests can go to; the index may know it already."""
+        """Adds a node for requests; the index may know it already."""
         self._index.add_node(node)
         with self._lock:
             self._nodes.setdefault(node, _Books())
 
     def remove_node(self, node: Hashable) -> None:
-        """A node that is gone for good: its blocks, sessions and load with it."""
+        """Removes a node with its blocks, sessions and load."""
         self.set_ready(node, False)
         with self._lock:
             del self._nodes[node]
         self._index.remove_node(node)
 
     def set_ready(self, node: Hashable, is_ready: bool) -> None:
-        """Whether requests may go to a node. What one holds that is not ready is forgotten: it may come back empty."""
+        """Sets whether requests may go to a node. If not, its blocks are forgotten, because it may come back empty."""
         with self._lock:
             books = self._nodes.get(node)
             if books is None:
@@ -229,7 +229,7 @@ class Router:
         extra_keys: Sequence[Any] | None = None,
         exclude: Collection[Hashable] = (),
     ) -> Route:
-        """The node for a prompt. `exclude` are nodes that were tried for it already. `NoNodeError` if none is left."""
+        """The node for a prompt. `exclude` are nodes that were already tried. Raises `NoNodeError` if none is left."""
         keys, hits = self._index.match_keys(tokens, lora_name=lora_name, extra_keys=extra_keys)
         num_tokens = len(tokens)
         with self._lock:
@@ -253,8 +253,8 @@ class Router:
             return self._opened(node, hit, reason, num_tokens, now)
 
     def _cost(self, num_tokens: int, hit: Hit, books: _Books, *, is_home: bool) -> float:
-        """What a request costs on a node: the rest of its prompt, what has to come up, the queue, the company, and what its
-        blocks push out.
+        """The cost of a request on a node: computing the rest of its prompt, loading from lower media, the queue, the other
+        requests there, and the blocks that it evicts.
         """
         config = self._config
         return (
@@ -270,7 +270,7 @@ class Router:
 
     @staticmethod
     def _left(num_tokens: int, hit: Hit) -> int:
-        """Tokens to compute: the last one of a prompt always is."""
+        """Tokens to compute. The last one of a prompt is always computed."""
         return max(num_tokens - hit.storage, min(1, num_tokens))
 
     def _choose(
@@ -285,7 +285,7 @@ class Router:
         roomy = [name for name, books in candidates.items() if not self._is_full(books)] or list(candidates)
 
         def order(name: Hashable) -> tuple[float, int]:
-            return costs[name], candidates[name].last_chosen  # among equals the one that waited longest
+            return costs[name], candidates[name].last_chosen  # of equals, the one that was chosen longest ago
 
         cheapest = min(candidates, key=order)
         best = min(roomy, key=order)
@@ -299,9 +299,9 @@ class Router:
         return books.requests >= self._config.max_node_requests or books.waiting_tokens >= self._config.max_node_tokens
 
     def _replica(self, roomy: list[Hashable], hits: dict[Hashable, Hit], keys: list[int], now: float) -> list[Hashable]:
-        """Nodes of which one should hold a hot prefix, too; empty if enough do.
+        """Nodes of which one should get a hot prefix, too; empty if enough nodes have it.
 
-        The heat of a prompt is that of its longest prefix that somebody holds: turns of one conversation each have another.
+        Requests are counted by their longest cached prefix, which differs between the turns of a conversation.
         """
         longest = max(hit.storage for hit in hits.values())
         key = keys[longest // self._index.block_size - 1]
@@ -324,7 +324,7 @@ class Router:
         return known[0] if now - known[1] <= self._config.session_seconds else None
 
     def _add_assumed(self, keys: list[int], hits: dict[Hashable, Hit], now: float) -> None:
-        """Counts as held what was sent to a node moments ago: its events are on their way."""
+        """Counts a prompt as cached on the node to which it was just sent, because its events have not arrived yet."""
         size, since = self._index.block_size, now - self._config.assumed_seconds
         while self._assumed and next(iter(self._assumed.values()))[1] < since:
             self._assumed.popitem(last=False)
@@ -334,7 +334,7 @@ class Router:
             if (known := self._assumed.get(key)) is None:
                 continue
             hit = hits.get(known[0], _NO_HIT)
-            if hit.storage == at * size:  # it goes on where the node's blocks end
+            if hit.storage == at * size:  # the block follows the last one that the node has
                 hits[known[0]] = Hit(hit.gpu + size, hit.cpu + size, hit.storage + size)
 
     def _note(self, node: Hashable, keys: list[int], hit: Hit, session: Hashable, now: float) -> None:
@@ -379,12 +379,12 @@ class Router:
 def _without(
     memory: OrderedDict[_K, tuple[Hashable, float]], node: Hashable
 ) -> OrderedDict[_K, tuple[Hashable, float]]:
-    """What is remembered of other nodes."""
+    """The entries of other nodes."""
     return OrderedDict((key, value) for key, value in memory.items() if value[0] != node)
 
 
 def _remember(memory: OrderedDict[Any, Any], key: Hashable, value: Any) -> None:
-    """Keeps what is newest."""
+    """Adds an entry and drops the oldest ones."""
     memory[key] = value
     memory.move_to_end(key)
     if len(memory) > _MOST_REMEMBERED:

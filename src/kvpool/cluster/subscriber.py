@@ -1,9 +1,9 @@
-"""Follows the events of nodes over ZeroMQ into an index: one thread for each node, which reconnects and catches up.
+"""Applies the events of nodes to an index over ZeroMQ. Each node has a thread, which reconnects and catches up.
 
-A `NodeFeed` puts the messages of one node in order, whatever was lost, sent twice or started over. It decides by message
-numbers; timestamps only tell whether a number that comes again is the same message, so clocks need not agree. Where messages
-are missing, it asks for them, keeps what comes meanwhile, and goes on. Where they cannot be had, it forgets the node: it may
-have missed the removal of blocks.
+A `NodeFeed` puts the messages of one node in order, even if some are lost or sent twice, or the node starts again. It decides
+by message numbers. Timestamps only tell whether a repeated number is the same message, so clocks need not agree. If messages
+are missing, it asks for them, keeps what comes meanwhile, and goes on. If it cannot get them, it forgets the blocks of the
+node, because it may have missed removals.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _REMEMBERED = 1024
 _MOST_WAITING = 10_000
 _ATTEMPTS = 3
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MOST_BYTES = 2**28  # of one frame: some million blocks; who sends more is cut off before it is in memory
+MOST_BYTES = 2**28  # of one frame: some million blocks; a longer one closes the connection before it is in memory
 _PAUSE_SECONDS = 0.1  # before a connection is made again
 log = logging.getLogger("kvpool")
 
 
 class FeedStats(NamedTuple):
-    """What happened to a feed: messages applied, sent twice and missed for good, gaps, and how often the node began anew."""
+    """Counts of a feed: messages applied, received twice and lost, gaps, and how often the node started again."""
 
     num_applied: int
     num_duplicates: int
@@ -43,8 +43,8 @@ class FeedStats(NamedTuple):
 class NodeFeed:
     """Follows one node. `can_replay` says whether missing messages can be asked for.
 
-    Its owner hands it live messages, and whenever `wanted` is a number, asks the node for the messages from there on and
-    hands those to `replayed`, then calls `replay_ended`, also when nothing came.
+    Its owner passes live messages to `live`. Whenever `wanted` is a number, the owner asks the node for the messages from
+    there on, passes them to `replayed`, and then calls `replay_ended`, even if nothing came.
     """
 
     def __init__(self, index: ClusterIndex, node: Hashable, *, can_replay: bool) -> None:
@@ -53,26 +53,26 @@ class NodeFeed:
         self._can_replay = can_replay
         self._next: int | None = None  # the number of the next message; None before the first
         self._stamps: OrderedDict[int, float] = OrderedDict()
-        self._waiting: list[tuple[int, WireBatch]] | None = None  # what came while others are asked for
+        self._waiting: list[tuple[int, WireBatch]] | None = None  # messages that came during a replay
         self._attempts = 0
         self._num_applied = self._num_duplicates = self._num_lost = self._num_gaps = self._num_restarts = 0
         index.add_node(node)
 
     @property
     def wanted(self) -> int | None:
-        """The number from which on messages are missing and should be asked for; None if all is well."""
+        """The number from which on messages are missing and should be asked for; None if none are."""
         return None if self._waiting is None else self._next or 0
 
     @property
     def stats(self) -> FeedStats:
-        """What happened so far."""
+        """The counts so far."""
         return FeedStats(self._num_applied, self._num_duplicates, self._num_lost, self._num_gaps, self._num_restarts)
 
     def live(self, number: int, batch: WireBatch) -> None:
         """A message as it was sent."""
         if self._waiting is not None:
             if len(self._waiting) == _MOST_WAITING:
-                self._waiting.clear()  # the next gap will show it
+                self._waiting.clear()  # the next message will show the gap
             self._waiting.append((number, batch))
         elif self._next is not None and number < self._next:
             self._again(number, batch)
@@ -83,7 +83,7 @@ class NodeFeed:
             self._missing(number, batch)
 
     def replayed(self, number: int, batch: WireBatch) -> None:
-        """A message that was asked for."""
+        """A message of a replay."""
         is_snapshot = bool(batch.events) and isinstance(batch.events[0], AllBlocksCleared)
         expected = self._next or 0
         if number < expected and not is_snapshot:
@@ -94,7 +94,7 @@ class NodeFeed:
         self._apply(number, batch)
 
     def replay_ended(self) -> None:
-        """All that was asked for has come, or nothing will come."""
+        """The replay is over, complete or not."""
         waiting, self._waiting = self._waiting or [], None
         self._attempts += 1
         for number, batch in waiting:
@@ -128,7 +128,7 @@ class NodeFeed:
             self._stamps.popitem(last=False)
 
     def _again(self, number: int, batch: WireBatch) -> None:
-        """A message number that was seen before: the same message again, or a node that started over."""
+        """A message number came again: it is the same message, or the node started again."""
         stamp = self._stamps.get(number)
         oldest = next(iter(self._stamps.values()), batch.timestamp)
         is_same = batch.timestamp == stamp if stamp is not None else number > 0 and batch.timestamp <= oldest
@@ -156,17 +156,17 @@ class NodeFeed:
     def _lose(self, num_messages: int) -> None:
         """Goes on without the missing messages.
 
-        They may have removed blocks, so all blocks of the node are forgotten; it may announce them again.
+        They may have removed blocks, so all blocks of the node are forgotten. The node may publish them again.
         """
         self._num_lost += num_messages
         self._index.clear_node(self._node)
 
 
 class NodeSubscriber:
-    """Follows one node. `endpoint` is where it publishes, `replay` where it sends messages again, if it does.
+    """Follows one node. `endpoint` is where it publishes, `replay` where it sends messages again, if it can.
 
-    When the connection breaks, what the node held vanishes from the index; when it comes back, it is asked for everything.
-    A replay that does not come within `patience` seconds is given up.
+    When the connection breaks, the index forgets the blocks of the node. When it is back, the node is asked for everything. A
+    replay that does not come within `patience` seconds is given up.
     """
 
     def __init__(
@@ -208,11 +208,11 @@ class NodeSubscriber:
 
     @property
     def stats(self) -> FeedStats:
-        """What happened to the messages of this node."""
+        """Counts of the messages of this node."""
         return self._feed.stats
 
     def resync(self) -> None:
-        """Forgets what is known of the node and asks it for everything, or goes on from here where it cannot be asked."""
+        """Forgets the blocks of the node and asks it for everything; if it cannot be asked, goes on from here."""
         self._wants_all = True
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class NodeSubscriber:
     # --- its thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._feed.start_over()  # whoever comes late asks for everything
+        self._feed.start_over()  # a new subscriber asks for everything
         poller = self._zmq.Poller()
         poller.register(self._live, self._zmq.POLLIN)
         poller.register(self._monitor, self._zmq.POLLIN)
@@ -250,14 +250,14 @@ class NodeSubscriber:
         self._live.disable_monitor()
 
     def _reconnect(self) -> None:
-        """ZeroMQ tries again by itself, but not where the connection ended by a message over the limit."""
-        with suppress(self._zmq.ZMQError):  # it has given up by itself
+        """Connects again. ZeroMQ does so by itself, but not after a message over the limit."""
+        with suppress(self._zmq.ZMQError):  # it is disconnected already
             self._live.disconnect(self._endpoint)
         time.sleep(_PAUSE_SECONDS)
         self._live.connect(self._endpoint)
 
     def _ask(self, poller: Any, start: int) -> None:
-        """Asks for messages on a new socket each time, so that an answer that comes too late is not taken for another one."""
+        """Asks for messages, on a new socket each time, so that a late answer is not taken for the answer to another one."""
         self._asking = self._context.socket(self._zmq.DEALER)
         self._asking.set(self._zmq.LINGER, 0)
         self._asking.set(self._zmq.MAXMSGSIZE, MOST_BYTES)
@@ -282,7 +282,7 @@ class NodeSubscriber:
             self._take(frames, self._feed.replayed)
 
     def _take(self, frames: list[bytes], hand_over: Callable[[int, Any], None]) -> None:
-        """The number of a message and its batch are its last frames: replies have a topic before them since vLLM 0.26."""
+        """Applies a message. Its last frames are the number and the batch; since vLLM 0.26, replies begin with a topic."""
         self.last_heard = self._clock()
         try:
             number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -1
@@ -292,7 +292,7 @@ class NodeSubscriber:
         except InvalidArgumentError as error:
             self.num_unreadable += 1
             self._quiet.warning("a message of %s cannot be read: %s", self._endpoint, error)
-            return  # the next number shows the gap
+            return  # the number of the next message shows the gap
         if batch.unknown:
             self.num_unknown += 1
             kinds = ", ".join(batch.unknown)

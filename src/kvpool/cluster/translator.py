@@ -1,8 +1,8 @@
-"""From a manager's events to those of the wire, and everything cached as such events for whoever comes late.
+"""Translates events of a manager to those of the wire, and gives everything cached as such events to late subscribers.
 
-A manager's block is in one tier and moves; on the wire a medium gains it first and another loses it then, so that at
-no moment does a reader think that the last copy is gone. To say where a moved block stands, its parent and its tokens are
-kept here for as long as it is cached.
+In a manager, a block is in one tier and moves. On the wire, the new medium gains it first and the old one loses it then, so
+that a reader never thinks that the last copy is gone. The event about a moved block needs its parent and tokens, so these are
+kept here as long as the block is cached.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _KINDS = {
 
 
 class GroupNames(NamedTuple):
-    """How a layer group is called on the wire."""
+    """The name of a layer group on the wire."""
 
     kind: str
     window: int | None
 
 
 class _StoredRun(NamedTuple):
-    """What one `Stored` said of all its blocks."""
+    """What one `Stored` event says about all its blocks."""
 
     parent: int | None
     hashes: tuple[int, ...]
@@ -56,7 +56,7 @@ class _StoredRun(NamedTuple):
 
 
 class _StoredBlock(NamedTuple):
-    """A cached block: which of its run, and where it is."""
+    """A cached block: its place in its run, and its tier."""
 
     run: _StoredRun
     position: int
@@ -69,8 +69,8 @@ def group_names(config: KVCacheConfig) -> dict[int, GroupNames]:
 
 
 def scope_keys(scope: ReuseScope) -> tuple[str | None, tuple[str, ...]]:
-    """A scope on the wire: the adapter by name; whatever else isolates it as one key of the first block, which tells nobody
-    the name of a tenant.
+    """A scope on the wire: the name of the adapter, and one key of the first block for everything else that isolates it.
+    Nobody can read the name of a tenant from the key.
 
     >>> scope_keys(ReuseScope(adapter="sql"))
     ('sql', ())
@@ -80,7 +80,7 @@ def scope_keys(scope: ReuseScope) -> tuple[str | None, tuple[str, ...]]:
 
 
 def item_keys(items: Iterable[MultimodalItem], block_size: int, num_blocks: int) -> list[list[str]]:
-    """For each block the images and other items that it has placeholders of: content, and where it begins from here."""
+    """For each block the images and other items with placeholders in it: the content, and the position relative to it."""
     found: list[list[str]] = [[] for _ in range(num_blocks)]
     for position, length, key in items:
         name = encoded_key(key).hex()
@@ -140,7 +140,7 @@ class WireTranslator:
         run = _StoredRun(
             None if event.parent is None else wire_hash(event.parent),
             tuple(map(wire_hash, event.digests)),
-            event.tokens.copy(),  # the manager's array would keep more alive than these
+            event.tokens.copy(),  # a view would keep the manager's larger array alive
             event.block_size,
             lora_name,
             extra,

@@ -1,8 +1,8 @@
-"""Cache events as they travel: vLLM's wire format, which today's routers read. Written and read here, in both of its forms.
+"""Cache events in vLLM's wire format, which common routers read. This module writes and reads both of its forms.
 
-A batch is the msgpack array `[ts, events, data_parallel_rank]`. Since vLLM 0.24 an event is a map with its kind under "type";
-before, it was an array with its kind first. Block hashes are the low 64 bits of a digest as a number; where somebody sends
-whole digests as bytes, they are cut to that.
+A batch is the msgpack array `[ts, events, data_parallel_rank]`. Since vLLM 0.24 an event is a map with its kind under "type".
+Before, it was an array that begins with its kind. A block hash is a number, the low 64 bits of a digest. Whole digests as
+bytes are cut to that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx", "locality", "ownership
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Consecutive blocks can be reused in one medium; each is the parent of the next, `parent` that of the first."""
+    """Consecutive blocks can be reused in one medium. Each is the parent of the next; `parent` is that of the first."""
 
     hashes: Sequence[int]
     parent: int | None
@@ -52,7 +52,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is cached any more, in no medium."""
+    """Nothing is cached any more, in any medium."""
 
 
 WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -69,7 +69,7 @@ class WireBatch(NamedTuple):
 
 
 def wire_hash(digest: bytes) -> int:
-    """A digest as it travels: its low 64 bits."""
+    """The low 64 bits of a digest, its form on the wire."""
     return int.from_bytes(digest[-8:], "big")
 
 
@@ -80,7 +80,7 @@ def encode_batch(timestamp: float, events: Iterable[WireEvent], rank: int = 0) -
 
 
 def decode_batch(payload: bytes) -> WireBatch:
-    """The batch of a payload that somebody sent, without events of unknown kinds; `InvalidArgumentError` if it is none."""
+    """The batch in a payload, without events of unknown kinds; raises `InvalidArgumentError` if it is no batch."""
     try:
         timestamp, events, *rest = _msgpack().decode(payload)
         read = [_from_wire(event) for event in events]
@@ -110,7 +110,7 @@ def _as_map(event: WireEvent) -> dict[str, Any]:
 
 
 def _from_wire(event: Any) -> WireEvent | str:
-    """An event of either form, checked as far as an index relies on it; the name of a kind that is not known here."""
+    """An event of either form, checked as far as an index relies on it; for an unknown kind, its name."""
     if isinstance(event, dict):
         kind, fields = event["type"], event
     else:
@@ -170,7 +170,7 @@ def _text_or_none(fields: dict[str, Any], name: str) -> str | None:
 
 
 def _holds_map(value: Any) -> bool:
-    """Whether there is a map in nested lists, which has no hash."""
+    """Whether nested lists contain a map, which cannot be hashed."""
     return any(map(_holds_map, value)) if isinstance(value, list) else isinstance(value, dict)
 
 

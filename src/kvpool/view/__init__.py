@@ -1,4 +1,4 @@
-"""A manager before your eyes: `serve(manager)` opens a page with its blocks, requests, prefix tree, tiers and events."""
+"""The live view: `serve(manager)` opens a page with the blocks, requests, prefix tree, tiers and events of a manager."""
 
 from kvpool.view.http import LiveView, serve
 

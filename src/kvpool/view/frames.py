@@ -1,8 +1,8 @@
-"""Looks as messages: a snapshot, and after it only what is different from the look before.
+"""Messages of the live view: first a snapshot of a `Look`, then only what has changed since the last one.
 
 A message is a server-sent event named `frame` with one JSON object. The page holds a copy of everything and replaces what a
-frame brings: words of blocks by spans, tables of the sequences that are named, and whole lists for the rest. A field that is
-not there has not changed. No frame holds tokens or text: blocks are named by digest.
+frame brings: words of blocks by spans, tables of the named sequences, and whole lists for the rest. A missing field has not
+changed. No frame holds tokens or text: blocks are named by digest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvpool.events import Created, Event, Removed, Stored, Updated
 from kvpool.manager.inspection import RunsSnapshot, SequenceSnapshot
 from kvpool.view.sampling import Look, PoolLook, changed_spans, id_spans, packed
 
-MAX_SEQUENCES = 256  # that are told one by one, with their tables
-MAX_RUNS = 2000  # of the tree that are told, those nearest to the top
+MAX_SEQUENCES = 256  # shown one by one, with their tables
+MAX_RUNS = 2000  # of the tree that are shown, those nearest to the root
 _MAX_NAME = 80
 
 
@@ -28,7 +28,7 @@ def view_event(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 def frame(old: Look | None, new: Look) -> dict[str, Any]:
-    """What the page must know to go from one look to the next; from nothing, if `old` is None."""
+    """What has changed between two looks; everything, if `old` is None."""
     before = {} if old is None else {(pool.pool, pool.tier): pool for pool in old.pools}
     content: dict[str, Any] = {
         "number": new.number,
@@ -107,7 +107,7 @@ def _same_tables(one: SequenceSnapshot, other: SequenceSnapshot) -> bool:
 
 
 def _tree(runs: RunsSnapshot, tenants: tuple[str, ...]) -> dict[str, Any]:
-    """The runs nearest to the top. The parent of each run comes before it."""
+    """The runs nearest to the root. The parent of each run comes before it."""
     level = np.zeros(len(runs.number), np.int64)
     for _ in range(len(level)):  # a step for each level of the tree
         deeper = np.where(runs.parent >= 0, level[runs.parent] + 1, 0)
@@ -139,7 +139,7 @@ def _tree(runs: RunsSnapshot, tenants: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _event(event: Event) -> dict[str, Any]:
-    """One line of the tail: what happened to how many blocks, the first of them by digest."""
+    """One line of the list of events: what happened to how many blocks, and the digest of the first."""
     line: dict[str, Any] = {"id": event.event_id, "kind": type(event).__name__.lower()}
     if isinstance(event, Created):
         return line

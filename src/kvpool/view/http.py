@@ -1,6 +1,6 @@
-"""The live view over HTTP: its page, what is asked of single blocks, and a server that needs the standard library alone.
+"""The live view over HTTP: its page, details of single blocks, and a server that needs only the standard library.
 
-`serve` is for engines that have no server of their own. `kvpool serve` and `kvpool route` send the same page and answers.
+`serve` is for engines without a server of their own. `kvpool serve` and `kvpool route` send the same page and answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_SEND_SECONDS = 30.0  # that a page may take to read a message; then it is gone
+_SEND_SECONDS = 30.0  # a page that takes longer to read a message counts as gone
 _ASK_SECONDS = 1.0  # how soon a stream notices that the view was closed
 
 
@@ -50,7 +50,7 @@ class Asset(NamedTuple):
 
 
 def asset(path: str) -> Asset | None:
-    """The file behind a path: the page at `/`, a server's API at `/docs`, what they load below `/view/`; None for others."""
+    """The file at a path: the page at `/`, a server's API at `/docs`, the files that they load below `/view/`; else None."""
     name = _PAGES.get(path) or path.removeprefix(PREFIX)
     stem, _, ending = name.partition(".")
     if not stem.replace("-", "").isalnum() or ending not in _KINDS or not (path in _PAGES or path.startswith(PREFIX)):
@@ -97,7 +97,7 @@ def _run_of(runs: RunsSnapshot, pool: int, tier: Tier, block_id: int) -> int | N
 def _run_details(runs: RunsSnapshot, run: int, now: float) -> dict[str, Any]:
     below = np.zeros(len(runs.number), np.bool_)
     below[run] = True
-    for place in range(run + 1, len(below)):  # parents stand before their children
+    for place in range(run + 1, len(below)):  # parents come before their children
         below[place] = runs.parent[place] >= 0 and below[runs.parent[place]]
     above, parent = 0, int(runs.parent[run])
     while parent >= 0:
@@ -147,7 +147,7 @@ class LiveView:
         self._thread.join()
 
     def close(self) -> None:
-        """Stops listening, ends the streams, and looks at the manager no more."""
+        """Stops listening, ends the streams, and stops sampling the manager."""
         self._server.closing.set()
         self._server.shutdown()
         self._thread.join()
@@ -174,10 +174,10 @@ def serve(
 ) -> LiveView:
     """Shows a manager in the browser while it works; returns at once, and costs nothing while no page is open.
 
-    The page only looks. It listens to this machine alone unless `key` is given, which the page then asks for. `rate` is how
-    often a second the manager is looked at, at most. `events=False` leaves out the tail of events, for which the manager
-    computes digests of what it stores. `more` is asked at every look for what the manager does not know, and may
-    say who waits: `{"waiting": [[name, tenant, tokens, seconds], ...], "num_waiting": 1}`. Port 0 takes a free one.
+    The page changes nothing. It listens only to this machine, unless `key` is given, which the page then asks for. The
+    manager is sampled at most `rate` times a second. `events=False` leaves out the list of events, for which the manager
+    computes digests of what it stores. `more` is called at every sample for what the manager does not know. It may return
+    waiting requests: `{"waiting": [[name, tenant, tokens, seconds], ...], "num_waiting": 1}`. Port 0 takes a free one.
     """
     if not isinstance(manager, KVCacheManager):
         raise InvalidArgumentError(f"serve takes a KVCacheManager, got {type(manager).__name__}")
@@ -187,7 +187,7 @@ def serve(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own, which no other can reach."""
+    """Whether a name or an address is local to this machine, so that no other can reach it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -195,9 +195,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a `Host` header has a name that leads to this machine alone.
+    """Whether a `Host` header has a name that only leads to this machine.
 
-    A stranger's page may have a name that was made to lead here (DNS rebinding): the browser then lets it read answers.
+    The name of a foreign page may be made to lead here (DNS rebinding). Then the browser would let that page read answers.
     """
     try:
         name = urlsplit(f"//{host}").hostname
@@ -300,4 +300,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: a look is no event."""
+        """Logs nothing."""

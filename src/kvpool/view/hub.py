@@ -1,7 +1,7 @@
-"""Those who watch one manager: a thread looks at it while anybody does, and each gets what is new at their own pace.
+"""The viewers of one manager: a thread samples it while anybody watches, and each viewer reads at its own pace.
 
-A viewer that reads too slowly loses what it has not read and gets a snapshot of the newest look instead; how often that
-happened is counted and told. Nobody who watches makes the manager, or another viewer, wait.
+A viewer that reads too slowly loses unread messages and gets a new snapshot instead. The page shows how often that happened.
+No viewer makes the manager, or another viewer, wait.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ log = logging.getLogger("kvpool")
 MAX_PENDING = 8  # messages that a viewer has not read yet
 MAX_VIEWERS = 16
 _IDLE_SECONDS = 1.0  # at least so often something is sent, so that a page knows that it is connected
-_SHARE_OF_TIME = 0.1  # that looks, with what becomes of them, may take of one core
+_SHARE_OF_TIME = 0.1  # looks and their messages may take this share of one core
 
 _LOOKS_IN_MEAN = 20
 
 
 class Viewer:
-    """Somebody who watches. `wake` is called, from any thread, when there is something to read."""
+    """One viewer. Any thread may call its `wake` when there is something to read."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
@@ -38,7 +38,7 @@ class Viewer:
         self.num_skipped = 0  # messages that were never sent
 
     def offer(self, message: bytes, snapshot: Callable[[], bytes]) -> None:
-        """Adds a message, or, if too many are unread, puts a snapshot in place of them all. The caller wakes the viewer."""
+        """Adds a message. If too many are unread, replaces them all by a snapshot. The caller wakes the viewer."""
         with self._lock:
             if len(self._pending) >= MAX_PENDING:
                 self.num_skipped += len(self._pending)
@@ -47,16 +47,16 @@ class Viewer:
                 self._pending.append(message)
 
     def take(self) -> bytes:
-        """All that is unread."""
+        """All unread messages."""
         with self._lock:
             messages, self._pending = self._pending, []
         return b"".join(messages)
 
 
 class Hub:
-    """Looks at a manager at most `rate` times a second while somebody watches, and not at all otherwise.
+    """Samples a manager at most `rate` times a second while somebody watches, and not at all otherwise.
 
-    `more` is asked at every look for what else the page shows (who waits, latencies); it must be quick.
+    `more` is called at every look for what else the page shows (waiting requests, latencies); it must be quick.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Hub:
 
     @property
     def last_look(self) -> Look | None:
-        """What those who watch have seen last."""
+        """The last look that was sent to viewers."""
         return self._look
 
     def join(self, wake: Callable[[], None]) -> Viewer:
@@ -120,7 +120,7 @@ class Hub:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """Ends the looking, whoever still watches."""
+        """Stops sampling, even if somebody still watches."""
         with self._wake:
             self._viewers.clear()
             self._wake.notify_all()
@@ -137,7 +137,7 @@ class Hub:
                 used = time.thread_time()
                 sent = self._step(sent)
                 usual += (time.thread_time() - used - usual) / _LOOKS_IN_MEAN
-                # Counted from when this look was due: waking up late makes looks no rarer. Missed ones are not made up for.
+                # Counted from when this look was due, so that late wake-ups do not lower the rate. Missed looks are skipped.
                 due = max(due + max(self._period, usual / _SHARE_OF_TIME), time.perf_counter())
                 with self._wake:
                     self._wake.wait_for(lambda: not self._viewers, due - time.perf_counter())
@@ -151,12 +151,12 @@ class Hub:
                 self._end()
 
     def _end(self) -> None:
-        """The thread ends; whoever joins next starts another."""
+        """The thread ends; the next viewer starts another one."""
         self.sampler.stop()
         self._thread = self._look = None
 
     def _step(self, sent: float) -> float:
-        """One look, sent if something is new; returns when something was last sent."""
+        """Takes one look, and sends it if something has changed; returns when something was last sent."""
         look = self.sampler.look(self._more() if self._more else None)
         old, now = self._look, time.perf_counter()
         if old is not None and _is_same(old, look) and now - sent < _IDLE_SECONDS:

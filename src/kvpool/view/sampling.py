@@ -1,13 +1,13 @@
-"""What a viewer sees of a manager at one moment. The sampler looks at most so often, and for at most so long.
+"""Samples a manager for the live view: a `Look` is what a viewer sees at one moment.
 
-Blocks and live sequences are read at every look. Walking along all cached runs takes longer, so that is done at most every
-`RUNS_SECONDS`, and so seldom that it takes at most a hundredth of the time. In between, a block that became cached keeps
-what is known of it: its tenant is that of who held it last, and it was last used then.
+Every look reads blocks and live sequences. Walking all cached runs takes longer, so that is done at most every
+`RUNS_SECONDS`, and so seldom that it takes at most a hundredth of the time. Between two walks, a newly cached block keeps
+what is known of it: the tenant of its last holder, and the time of its last use.
 
-A block is one number, a word; blocks that changed travel to the page as spans of equal words. The upper half of a word
-holds, from the lowest bit: 3 bits of state, 5 of how many live sequences hold the block (31: that many or more), 8 of
-priority, 16 of the tenant's number. The lower half says when a cached block was last used, in tenths of a second by the
-sampler's clock. A free block is 0, so a pool that nobody has seen yet is all zeros, and a snapshot is the difference to that.
+A block is one number, a word. Changed blocks go to the page as spans of equal words. The upper half of a word holds, from the
+lowest bit: 3 bits of state, 5 of how many live sequences hold the block (31: that many or more), 8 of priority, 16 of the
+tenant's number. The lower half says when a cached block was last used, in tenths of a second by the sampler's clock. A free
+block is 0. So a new pool is all zeros, and a snapshot is the difference to that.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ PINNED: Final = 3
 MAX_HOLDERS: Final = 31
 MAX_TENANTS: Final = 1 << 16
 RUNS_SECONDS = 0.5
-SHARE_OF_TIME = 0.01  # that walks along the runs may take
-MAX_EVENTS = 40  # of one look that are told one by one
-_TOUCHED_ZERO = 1 << 30  # when the sampler was made, in tenths of a second: there is as much before it as behind it
+SHARE_OF_TIME = 0.01  # walks along the runs may take this share of the time
+MAX_EVENTS = 40  # of one look that are shown one by one
+_TOUCHED_ZERO = (
+    1 << 30
+)  # the time when the sampler was made, in tenths of a second: half way, for times before and after
 
 
 class Spans(NamedTuple):
@@ -67,7 +69,7 @@ def pack_words(
     tenant: npt.NDArray[Any],
     touched: npt.NDArray[Any],
 ) -> Words:
-    """One word for each block, from arrays of the same length; those of free blocks are 0."""
+    """One word for each block, from arrays of the same length; 0 for free blocks."""
     upper = state.astype(np.uint32)
     upper |= np.minimum(num_holders, MAX_HOLDERS).astype(np.uint32) << np.uint32(3)
     upper |= priority.astype(np.uint32) << np.uint32(8)
@@ -81,9 +83,9 @@ def pack_words(
 
 
 def changed_spans(old: Words | None, new: Words) -> Spans:
-    """The blocks that changed, as the fewest spans.
+    """The blocks that changed, in as few spans as possible.
 
-    If `old` is None or has another size, every block counts as free before.
+    If `old` is None or has another size, all blocks count as free before.
     """
     if old is None or len(old) != len(new):
         old = np.zeros(len(new), np.uint64)
@@ -96,9 +98,9 @@ def changed_spans(old: Words | None, new: Words) -> Spans:
 
 
 class IdSpans(NamedTuple):
-    """Block ids of several lists: pairs (first, how many that count up from it), and in which list each pair is."""
+    """Block ids of several lists as pairs (first id, number of consecutive ids), and which pairs belong to each list."""
 
-    pairs: Int64Array  # first, how many, first, how many, ...; a first of -1 stands for so many without a block
+    pairs: Int64Array  # first, count, first, count, ...; a first of -1 stands for `count` entries without a block
     at: Int64Array  # list i has the pairs `at[i]` to `at[i + 1] - 1`
 
 
@@ -133,7 +135,7 @@ class PoolLook(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Everything at one moment."""
+    """The state of a manager at one moment."""
 
     number: int
     now: int  # in tenths of a second, as in words
@@ -141,12 +143,12 @@ class Look(NamedTuple):
     pools: tuple[PoolLook, ...]
     sequences: tuple[SequenceSnapshot, ...]
     runs: RunsSnapshot | None
-    runs_number: int  # of the look that saw them
+    runs_number: int  # the number of the look that read the runs
     tenants: tuple[str, ...]
     counts: Mapping[str, int]
     events: tuple[Event, ...]
-    num_events: int  # all since the look before; the last of them are in `events`
-    seconds: float  # that it took to read blocks and sequences, waiting for the manager included
+    num_events: int  # since the last look; the newest of them are in `events`
+    seconds: float  # taken to read blocks and sequences, with waiting for the manager
     more: Mapping[str, Any]
 
 
@@ -197,19 +199,19 @@ class Sampler:
         self._origin = self.manager.inspect.now
 
     def start(self) -> None:
-        """Somebody watches: follows the manager's events, if it keeps any."""
+        """Called when somebody begins to watch: follows the manager's events, if it keeps any."""
         if self.with_events and self._subscription is None:
             with suppress(InvalidArgumentError):  # events are off
                 self._subscription = self.manager.subscribe(snapshot=False)
 
     def stop(self) -> None:
-        """Nobody watches: what is known stays, and nothing is followed."""
+        """Called when nobody watches any more: stops following, and keeps what is known."""
         if self._subscription is not None:
             self._subscription.close()
             self._subscription = None
 
     def look(self, more: Mapping[str, Any] | None = None) -> Look:
-        """One look. `more` is what else is known of this moment, for the page."""
+        """Takes one look. `more` is further data for the page."""
         self._number += 1
         began = time.perf_counter()
         picture = self.manager.inspect.snapshot()
@@ -235,7 +237,7 @@ class Sampler:
         )
 
     def _walk(self, tick: int) -> None:
-        """Reads the runs anew."""
+        """Reads all runs again."""
         began = time.thread_time()
         runs = self.manager.inspect.runs_snapshot()
         seconds = time.thread_time() - began
@@ -255,7 +257,7 @@ class Sampler:
                 known.is_pinned[at] = runs.is_pinned[run] if tier != Tier.GPU or not slides else False
 
     def _known_of(self, pool: int, tier: Tier, num_blocks: int) -> _LastSeen:
-        """What is known of a pool, for at least so many blocks; what is new has the usual values."""
+        """What is known of a pool, for at least so many blocks; new blocks have default values."""
         known = self._known.get((pool, tier))
         if known is None or len(known.tenant) < num_blocks:
             grown = _LastSeen.of_size(num_blocks)
@@ -267,12 +269,12 @@ class Sampler:
         return known
 
     def _pool(self, pool: PoolSnapshot, picture: Snapshot) -> PoolLook:
-        """The words of a pool: those of the look before, and new ones for the blocks that changed."""
+        """The words of a pool: those of the last look, with new ones for blocks that changed."""
         size, now = pool.num_blocks, self._tenths(picture.now)
         known = self._known_of(pool.pool, pool.tier, size)
         is_held = pool.num_holders > 0
         changed = (pool.num_holders != known.num_holders[:size]) | (pool.is_free != known.is_free[:size])
-        if self._runs_number != self._number:  # the walk did not see what became idle since the last look
+        if self._runs_number != self._number:  # the last walk did not see blocks that became idle since then
             left = np.flatnonzero((known.num_holders[:size] > 0) & ~is_held)
             known.touched[left] = np.maximum(known.touched[left], now)
         held = np.flatnonzero(is_held)
@@ -316,6 +318,6 @@ class Sampler:
         return self._tenants.get(name, MAX_TENANTS - 1)
 
     def _tenths(self, seconds: Any) -> Any:
-        """Times by the manager's clock as they stand in words."""
+        """Times of the manager's clock in the units of words."""
         tenths = np.clip((np.asarray(seconds) - self._origin) * 10 + _TOUCHED_ZERO, 1, 2**32 - 1)
         return tenths.astype(np.uint32) if tenths.ndim else int(tenths)

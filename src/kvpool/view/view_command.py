@@ -1,4 +1,4 @@
-"""`kvpool view`: the live view on made-up traffic (chats of several tenants that come back), to look at without a model."""
+"""`kvpool view`: the live view on made-up traffic, without a model: chats of several tenants that continue later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 _VOCABULARY = 32_000
 _MAX_WAITING = 12
 _NUM_CHATS = 400
-_ARRIVALS = 2  # a step, at most
+_ARRIVALS = 2  # per step, at most
 _STEPS_AHEAD = 200  # so that there is something to see
 
 
@@ -40,7 +40,7 @@ class _RunningChat:
 
 @dataclass
 class Traffic:
-    """Chats behind the system prompts of five tenants; what a step does depends on `seed` alone."""
+    """Chats with the system prompts of five tenants. What a step does depends only on `seed`."""
 
     gpu_blocks: int = 4096
     seed: int = 0
@@ -66,7 +66,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def step(self) -> None:
-        """One step of an engine: some arrive, some are admitted, all that run get a few tokens, some end."""
+        """One step of an engine: chats arrive and are admitted, all running ones get a few tokens, some end."""
         with self._lock:
             for _ in range(_ARRIVALS):
                 self._arrive()
@@ -140,7 +140,7 @@ class Traffic:
             count = min(some, one.left)
             try:
                 self.manager.extend(one.handle, count)
-            except OutOfBlocksError:  # the youngest gives way: it ends early
+            except OutOfBlocksError:  # the youngest chat ends early
                 count = one.left = 0
             self.manager.take_copies()
             if count:

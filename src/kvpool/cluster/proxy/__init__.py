@@ -1,1 +1,1 @@
-"""The router as a process: in front of OpenAI servers that publish what they cache."""
+"""The router as an HTTP proxy in front of OpenAI servers that publish what they cache."""

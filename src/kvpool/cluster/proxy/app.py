@@ -1,7 +1,7 @@
-"""An HTTP proxy in front of OpenAI servers: a request goes to the node where it costs least, and elsewhere if that fails.
+"""An HTTP proxy in front of OpenAI servers: a request goes to the node with the least cost, and to another if that fails.
 
-A request is sent again only while its client has got nothing, and ends when its client leaves. Once a stream has begun, a
-node that dies ends it with an error that the client can read.
+The proxy sends a request again only while its client has received nothing, and ends it when the client leaves. If a node dies
+after a stream has begun, the stream ends with an error that the client can read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvpool.web import BodyLimit, EventStream, LocalNames, unless_gone
 KEY_VARIABLE = "KVPOOL_ROUTE_KEY"
 MAX_VIEWERS = 16
 _EVERY_SECONDS = 0.5
-MOST_LOST = 2  # servers that a request may take with it before it is not sent to one more
+MOST_LOST = 2  # after so many servers failed with a request, it is not sent to another one
 _KEPT_SECONDS = (
     2.0  # that an idle connection is kept: less than any server does, or the next request meets a closed one
 )
@@ -54,7 +54,10 @@ log = logging.getLogger("kvpool")
 
 
 class ClusterView:
-    """Shows what `look` says. With a key, for whoever brings it; without one, for this machine alone."""
+    """Serves the page and the stream of the cluster's state, which `look` returns.
+
+    With a key, only its holders may see them; without one, only this machine.
+    """
 
     def __init__(self, look: Callable[[], Mapping[str, Any]], send_seconds: float, key: str | None = None) -> None:
         self._look = look
@@ -72,11 +75,11 @@ class ClusterView:
         return Response(found.content, media_type=found.kind, headers=HEADERS)
 
     async def stats(self, request: Request) -> Response:
-        """The newest look, for scripts."""
+        """The current state, for scripts."""
         return self._refused(request) or JSONResponse(self._look())
 
     async def stream(self, request: Request) -> Response:
-        """A look, twice a second."""
+        """A stream of the state, twice a second."""
         if (refused := self._refused(request)) is not None:
             return refused
         if self._num_viewers == MAX_VIEWERS:
@@ -104,7 +107,7 @@ class ClusterView:
 
 
 class Proxy:
-    """The proxy as an object: what it knows of its nodes, and how it answers."""
+    """The proxy without HTTP server: what it knows of its nodes, and how it answers."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class Proxy:
         patience = httpx.Timeout(
             connect=5.0, read=self.limits.silence_seconds, write=self.limits.send_seconds, pool=None
         )
-        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # those of one client are no other's
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # cookies of one client must not reach another
         self._client = httpx.AsyncClient(timeout=patience, limits=pool, trust_env=False, cookies=no_cookies)
         self._patience = tokenize_patience
         self.index = ClusterIndex(block_size)
@@ -154,7 +157,7 @@ class Proxy:
     # --- an answer ---------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Request) -> Response:
-        """The answer of the node that fits best, or of the next one; a client that leaves ends it."""
+        """The answer of the best node, or of the next one if that fails. It ends if the client leaves."""
         try:
             content = await request.body()
         except ClientDisconnect:
@@ -195,7 +198,7 @@ class Proxy:
                 raise
 
     async def _tokenized(self, question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
-        """What a server makes of a prompt: tokens, and the keys of its scope where it says so. Empty where none answers."""
+        """The tokens of a prompt, and the keys of its scope if the server gives them. Empty if no server answers."""
         loads = self.router.nodes
         ready = [node for node, load in loads.items() if load.is_ready]
         ready.sort(key=lambda node: loads[node].num_requests)
@@ -210,7 +213,7 @@ class Proxy:
         return {}
 
     async def _forward(self, request: Request, content: bytes, route: Route) -> Response:
-        """The answer of one node, from its first bytes on. Raises while another one may still be asked."""
+        """The answer of one node, from its first bytes on. Raises if another one may still be asked."""
         url = _address(str(route.node), request.scope)
         if url is None:
             route.end()
@@ -280,7 +283,7 @@ class Proxy:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watches the servers meanwhile."""
+        """Watches the servers while it is open."""
         pools = [self.backends] if self.prefill is None else [self.backends, self.prefill.backends]
         watching = asyncio.gather(*(pool.watch() for pool in pools))
         try:
@@ -295,7 +298,7 @@ class Proxy:
 
 
 class _Passed(EventStream):
-    """A stream as it comes. Whatever ends it, the route and the stream of the node end with it."""
+    """A stream. When it ends for any reason, the route and the stream of the node end, too."""
 
     def __init__(self, parts: AsyncIterator[bytes], route: Route, answer: httpx.Response, seconds: float) -> None:
         super().__init__(parts, route.end, seconds)
@@ -309,9 +312,10 @@ class _Passed(EventStream):
 
 
 def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
-    """The ASGI application of a proxy: `/`, `/view/...` and `/route/stats` are its own, the rest is for the servers.
+    """The ASGI application of a proxy. It answers `/`, `/view/...` and `/route/stats`; other paths go to the servers.
 
-    What comes to a loopback address must name it in its `Host` header, unless `any_name`: servers may need no key.
+    A request to a loopback address must name that address in its `Host` header, unless `any_name`, because servers may have
+    no keys.
     """
     view = proxy.view
 

@@ -1,4 +1,4 @@
-"""The servers behind a proxy: where they are, whether they live, what they announce, and how long they are waited for."""
+"""The servers behind a proxy: their addresses, health checks, event feeds and time limits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvpool.quiet import QuietLog
 from kvpool.terminal import is_http
 
 log = logging.getLogger("kvpool")
-_LINES_A_MINUTE = 10  # about each server that comes and goes
+_LINES_A_MINUTE = 10  # in the log, about each server that comes and goes
 
 
 @dataclass(frozen=True)
 class ProxyLimits:
-    """`body_bytes` and `send_seconds` are those of a server: the size of a body, and how long a client may keep the proxy
-    waiting for a part of it, or with a part of an answer.
+    """`body_bytes` and `send_seconds` are those of a server: the size of a body, and how long a client may take to send a
+    part of it, or to read a part of an answer.
 
-    A server that says nothing for `silence_seconds` in the middle of an answer is not waited for. One that answers nobody,
-    not even whether it lives, for `lost_seconds` has lost its requests: they go elsewhere, or end with an error.
+    The proxy gives up an answer if its server sends nothing for `silence_seconds`. If a server answers nobody for
+    `lost_seconds`, not even health checks, its requests count as lost: they go elsewhere, or end with an error.
     """
 
     body_bytes: int = 4 << 20
@@ -68,11 +68,11 @@ class Backend(NamedTuple):
 
 
 class NodeLostError(Exception):
-    """A server has answered nobody for too long; what it was asked is lost."""
+    """A server has answered nobody for too long; its requests are lost."""
 
 
 class _Waiting:
-    """A task that waits for a server. It tells a lost server from a client that left: both cancel the task."""
+    """A task that waits for a server. A lost server and a client that leaves both cancel it; this tells which one did."""
 
     __slots__ = ("_num_before", "_num_cancels", "_task")
 
@@ -87,7 +87,7 @@ class _Waiting:
         self._task.cancel()
 
     def is_lost_only(self) -> bool:
-        """Whether nobody else cancelled it, too; takes back what `give_up` did. Python 3.10 cannot tell."""
+        """Whether only `give_up` cancelled it; undoes that cancellation. Python 3.10 cannot tell."""
         left = self._num_before
         if hasattr(self._task, "uncancel"):  # since Python 3.11 a task counts what cancelled it
             for _ in range(self._num_cancels):
@@ -96,10 +96,10 @@ class _Waiting:
 
 
 class Backends:
-    """Watches servers: whoever does not answer gets no requests, and what it held is forgotten.
+    """Watches servers. One that does not answer gets no requests, and its blocks are forgotten.
 
-    `every` so many seconds each is asked whether it lives and has `patience` for an answer; one that gave none for
-    `lost_seconds` has lost the requests that it has.
+    A health check runs `every` so many seconds, with `patience` seconds for the answer. If a server gives none for
+    `lost_seconds`, its requests count as lost.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Backends:
         self._followers: dict[str, NodeSubscriber] = {}
         self._lost: set[str] = set()
         self._silent: set[str] = set()
-        self._untold: set[str] = set()  # those whose last change is not in the log yet
+        self._untold: set[str] = set()  # servers whose last change is not in the log yet
         self.urls = [backend.url for backend in backends]
         self._quiet = {url: QuietLog(log, _LINES_A_MINUTE) for url in self.urls}
         self._waiting: dict[str, set[_Waiting]] = {url: set() for url in self.urls}
@@ -131,7 +131,7 @@ class Backends:
                 self._followers[backend.url] = NodeSubscriber(index, backend.url, backend.events, backend.replay)
 
     async def watch(self) -> None:
-        """Looks at every server again and again, each by itself."""
+        """Runs the health checks of all servers, independently of each other."""
         await asyncio.gather(*(self._watch(url) for url in self.urls))
 
     async def _watch(self, url: str) -> None:
@@ -151,14 +151,14 @@ class Backends:
             await asyncio.sleep(self._every)
 
     def _give_up(self, url: str) -> None:
-        """Whoever waits for this server waits no more."""
+        """Ends all waits for this server."""
         self._lost.add(url)
         for waiting in self._waiting[url]:
             waiting.give_up()
 
     @contextmanager
     def waiting(self, url: str) -> Iterator[None]:
-        """While a server is waited for; `NodeLostError` when it is given up."""
+        """Wraps a wait for a server; raises `NodeLostError` if the server is lost."""
         task = asyncio.current_task()
         assert task is not None
         if url in self._lost:
@@ -175,7 +175,7 @@ class Backends:
             self._waiting[url].discard(waiting)
 
     async def _answers(self, url: str) -> bool | None:
-        """Whether a server takes requests: `/ready` says so, or `/health` where there is no such path. None: no answer."""
+        """Whether a server takes requests, by `/ready`, or by `/health` if it has no such path. None: no answer."""
         try:
             answer = await self._client.get(f"{url}/ready", timeout=self._patience)
             if answer.status_code == 404:
@@ -186,18 +186,18 @@ class Backends:
         return bool(answer.status_code == 200)
 
     def note(self, url: str, *, is_ready: bool) -> None:
-        """Notes whether a server is ready. A health check or a failed request tells."""
+        """Records whether a server is ready, after a health check or a failed request."""
         if self._router.nodes[url].is_ready != is_ready:
             self._router.set_ready(url, is_ready)
             if is_ready and (follower := self._followers.get(url)):
-                follower.resync()  # what it held was forgotten
+                follower.resync()  # its blocks were forgotten
             self._untold.add(url)
             self._tell(url, is_ready)
         elif url in self._untold and self._quiet[url].is_due:
             self._tell(url, is_ready)
 
     def _tell(self, url: str, is_ready: bool) -> None:
-        """Writes what a server does now, or leaves that to a later look where it came and went often in this minute."""
+        """Logs the state of a server; later, if it changed too often in this minute."""
         if (added := self._quiet[url].added()) is not None:
             self._untold.discard(url)
             log.warning("%s %s%s", url, "takes requests" if is_ready else "does not answer: it gets no requests", added)

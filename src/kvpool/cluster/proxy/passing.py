@@ -1,7 +1,7 @@
 """What a proxy reads of a request and passes on of an answer.
 
-Of a request: its token ids, as the servers see them (`/tokenize` tells), its session, its keys. Of an answer: which headers
-pass, when another server is asked, what clients are told.
+Of a request: its token ids (from `/tokenize` of a server), its session and its keys. Of an answer: which headers pass, when
+another server is asked, and the errors for clients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOP_BY_HOP = {
 }
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, Anthropic's the other
-_ANY_TEXT = "a"  # for a question whose answer is wanted for its `cache_keys`
+_ANY_TEXT = "a"  # for a question that only asks for `cache_keys`
 
 
 class ElsewhereError(Exception):
@@ -38,7 +38,7 @@ class ElsewhereError(Exception):
 
 
 def passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers that are not about one connection, byte for byte, also those that come twice."""
+    """The headers that are not about one connection, unchanged, also repeated ones."""
     named = [value for name, value in headers if name.lower() == b"connection"]
     dropped = _HOP_BY_HOP.union(each.strip().lower() for value in named for each in value.split(b","))
     return [(name, value) for name, value in headers if name.lower() not in dropped]
@@ -56,16 +56,16 @@ def lost(error: Exception) -> bytes:
 
 
 def refusal(status: int, message: str, code: str = "no_node") -> Response:
-    """The answer where no node can give one, or should be asked."""
+    """The answer if no node can give one, or none should be asked."""
     problem = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "code": code}
     headers = {"retry-after": "1"} if status in (502, 503) else None
     return JSONResponse({"error": problem}, status_code=status, headers=headers)
 
 
 class Asked(NamedTuple):
-    """What routing needs of a request: its first prompt, what isolates it besides tokens, and its session.
+    """What routing needs of a request: its first prompt, the keys of its scope, and its session.
 
-    `named` are the model and the salt as the request has them.
+    `named` are the model and the salt that the request names.
     """
 
     tokens: Sequence[int]
@@ -87,9 +87,9 @@ async def read_asked(
     content: bytes,
     tokenize: Callable[[dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]],
 ) -> Asked:
-    """What routing needs of a request. A body that cannot be read passes: its server refuses it.
+    """Reads what routing needs of a request. An unreadable body passes, because its server will refuse it.
 
-    `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it answers {} where none can.
+    `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it returns {} if none answers.
     """
     if path not in GENERATES:
         return NOTHING
@@ -104,13 +104,13 @@ async def read_asked(
     keys = (salt,) if isinstance(salt, str) and salt else ()
     named, caller = named_in(body), credentials(headers)
     tokens, question = given_tokens(body), tokenize_body(body)
-    if tokens and (keys or caller):  # tokens are here; in whose cache they are only a server knows
+    if tokens and (keys or caller):  # the tokens are known, but only a server knows the keys of the scope
         question = {**named, "prompt": _ANY_TEXT}
     if question is None:
         return Asked(tokens, keys, session, named)
     try:
         said = await tokenize(question, caller)
-    except RecursionError:  # what was read just so is nested too deeply to be written
+    except RecursionError:  # it could just be read, but is nested too deeply to be written
         said = {}
     said_keys = said.get("cache_keys")
     if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
@@ -124,7 +124,7 @@ def credentials(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
-    """The question to `/tokenize` for a request, None where it needs none or has none."""
+    """The body for `/tokenize` for a request; None if it needs none or has no prompt."""
     base = named_in(body)
     if isinstance(messages := body.get("messages"), list):
         system = body.get("system")  # Anthropic's form
@@ -136,12 +136,12 @@ def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def named_in(body: dict[str, Any]) -> dict[str, str]:
-    """The model and the salt of a request, where it names them."""
+    """The model and the salt of a request, if it names them."""
     return {name: body[name] for name in ("model", "cache_salt") if isinstance(body.get(name), str)}
 
 
 def given_tokens(body: dict[str, Any]) -> Sequence[int]:
-    """The token ids that a request brought itself; those of the first prompt where it has several."""
+    """The token ids in a request; if it has several prompts, those of the first."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]
@@ -149,15 +149,15 @@ def given_tokens(body: dict[str, Any]) -> Sequence[int]:
 
 
 def are_tokens(given: object) -> TypeGuard[list[int]]:
-    """Whether this is a list of token ids; anything else is for a server to refuse."""
+    """Whether this is a list of token ids. A server will refuse anything else."""
     return isinstance(given, list) and all(type(token) is int and 0 <= token < 2**31 for token in given)
 
 
 def session_of(body: dict[str, Any], headers: Any) -> str | None:
     """The session of a request, from the fields and headers that clients use.
 
-    The caller's key is part of it, so two callers never share a session. It is a
-    digest: many are remembered, names may be long, and keys must not be kept.
+    The caller's key is part of it, so two callers never share a session. It is a digest, because many are remembered, names
+    may be long, and keys must not be kept.
     """
     named = headers.get("x-session-id") or body.get("session_id") or body.get("user")
     if not isinstance(named, str):

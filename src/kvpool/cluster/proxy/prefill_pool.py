@@ -1,9 +1,9 @@
-"""Servers that compute prompts for those that answer: long prompts go there first, and their blocks through a shared tier.
+"""Prefill servers compute long prompts for the servers that answer; the blocks go through a shared tier.
 
-    prefill server   POST /v1/prefill          tells chunk by chunk how much of the prompt is in the tier
+    prefill server   POST /v1/prefill          computes the prompt, and reports how much of it is in the tier
     decode server    POST /v1/cache/prefetch   loads each chunk while the next is computed; then it gets the request
 
-Nothing here can fail a request. Whatever goes wrong, the decode server has less of the prompt, or none, and computes it.
+Nothing here can fail a request. If something goes wrong, the decode server computes what it could not load.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger("kvpool")
 class PrefillPool:
     """The prefill servers of a proxy. A prompt goes there when its decode server lacks `min_tokens` of it.
 
-    A server that says nothing for `silence_seconds`, or is not done after `seconds`, is not waited for. `watching` is how
-    `Backends` looks after them.
+    If a server sends nothing for `silence_seconds`, or is not done after `seconds`, the request goes on without it.
+    `watching` are the arguments of `Backends`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PrefillPool:
         self._reasons: Counter[str] = Counter()
 
     async def hand_over(self, asked: Asked, route: Route, headers: Mapping[str, str]) -> None:
-        """Has the prompt of a request computed for the node of its route, if that is worth it. Never raises."""
+        """Has a prefill server compute the prompt for the node of its route, if that is worth it. Never raises."""
         left = len(asked.tokens) - route.hit.storage
         if left < self._min_tokens:
             self._counts["direct"] += 1
@@ -65,7 +65,7 @@ class PrefillPool:
         except NoNodeError:
             self._fall_back("no_node", "no prefill server is ready")
             return
-        route.first_token()  # until it decodes, its node has nothing to do for it
+        route.first_token()  # its node does not compute the prompt
         passed = credentials(headers)
         loading = _TierLoading(self._client, str(route.node), asked, passed, self._silence)
         try:
@@ -75,7 +75,7 @@ class PrefillPool:
                 raise _HandoverError("not_loaded", f"{route.node} could not load what was stored for it")
             self._counts["handed_over"] += 1
         except _HandoverError as error:
-            await loading.finish()  # what came nevertheless need not be computed
+            await loading.finish()  # the decode server need not compute what came nevertheless
             self._fall_back(error.reason, str(error))
         except (TimeoutError, asyncio.TimeoutError):
             self._fall_back("late", f"{own.node} was not done after {self._seconds:g} seconds")
@@ -86,7 +86,7 @@ class PrefillPool:
             self._counts["blocks"] += loading.num_loaded // self.index.block_size
 
     async def _follow(self, node: str, asked: Asked, headers: dict[str, str], loading: _TierLoading) -> None:
-        """Has a server compute the prompt, and has every chunk loaded as it comes. Raises if not everything came."""
+        """Has a server compute the prompt, and every chunk loaded as it comes. Raises if the prompt is not complete."""
         body = {**asked.named, "prompt": list(asked.tokens), "stream": True}
         try:
             async with self._client.stream(
@@ -115,7 +115,7 @@ class PrefillPool:
             raise _HandoverError("cut", f"{node} could store {loading.num_there} of {num_tokens} tokens")
 
     def _fall_back(self, reason: str, words: str) -> None:
-        """The decode server computes, or the rest of it."""
+        """Lets the decode server compute the rest of the prompt."""
         self._reasons[reason] += 1
         log.info("%s: the decode server computes", words)
 
@@ -131,7 +131,7 @@ class PrefillPool:
 
 
 class _HandoverError(Exception):
-    """Not all of a prompt was handed over: a word for the counts, and a sentence."""
+    """A prompt was not handed over completely. Has a word for the counters, and a sentence."""
 
     def __init__(self, reason: str, words: str) -> None:
         super().__init__(words)
@@ -154,7 +154,7 @@ class _TierLoading:
         self._task: asyncio.Task[None] | None = None
 
     def reach(self, num_tokens: int) -> None:
-        """So many tokens are there now."""
+        """The tier has so many tokens now."""
         self.num_there = max(self.num_there, num_tokens)
         is_idle = self._task is None or self._task.done()
         if self.num_there > self.num_loaded and is_idle and not self._has_failed:
@@ -182,6 +182,6 @@ class _TierLoading:
             await self._task
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Ends it, because nobody waits for it any more."""
         if self._task is not None:
             self._task.cancel()

@@ -65,9 +65,8 @@ def route(
     \b
     kvpool route --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002    # both with --remote redis://…
 
-    Servers are kvpool's, vLLM's, or any that speak OpenAI's API, /tokenize and vLLM's events. Keys go through to them.
-    / shows all nodes in the browser, /route/stats tells the same to scripts; from other machines with $KVPOOL_ROUTE_KEY.
-    See docs/cluster.md.
+    Servers are kvpool's, vLLM's, or others with OpenAI's API, /tokenize and vLLM's events. API keys are passed on to them.
+    / shows all nodes in the browser, /route/stats is for scripts; other machines need $KVPOOL_ROUTE_KEY. See docs/cluster.md.
     """
     uvicorn = _uvicorn()
     from kvpool.cluster.proxy.app import KEY_VARIABLE, Proxy, create_proxy_app
@@ -93,7 +92,7 @@ def route(
 
 
 def _announced(uvicorn: Any, config: Any, proxy: Any, quiet: bool) -> Any:
-    """A server that says where it listens once it does, and waits for no page at its end."""
+    """A server that prints its address when it listens, and does not wait for open pages when it ends."""
 
     class AnnouncedProxy(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: Any = None) -> None:
