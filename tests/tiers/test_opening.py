@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.testing import load, store, value
-from kvpool.tiers import DiskTier, Outcome, RedisTier, S3Tier, open_tier
+from kvpool.tiers import (
+    CompressedTier,
+    DiskTier,
+    KeyedTier,
+    MemoryTier,
+    Outcome,
+    RedisTier,
+    S3Tier,
+    TierConfig,
+    open_tier,
+    opening,
+    register_tier,
+)
 
 
 @pytest.mark.parametrize("form", ["disk:{}?bytes=8MB&threads=2&direct=0", "{}?bytes=8MiB"])
@@ -85,3 +98,43 @@ def test_given_no_checksums_then_the_error_says_what_to_install(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvpool\[tiers\]'"):
         open_tier("redis://host")
+
+
+class TestRegisteredScheme:
+    @pytest.fixture(autouse=True)
+    def _restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(opening, "_OPENERS", dict(opening._OPENERS))
+
+    def test_given_a_registered_scheme_then_its_address_opens_a_tier_of_ones_own(self) -> None:
+        seen: list[str] = []
+
+        @register_tier("mine")
+        def open_mine(address: str) -> KeyedTier:
+            seen.append(address)
+            return MemoryTier(2**20)
+
+        with open_tier("mine://somewhere?compress=zstd") as tier:
+            assert isinstance(tier, CompressedTier)
+            assert store(tier, [1]) == [Outcome.OK]
+        assert seen == ["mine://somewhere"]
+        assert TierConfig.of(remote="mine://somewhere").remote_address == "mine://somewhere"
+
+    def test_given_the_scheme_of_another_opener_then_it_is_refused_and_stays(self) -> None:
+        with pytest.raises(InvalidArgumentError, match="the scheme 'redis' is taken by RedisTier; choose another"):
+            register_tier("redis")(lambda address: MemoryTier(2**20))
+        assert opening._OPENERS["redis"] is RedisTier
+
+    def test_given_the_same_opener_twice_then_the_second_replaces_the_first(self) -> None:
+        def make() -> Callable[[str], KeyedTier]:
+            def open_mine(address: str) -> KeyedTier:
+                return MemoryTier(2**20)
+
+            return register_tier("mine")(open_mine)
+
+        make()
+        assert make() is opening._OPENERS["mine"]
+
+    @pytest.mark.parametrize("scheme", ["", "Mine", "mine:", "a b", 7])
+    def test_given_no_scheme_then_it_is_refused_by_name(self, scheme: object) -> None:
+        with pytest.raises(InvalidArgumentError, match="is no scheme of an address"):
+            register_tier(scheme)  # type: ignore[arg-type]

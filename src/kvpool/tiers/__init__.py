@@ -10,7 +10,7 @@ from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeyPattern, KeySpace, Shard
 from kvpool.tiers.memory_tier import MemoryTier
 from kvpool.tiers.node.node_tier import NodeTier
-from kvpool.tiers.opening import open_tier
+from kvpool.tiers.opening import open_tier, register_tier
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
@@ -18,6 +18,7 @@ from kvpool.tiers.settings import TierConfig, read_tiers
 
 __all__ = [
     "open_tier",
+    "register_tier",
     "read_tiers",
     "TierConfig",
     "KeyedTier",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
@@ -17,6 +19,41 @@ from kvpool.tiers.options import TierURL, option_kinds, read_options
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
+
+Opener = Callable[[str], KeyedTier]
+_Opener = TypeVar("_Opener", bound=Opener)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+")
+
+
+def register_tier(scheme: str) -> Callable[[_Opener], _Opener]:
+    """Decorates a class or a function that opens a tier: `open_tier("SCHEME:...")` calls it with the whole address.
+
+    From then on, every setting that takes an address takes this one in the same process: `Engine(remote="SCHEME://...")`,
+    `CachePool`, the connectors. The options `compress` and `dtype` are taken out of the address before. Registering under the
+    same name again replaces it (a notebook cell run twice); taking the scheme of another opener is an error.
+
+    >>> from kvpool.tiers import MemoryTier
+    >>> @register_tier("ram")
+    ... def open_ram(address: str) -> MemoryTier:
+    ...     return MemoryTier(2**20)
+    >>> open_tier("ram:").name
+    'memory'
+    """
+    if not isinstance(scheme, str) or not _SCHEME.fullmatch(scheme):
+        raise InvalidArgumentError(f'{show(scheme)} is no scheme of an address; write @register_tier("name")')
+
+    def register(opener: _Opener) -> _Opener:
+        holder = _OPENERS.get(scheme)
+        if holder is not None and _qualified(holder) != _qualified(opener):
+            raise InvalidArgumentError(f"the scheme {scheme!r} is taken by {holder.__qualname__}; choose another")
+        _OPENERS[scheme] = opener
+        return opener
+
+    return register
+
+
+def _qualified(opener: Opener) -> tuple[str, str]:
+    return opener.__module__, opener.__qualname__
 
 
 def open_tiers(addresses: Iterable[str | None], space: KeySpace) -> list[KeyedTier]:
@@ -42,6 +79,7 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     its options are `engine` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
     `mooncake://…` a `MooncakeTier`: see these classes for their options. Any address may have `compress=zstd`, `lz4` or
     `fp8`, and `dtype=` with the type of keys and values (bfloat16). Then it is a `CompressedTier` over that tier.
+    `register_tier` adds schemes.
 
     A wrong address raises `InvalidArgumentError` that names the wrong part. A missing package raises `ConfigError` that says
     what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds nothing, and
@@ -87,7 +125,7 @@ def _open_disk(address: str) -> DiskTier:
     )
 
 
-_OPENERS: dict[str, Callable[[str], KeyedTier]] = {
+_OPENERS: dict[str, Opener] = {
     "disk": _open_disk,
     "node": NodeTier,
     "redis": RedisTier,
