@@ -35,11 +35,11 @@ def model() -> tuple[Any, Any]:
     return loaded.model, loaded.tokenizer
 
 
-def engine(directory: Path | None) -> Any:
+def engine(directory: Path | None, **options: Any) -> Any:
     from kvpool.engine import Engine
 
     disk: dict[str, Any] = {} if directory is None else {"disk": directory, "disk_bytes": 2**30, "tier_timeout": 60.0}
-    return Engine(model()[0], tokenizer=model()[1], kv_blocks=NUM_BLOCKS, **disk)
+    return Engine(model()[0], tokenizer=model()[1], kv_blocks=NUM_BLOCKS, **disk, **options)
 
 
 def prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:

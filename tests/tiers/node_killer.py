@@ -113,6 +113,21 @@ def settled(tier: NodeTier) -> dict[str, object]:
         time.sleep(0.01)
 
 
+def sums() -> list[int]:
+    """The counters of all engines together."""
+    lines = [_LINE.unpack_from(_shared, engine * _LINE.size) for engine in range(ENGINES)]
+    return [sum(column) for column in zip(*lines, strict=True)]
+
+
+def work_for(calls: int) -> None:
+    """Returns when the engines have made so many calls more, however busy the machine is."""
+    enough, until = sums()[0] + calls, time.monotonic() + PATIENCE
+    while sums()[0] < enough:
+        if time.monotonic() > until:
+            raise TimeoutError("the engines do nothing")
+        time.sleep(0.001)
+
+
 def leaked(stats: dict[str, object]) -> int:
     """Slots that are neither free nor hold a value that is found."""
     slots: list[dict[str, int]] = stats["slots"]  # type: ignore[assignment]
@@ -133,13 +148,14 @@ def main(directory: Path, kills: int, seed: int, *, has_disk: bool) -> None:
     children = {who: start(who) for who in (NODE, *range(ENGINES))}
     killed = {"engines": 0, "node": 0}
     for _ in range(kills):
-        time.sleep(rng.uniform(0.01, 0.25))
+        work_for(rng.randrange(20, 200))
+        time.sleep(rng.uniform(0.0, 0.02))
         who = NODE if rng.random() < 0.2 else rng.randrange(ENGINES)
         if os.WTERMSIG(ended(children[who], signal.SIGKILL)) != signal.SIGKILL:
             raise RuntimeError(f"process {who} ended by itself")
         killed["node" if who == NODE else "engines"] += 1
         children[who] = start(who)
-    time.sleep(0.5)
+    work_for(500)
     for who in range(ENGINES):
         ended(children[who], signal.SIGKILL)
     tier = NodeTier(f"node:{directory}?timeout=30")
@@ -154,9 +170,7 @@ def main(directory: Path, kills: int, seed: int, *, has_disk: bool) -> None:
     stats = tier.node_stats()
     tier.close()
     ended(children[NODE], signal.SIGKILL)
-    lines = [_LINE.unpack_from(_shared, engine * _LINE.size) for engine in range(ENGINES)]
-    sums = [sum(column) for column in zip(*lines, strict=True)]
-    found = {**dict(zip(COUNTS, sums, strict=True)), "killed": killed, "leaked": left, "stopped_with": status}
+    found = {**dict(zip(COUNTS, sums(), strict=True)), "killed": killed, "leaked": left, "stopped_with": status}
     found |= {"hits_at_the_end": outcomes.count(Outcome.OK), "wrong_at_the_end": wrong, "cut_off": stats["cut_off"]}
     print(json.dumps(found), flush=True)
 

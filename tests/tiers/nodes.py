@@ -65,7 +65,11 @@ class NodeProcess:
         command = [sys.executable, "-m", "kvpool", "node", str(self.directory), *self._arguments]
         environment = {**os.environ, "PYTHONPATH": str(SRC)}
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        eventually(self.answers, "the node is up")
+        try:
+            eventually(self.answers, "the node is up")
+        except BaseException:
+            self.kill()
+            raise
 
     def answers(self) -> bool:
         assert self.process is not None

@@ -126,9 +126,9 @@ def test_given_a_lease_then_its_values_stay_where_they_are_until_it_ends(folder:
         raw = RawClient(folder)
         answer = raw.ask(wire.message(Verb.LEASE, 1, 1000, wire.with_numbers([key(0)], [36_000])))
         (place,) = wire.places_in(answer)
-        assert place is not None
+        assert place != wire.ABSENT
         assert store(tier, list(range(1, 60)), 36_000).count(Outcome.OK) == 59
-        memory = server.index.region.memory[place.offset : place.offset + place.length]
+        memory = server.index.region.memory[place[0] : place[0] + place[1]]
         assert bytes(memory) == value(0, 36_000)
         assert tier.remove([key(0)]) == [Outcome.OK]
         assert store(tier, list(range(60, 90)), 36_000).count(Outcome.OK) == 30
@@ -268,11 +268,11 @@ def test_given_an_engine_that_writes_to_a_slot_of_a_node_that_is_gone_then_nobod
         raw = RawClient(folder)
         body = wire.with_numbers([key(1)], [36_000])
         (place,) = wire.places_in(raw.ask(wire.message(Verb.RESERVE, 1, 0, body)))
-        assert place is not None
+        assert place != wire.ABSENT
         memory = server.index.region.memory  # as an engine has it mapped
     with node_thread(folder, MEGABYTE) as server, tier_of(folder) as tier:
         assert store(tier, list(range(28)), 36_000) == [Outcome.OK] * 28
-        memory[place.offset : place.offset + 20_000] = bytes(20_000)  # its copy ends only now
+        memory[place[0] : place[0] + 20_000] = bytes(20_000)  # its copy ends only now
         outcomes, found = load(tier, list(range(28)), 36_000)
         assert outcomes.count(Outcome.FAILED) == 1
         for number, (outcome, data) in enumerate(zip(outcomes, found, strict=True)):
@@ -427,7 +427,7 @@ def test_given_a_client_with_what_belongs_to_another_then_it_is_cut_off_and_the_
         reserve = wire.message(Verb.RESERVE, 1, 0, wire.with_numbers([key(1)], [VALUE_BYTES]))
         answer = one.ask(reserve)
         number, place = answer.number, wire.places_in(answer)[0]
-        assert place is not None
+        assert place != wire.ABSENT
         other.socket.send(wire.message(Verb.COMMIT, 1, number, wire.numbers([7])))
         assert other.is_cut_off()
         assert wire.flags_in(one.ask(wire.message(Verb.COMMIT, 1, number, wire.numbers([7])))) == [True]
@@ -497,7 +497,7 @@ def test_given_a_client_that_reserves_without_end_then_others_keep_half_of_the_m
         hoarder = RawClient(folder)
         body = wire.with_numbers([key(number) for number in range(1000)], [8192] * 1000)
         answer = hoarder.ask(wire.message(Verb.RESERVE, 1000, 0, body))
-        taken = [place for place in wire.places_in(answer) if place is not None]
+        taken = [place for place in wire.places_in(answer) if place != wire.ABSENT]
         assert len(taken) == 4 * MEGABYTE // 2 // 8192
         assert store(tier, list(range(100)), 8192) == [Outcome.OK] * 100
         hoarder.socket.close()

@@ -37,13 +37,14 @@ class Connection:
         self._buffer = memoryview(bytearray(wire.MAX_MESSAGE))
         deadline = time.monotonic() + timeout
         try:
-            self._region = self._greeted(directory, engine, deadline)
+            self._mapping = self._greeted(directory, engine, deadline)
             for space in spaces:
                 self.tell(wire.message(Verb.INTRODUCE, 0, 0, space), deadline)
         except BaseException:
             self.close()
             raise
-        self.num_bytes = self._region.memory.nbytes
+        self.region = self._mapping.memory
+        self.num_bytes = self.region.nbytes
 
     def _greeted(self, directory: Path, engine: str, deadline: float) -> _Mapping:
         try:
@@ -89,9 +90,10 @@ class Connection:
 
     def slot(self, place: Place) -> memoryview:
         """The bytes of a place in the region."""
-        if place.offset + place.length > self.num_bytes:
+        offset, length, _ = place
+        if offset + length > self.num_bytes:
             raise LostNodeError("the node named a place outside its memory")
-        return self._region.memory[place.offset : place.offset + place.length]
+        return self.region[offset : offset + length]
 
     def close(self) -> None:
         """Ends it, and with it all that it holds."""

@@ -13,14 +13,18 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.tiers.keys import KeyPattern
+from kvpool.tiers.node.leases import Leases
 from kvpool.tiers.node.region import PAGE, Record, Region
 from kvpool.tiers.node.values import Holder, Quotas, Slot, Value, tenant_of, tier_policies
-from kvpool.tiers.node.wire import NO_PLACE
+from kvpool.tiers.node.wire import ABSENT, place_bytes
 
 WASTE = 8
 """A value goes into larger slots that exist already if it leaves less than one part in so many unused."""
+_NO_PLACE = place_bytes(ABSENT)
 HOLDER_SHARE = 2
 """One holder reserves at most the region divided by this."""
+MOST_ENDED = 64
+"""Leases that have ended and whose uses are not counted yet."""
 
 
 class _Slab:
@@ -30,9 +34,8 @@ class _Slab:
         self.num_writing = 0
         self.newest_use = 0
 
-    @property
-    def is_free_to_go(self) -> bool:
-        return not self.num_writing and not any(value.holds for value in self.values.values())
+    def is_free_to_go(self, held: set[Value]) -> bool:
+        return not self.num_writing and held.isdisjoint(self.values.values())
 
 
 class _SizeClass:
@@ -61,8 +64,10 @@ class NodeIndex:
         self._slabs: dict[int, _Slab] = {}
         self._classes: dict[int, _SizeClass] = {}
         self._unused = list(range(region.num_slabs))[::-1]
-        self._touched: set[Value] = set()
-        self._created = self._tick = self._next_id = 0
+        self._leases = Leases()
+        self._parked: list[Value] = []  # would have gone, but somebody held them
+        self._gone: list[Value] = []  # removed, but somebody holds them
+        self._created = self._tick = self._last_reservation = 0
         self._take_over()
 
     def __len__(self) -> int:
@@ -92,20 +97,34 @@ class NodeIndex:
         """The values under these keys."""
         return list(map(self._values.get, keys))
 
-    def lease(self, holder: Holder, found: Sequence[Value | None]) -> tuple[int, bytes]:
-        """Keeps values for a holder; the number of the lease, and the places as they are sent."""
+    def lease(self, holder: Holder, found: Sequence[Value | None]) -> tuple[int, int, bytes]:
+        """Keeps values for a holder: the number of the lease, how many there are, and all places as they are sent."""
         values = [value for value in found if value is not None]
-        self.hold(values)
-        number = self._new_id()
-        if values:
-            holder.leases[number] = values
-        return number, b"".join([NO_PLACE if value is None else value.place for value in found])
+        if not values:
+            return 0, 0, _NO_PLACE * len(found)
+        number = self.hold(values)
+        holder.leases.add(number)
+        if len(values) == len(found):
+            return number, len(values), b"".join([value.place for value in values])
+        return number, len(values), b"".join([_NO_PLACE if value is None else value.place for value in found])
 
-    @staticmethod
-    def hold(values: Sequence[Value]) -> None:
+    def hold(self, values: Sequence[Value]) -> int:
         """Keeps values where they are until `let_go`."""
-        for value in values:
-            value.holds += 1
+        return self._leases.begin(values)
+
+    def let_go(self, number: int, *, were_used: bool = True) -> None:
+        """Ends what `hold` began."""
+        self._leases.end(number, were_used=were_used)
+        if self._gone:
+            gone, self._gone = self._gone, []
+            for value in gone:
+                self._free_unless_held(value)
+        if len(self._leases.ended) >= MOST_ENDED:
+            self.count_uses()
+
+    def num_leased(self, holder: Holder) -> int:
+        """How many values a holder keeps."""
+        return sum(len(self._leases[number]) for number in holder.leases)
 
     def matching(self, pattern: KeyPattern) -> list[bytes]:
         """The keys of all values that are alike."""
@@ -139,7 +158,8 @@ class NodeIndex:
     def reserve(self, holder: Holder, keys: Sequence[bytes], lengths: Sequence[int]) -> tuple[int, list[Slot | None]]:
         """Slots for values that are not there; None where there is no room that may be taken."""
         slots = [self._take(holder, key, length) for key, length in zip(keys, lengths, strict=True)]
-        taken, number = [slot for slot in slots if slot is not None], self._new_id()
+        taken = [slot for slot in slots if slot is not None]
+        self._last_reservation = number = self._last_reservation + 1
         if taken:
             holder.reservations[number] = taken
         return number, slots
@@ -165,39 +185,21 @@ class NodeIndex:
         return found
 
     def release(self, holder: Holder, number: int) -> bool:
-        """Ends a lease or a reservation; False: the holder has none of this number."""
-        if (values := holder.leases.pop(number, None)) is not None:
-            self.let_go(values)
-            return True
-        slots = holder.reservations.pop(number, None)
-        for slot in slots or ():
-            self._end_writing(holder, slot)
-            self._free(slot.slab, slot.slot, holder.owner, slot.key)
-        return slots is not None
-
-    def let_go(self, values: Sequence[Value], *, were_used: bool = True) -> None:
-        """Values that were held are used now, in the order of a prompt: the first is worth the most."""
-        first = self._stamp(len(values))
-        for at, value in enumerate(values):
-            value.holds -= 1
-            if value.is_gone:
-                if not value.holds:
-                    self._free_value(value)
-                continue
-            if were_used:
-                value.last_access = first - at
-                value.hits += 1
-                value.is_touched = True
-                self._touched.add(value)
-            if value.is_parked and not value.holds:
-                value.is_parked = False
-                assert value.shelf is not None
-                value.shelf.add(value)
+        """Ends a lease; False: the holder has none of this number."""
+        if number not in holder.leases:
+            return False
+        holder.leases.remove(number)
+        self.let_go(number)
+        return True
 
     def release_all(self, holder: Holder) -> None:
-        """The connection has ended."""
-        for number in [*holder.leases, *holder.reservations]:
+        """The connection has ended, and with it its leases and reservations."""
+        for number in list(holder.leases):
             self.release(holder, number)
+        for slot in [slot for slots in holder.reservations.values() for slot in slots]:
+            self._end_writing(holder, slot)
+            self._free(slot.slab, slot.slot, holder.owner, slot.key)
+        holder.reservations.clear()
 
     def remove(self, key: bytes) -> bool:
         """Forgets a value; its slot is free as soon as nobody holds it."""
@@ -207,10 +209,19 @@ class NodeIndex:
         self._drop(value)
         return True
 
-    def write_uses(self) -> None:
-        """Notes in the records when values were used, for the order after a restart."""
-        touched, self._touched = self._touched, set()
-        for value in touched:
+    def count_uses(self) -> None:
+        """Values whose leases have ended are used now, in the order of a prompt: the first is worth the most.
+
+        The records learn of it, for the order after a restart.
+        """
+        ended, self._leases.ended = self._leases.ended, []
+        for values in ended:
+            first = self._stamp(len(values))
+            for at, value in enumerate(values):
+                value.last_access = first - at
+                value.hits += 1
+                value.is_touched = True
+        for value in {value for values in ended for value in values}:
             if not value.is_gone:
                 self.region.touch(value.slab, value.slot, value.last_access)
                 slab = self._slabs[value.slab]
@@ -253,7 +264,7 @@ class NodeIndex:
         """Evicts a value of one engine or one tenant, of this size if there is one."""
         for each in (size, *(other for other in self._classes.values() if other is not size)):
             shelves = [p for (o, t), p in each.shelves.items() if owner in (None, o) and tenant in (None, t)]
-            if (victim := _next_victim(shelves)) is not None:
+            if (victim := self._next_victim(shelves)) is not None:
                 self._evict(victim)
                 return True
         return False
@@ -263,7 +274,7 @@ class NodeIndex:
         if self._unused:
             self._divide(self._unused.pop(), size)
             return
-        victim = _next_victim(list(size.shelves.values()))
+        victim = self._next_victim(list(size.shelves.values()))
         cold = self._coldest(size, None if victim is None else victim.last_access)
         if cold is not None:
             self._retire(cold)
@@ -273,11 +284,10 @@ class NodeIndex:
 
     def _coldest(self, size: _SizeClass, before: int | None) -> _Slab | None:
         """The slab of another size whose last use lies furthest back, and before that time."""
-        self.write_uses()
         others = [s for s in self._slabs.values() if s.slot_bytes != size.slot_bytes]
         others = [s for s in others if before is None or s.newest_use < before]
         others.sort(key=lambda slab: slab.newest_use)
-        return next((slab for slab in others if slab.is_free_to_go), None)
+        return next((slab for slab in others if slab.is_free_to_go(self._leases.held)), None)
 
     def _class_for(self, slot_bytes: int) -> _SizeClass:
         fitting = [size for size in self._classes if slot_bytes <= size <= slot_bytes + slot_bytes // WASTE]
@@ -336,12 +346,13 @@ class NodeIndex:
         assert value.shelf is not None
         value.shelf.remove(value)
         value.is_gone = True
-        self._touched.discard(value)
         self.region.wipe(value.slab, value.slot)
-        if not value.holds:
-            self._free_value(value)
+        self._free_unless_held(value)
 
-    def _free_value(self, value: Value) -> None:
+    def _free_unless_held(self, value: Value) -> None:
+        if value in self._leases.held:
+            self._gone.append(value)
+            return
         del self._slabs[value.slab].values[value.slot]
         self._free(value.slab, value.slot, value.owner, value.key)
 
@@ -367,29 +378,34 @@ class NodeIndex:
         self._tick += count
         return self._tick
 
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
+    # --- who goes next -----------------------------------------------------------------------------------------------
 
+    def _next_victim(self, shelves: Sequence[EvictionPolicy]) -> Value | None:
+        """Of the values that nobody holds, the one that goes next; of several shelves', the one used longest ago."""
+        self.count_uses()
+        parked, self._parked = self._parked, []
+        for value in parked:
+            if value in self._leases.held:
+                self._parked.append(value)
+            elif not value.is_gone:
+                assert value.shelf is not None
+                value.shelf.add(value)
+        found = [victim for shelf in shelves if (victim := self._victim_of(shelf)) is not None]
+        return min(found, key=lambda value: value.last_access, default=None)
 
-def _next_victim(shelves: Sequence[EvictionPolicy]) -> Value | None:
-    """Of the values that nobody holds, the one that goes next; of several shelves', the one used longest ago."""
-    found = [victim for shelf in shelves if (victim := _victim_of(shelf)) is not None]
-    return min(found, key=lambda value: value.last_access, default=None)
-
-
-def _victim_of(shelf: EvictionPolicy) -> Value | None:
-    """What a policy chooses. Uses since it ranked a value count now: a use itself costs no change of its order."""
-    while len(shelf):
-        value = shelf.victim()
-        assert isinstance(value, Value)
-        if value.holds:
-            shelf.remove(value)
-            value.is_parked = True
-        elif value.is_touched:
-            value.is_touched = False
-            shelf.remove(value)
-            shelf.add(value)
-        else:
-            return value
-    return None
+    def _victim_of(self, shelf: EvictionPolicy) -> Value | None:
+        """What a policy chooses. Uses since it ranked a value count now: a use itself costs no change of its order."""
+        held = self._leases.held
+        while len(shelf):
+            value = shelf.victim()
+            assert isinstance(value, Value)
+            if value in held:
+                shelf.remove(value)
+                self._parked.append(value)
+            elif value.is_touched:
+                value.is_touched = False
+                shelf.remove(value)
+                shelf.add(value)
+            else:
+                return value
+        return None

@@ -22,7 +22,7 @@ from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
 from kvpool.tiers.node import wire
 from kvpool.tiers.node.connection import Connection, LostNodeError
-from kvpool.tiers.node.wire import Place, Verb
+from kvpool.tiers.node.wire import ABSENT, PRESENT, Place, Verb
 from kvpool.tiers.options import SECONDS, TierURL, option, read_options, text
 from kvpool.tiers.remote.breaker import Breaker
 from kvpool.tiers.remote.remote_tier import seconds_left
@@ -104,28 +104,29 @@ class NodeTier(KeyedTier):
         doubted = [
             key
             for key, view, place, outcome in zip(keys, out, places, outcomes, strict=True)
-            if outcome == Outcome.FAILED and place is not None and place.length <= view.nbytes
+            if outcome == Outcome.FAILED and place[1] <= view.nbytes
         ]
         if doubted:
             packet = wire.message(Verb.DOUBT, len(doubted), 0, b"".join(doubted))
             node.tell(packet, time.monotonic() + RELEASE_SECONDS)
-        if any(places):
+        if places.count(ABSENT) < len(places):
             node.tell(wire.message(Verb.RELEASE, 0, lease), time.monotonic() + RELEASE_SECONDS)
         return outcomes
 
-    def _taken(self, node: Connection, key: bytes, view: memoryview, place: Place | None, deadline: float) -> Outcome:
+    def _taken(self, node: Connection, key: bytes, view: memoryview, place: Place, deadline: float) -> Outcome:
         """Copies one value. What was copied is compared, not what lies in the region: others may write there."""
-        if place is None:
+        if place == ABSENT:
             return Outcome.MISS
-        if place.length > view.nbytes:
+        _, length, check = place
+        if length > view.nbytes:
             return Outcome.FAILED
         if time.monotonic() > deadline:
             return Outcome.LATE
-        data = view[: place.length]
+        data = view[:length]
         _copy(node.slot(place), data)
-        if checksum(key, data) != place.check:
+        if checksum(key, data) != check:
             return Outcome.FAILED
-        self.left_unfilled(view.nbytes - place.length)
+        self.left_unfilled(view.nbytes - length)
         return Outcome.OK
 
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
@@ -160,9 +161,9 @@ class NodeTier(KeyedTier):
         number, places = answer.number, wire.places_in(answer)
         written, checks = [], []
         for index, place in zip(part, places, strict=True):
-            if place is None:
+            if place == ABSENT:
                 outcomes[keys[index]] = Outcome.REFUSED
-            elif wire.is_there(place):
+            elif place == PRESENT:
                 outcomes[keys[index]] = Outcome.OK
             else:
                 seconds_left(deadline)
@@ -195,7 +196,7 @@ class NodeTier(KeyedTier):
 
         def ask(node: Connection) -> int:
             answer = node.ask(wire.message(Verb.LIST, 0, cursor), deadline)
-            sizes.update(zip(*wire.keys_and_numbers_in(answer), strict=True))
+            sizes.update(zip(wire.keys_before_numbers(answer), wire.numbers_behind(answer), strict=True))
             return answer.number
 
         try:

@@ -129,7 +129,7 @@ class NodeServer:
             self._end(peer)
         self.service.behind.close()
         self._run_jobs()
-        self.index.write_uses()
+        self.index.count_uses()
         self._epoll.close()
         with contextlib.suppress(OSError):
             os.unlink(self.directory / wire.SOCKET)
@@ -158,7 +158,7 @@ class NodeServer:
         for peer in list(self._peers.values()):
             if peer.heard < before and not peer.is_busy and (peer.holder or not peer.name):
                 self._cut_off(peer, f"it was silent for {self._silence:g} s while it held leases or reservations")
-        self.index.write_uses()
+        self.index.count_uses()
 
     # --- connections -------------------------------------------------------------------------------------------------
 

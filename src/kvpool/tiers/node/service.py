@@ -21,7 +21,7 @@ from kvpool.tiers.node import wire
 from kvpool.tiers.node.behind import Behind
 from kvpool.tiers.node.index import NodeIndex
 from kvpool.tiers.node.values import Holder, Slot, Value
-from kvpool.tiers.node.wire import IS_THERE, NO_PLACE, Message, Verb, WireError
+from kvpool.tiers.node.wire import ABSENT, PRESENT, Message, Place, Verb, WireError
 
 LATER: Final = b""
 """The answer comes when tiers behind the node have answered."""
@@ -62,6 +62,7 @@ class NodeService:
     def __init__(self, index: NodeIndex, behind: Behind) -> None:
         self.index = index
         self.behind = behind
+        self.has_tiers = bool(behind)
         self.counts: Counter[str] = Counter()
         self._spaces: set[bytes] = set()
         self.names: dict[int, str] = {}
@@ -111,7 +112,7 @@ class NodeService:
         keys = wire.keys_in(found)
         values = self.index.find(keys)
         lacking = [at for at, value in enumerate(values) if value is None]
-        if not lacking or not self.behind:
+        if not lacking or not self.has_tiers:
             return wire.message(Verb.FIND, len(keys), 0, wire.flags(value is not None for value in values))
 
         def done(there: list[bool]) -> None:
@@ -124,28 +125,26 @@ class NodeService:
         return LATER
 
     def _lease(self, client: Client, found: Message) -> bytes | None:
-        keys, sizes = wire.keys_and_numbers_in(found)
+        keys = wire.keys_before_numbers(found)
         if len(client.holder.leases) >= MAX_LEASES:
             raise WireError(f"it has {MAX_LEASES} leases already and released none")
         values = self.index.find(keys)
-        if self.behind and None in values:
-            self._fetch(client, keys, sizes, values, _due(found))
+        if self.has_tiers and None in values:
+            self._fetch(client, keys, wire.numbers_behind(found), values, _due(found))
             return LATER
         return self._leased(client, values)
 
     def _leased(self, client: Client, values: Sequence[Value | None]) -> bytes:
-        number, places = self.index.lease(client.holder, values)
-        misses = values.count(None)
-        self.counts["misses"] += misses
-        self.counts["hits"] += len(values) - misses
+        number, hits, places = self.index.lease(client.holder, values)
+        self.counts["hits"] += hits
+        self.counts["misses"] += len(values) - hits
         return wire.message(Verb.LEASE, len(values), number, places)
 
     def _fetch(
         self, client: Client, keys: Sequence[bytes], sizes: Sequence[int], values: list[Value | None], due: float
     ) -> None:
         """Brings what memory lacks from the tiers behind, as far as there is room, and answers then."""
-        held = [value for value in values if value is not None]
-        self.index.hold(held)
+        held = self.index.hold([value for value in values if value is not None])
         wanted = {key: size for key, size, value in zip(keys, sizes, values, strict=True) if value is None and size}
         fetching = Holder(client.holder.owner)
         num_removals = self._num_removals
@@ -180,7 +179,7 @@ class NodeService:
 
     def _release(self, client: Client, found: Message) -> None:
         if not self.index.release(client.holder, found.number):
-            raise WireError(f"it has no lease or reservation {found.number}")
+            raise WireError(f"it has no lease {found.number}")
 
     def _doubt(self, client: Client, found: Message) -> None:
         """Drops values whose bytes are not what was stored. Nobody is believed: a copy may have been torn elsewhere."""
@@ -192,17 +191,17 @@ class NodeService:
     # --- storing and removing ----------------------------------------------------------------------------------------
 
     def _reserve(self, client: Client, found: Message) -> bytes:
-        keys, lengths = wire.keys_and_numbers_in(found)
+        keys, lengths = wire.keys_before_numbers(found), wire.numbers_behind(found)
         if len(client.holder.reservations) >= MAX_LEASES:
             raise WireError(f"it has {MAX_LEASES} reservations already and committed none")
         values = self.index.find(keys)
         lacking = [at for at, value in enumerate(values) if value is None]
         number, slots = self.index.reserve(client.holder, [keys[at] for at in lacking], [lengths[at] for at in lacking])
-        places = [IS_THERE] * len(keys)
+        places: list[Place] = [PRESENT] * len(keys)
         for at, slot in zip(lacking, slots, strict=True):
-            places[at] = NO_PLACE if slot is None else wire.place_bytes(slot.offset, slot.length, 0)
+            places[at] = ABSENT if slot is None else (slot.offset, slot.length, 0)
         self.counts["refused"] += slots.count(None)
-        return wire.message(Verb.RESERVE, len(keys), number, b"".join(places))
+        return wire.message(Verb.RESERVE, len(keys), number, b"".join(map(wire.place_bytes, places)))
 
     def _commit(self, client: Client, found: Message) -> bytes:
         try:
@@ -217,18 +216,18 @@ class NodeService:
 
     def _store_behind(self, values: list[Value]) -> None:
         """Values stay until the tiers behind have them, unless too many wait."""
-        if not self.behind or not values:
+        if not self.has_tiers or not values:
             return
         num_bytes = sum(value.length for value in values)
         if self._waiting_bytes + num_bytes > self.index.region.num_bytes // WAITING_SHARE:
             self.counts["not_stored_behind"] += len(values)
             return
-        self.index.hold(values)
+        held = self.index.hold(values)
         self._waiting_bytes += num_bytes
 
         def done() -> None:
             self._waiting_bytes -= num_bytes
-            self.index.let_go(values, were_used=False)
+            self.index.let_go(held, were_used=False)
 
         if not self.behind.store([value.key for value in values], [self._row(value) for value in values], done):
             self.counts["not_stored_behind"] += len(values)
@@ -238,7 +237,7 @@ class NodeService:
         keys = wire.keys_in(found)
         was_there = [self.index.remove(key) for key in keys]
         self._num_removals += 1
-        if not self.behind:
+        if not self.has_tiers:
             return wire.message(Verb.REMOVE, len(keys), 0, wire.flags(was_there))
 
         def done(there: list[bool]) -> None:
@@ -258,7 +257,7 @@ class NodeService:
         def done(removed: int, is_complete: bool) -> None:
             client.send(wire.message(Verb.PURGE, 1, max(len(matching), removed), wire.flags([is_complete])))
 
-        if not self.behind:
+        if not self.has_tiers:
             return wire.message(Verb.PURGE, 1, len(matching), wire.flags([True]))
         self.behind.purge(pattern, done)
         return LATER
@@ -267,7 +266,7 @@ class NodeService:
 
     def _introduce(self, client: Client, found: Message) -> None:
         space = KeySpace(Fingerprint.from_description(parse_json(bytes(found.body))))
-        if self.behind and space.prefix not in self._spaces and len(self._spaces) < MAX_SPACES:
+        if self.has_tiers and space.prefix not in self._spaces and len(self._spaces) < MAX_SPACES:
             self._spaces.add(space.prefix)
             self.behind.introduce(space)
 
@@ -293,22 +292,20 @@ class NodeService:
                 dict(zip(("bytes", "slabs", "slots", "free"), each, strict=True)) for each in index.slot_counts()
             ],
             "num_clients": len(clients),
-            "clients": [_told(client) for client in clients[:_TOLD]],
+            "clients": [self._told(client) for client in clients[:_TOLD]],
             "engines": {self.names.get(owner, f"{owner:016x}"): used for owner, used in engines[:_TOLD]},
             "tenants": {tag.hex(): used for tag, used in tenants[:_TOLD]},
             "waiting_bytes": self._waiting_bytes,
             "behind": self.behind.stats(),
         }
 
+    def _told(self, client: Client) -> dict[str, Any]:
+        leased, reserved = self.index.num_leased(client.holder), client.holder.reserved_bytes
+        return {"engine": client.name, "pid": client.pid, "leased": leased, "reserved_bytes": reserved}
+
 
 COUNTS = ("hits", "misses", "fetched", "stored", "refused", "damaged", "not_stored_behind", "cut_off")
 """Counters of a node since it was started."""
-
-
-def _told(client: Client) -> dict[str, Any]:
-    holder = client.holder
-    leased = sum(map(len, holder.leases.values()))
-    return {"engine": client.name, "pid": client.pid, "leased": leased, "reserved_bytes": holder.reserved_bytes}
 
 
 def _due(found: Message) -> float:

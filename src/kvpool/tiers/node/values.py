@@ -58,7 +58,7 @@ class Value:
     """A value in its slot. Policies see it as a run of one block."""
 
     __slots__ = (
-        *("check", "created", "entry", "fan_out", "hits", "holds", "is_gone", "is_parked", "is_touched", "key"),
+        *("check", "created", "entry", "fan_out", "hits", "is_gone", "is_touched", "key"),
         *("last_access", "length", "offset", "owner", "place", "shelf", "slab", "slot", "turn"),
     )
     num_blocks: ClassVar[int] = 1
@@ -75,10 +75,10 @@ class Value:
         self.key, self.slab, self.slot = record.key, record.slab, record.slot
         self.length, self.check, self.owner = record.length, record.check, record.owner
         self.offset = offset
-        self.place = place_bytes(offset, record.length, record.check)
+        self.place = place_bytes((offset, record.length, record.check))
         self.created, self.last_access = created, record.used
-        self.holds = self.hits = self.turn = self.fan_out = 0
-        self.is_gone = self.is_parked = self.is_touched = False
+        self.hits = self.turn = self.fan_out = 0
+        self.is_gone = self.is_touched = False
         self.entry: Any = None
         self.shelf: EvictionPolicy | None = None
 
@@ -97,7 +97,7 @@ class Holder:
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
-        self.leases: dict[int, list[Value]] = {}
+        self.leases: set[int] = set()
         self.reservations: dict[int, list[Slot]] = {}
         self.reserved_bytes = 0
 

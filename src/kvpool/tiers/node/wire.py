@@ -12,10 +12,11 @@ import functools
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import KEY_BYTES
@@ -36,12 +37,7 @@ DEFAULT_NAME = "default"
 _LONGEST_PATH = 107
 _HEAD = struct.Struct("<BBHQ")
 _PATTERN = struct.Struct(f"<?{SPACE_BYTES}sB{TAG_BYTES}s")
-_PLACE = struct.Struct("<QQQ")
 _PEER = struct.Struct("iII")
-_ABSENT = 2**64 - 1
-NO_PLACE = _PLACE.pack(_ABSENT, 0, 0)
-IS_THERE = _PLACE.pack(_ABSENT, 1, 0)
-"""Answers a reservation of a key that is there already."""
 
 
 class Verb(IntEnum):
@@ -61,7 +57,7 @@ class Verb(IntEnum):
     COMMIT = 6
     """A reservation, checksums of all its places -> a byte for each: 1 if the value is there. Before, nobody finds it."""
     RELEASE = 7
-    """A lease or a reservation; no answer."""
+    """A lease; no answer."""
     DOUBT = 8
     """Keys whose bytes did not match; the node looks itself. No answer."""
     REMOVE = 9
@@ -83,12 +79,14 @@ class Message(NamedTuple):
     body: memoryview
 
 
-class Place(NamedTuple):
-    """Where in the region a value lies, how long it is, and its checksum (`envelope.checksum`)."""
+Place: TypeAlias = tuple[int, int, int]
+"""Where in the region a value lies, how long it is, and its checksum (`envelope.checksum`)."""
 
-    offset: int
-    length: int
-    check: int
+ABSENT: Place = (2**64 - 1, 0, 0)
+"""The place of a value that is not there, or of one that gets no slot."""
+PRESENT: Place = (2**64 - 1, 1, 0)
+"""Answers a reservation of a key that is there already."""
+_PLACE = struct.Struct("<QQQ")
 
 
 class WireError(Exception):
@@ -115,11 +113,6 @@ def _keys_of(count: int) -> struct.Struct:
     return struct.Struct("<" + f"{KEY_BYTES}s" * count)
 
 
-@functools.lru_cache(2 * MAX_KEYS)
-def _keys_and_numbers(count: int) -> struct.Struct:
-    return struct.Struct("<" + f"{KEY_BYTES}s" * count + "Q" * count)
-
-
 def keys_in(found: Message) -> tuple[bytes, ...]:
     """The keys of a message that holds nothing else."""
     layout = _keys_of(_checked_count(found.num))
@@ -127,17 +120,21 @@ def keys_in(found: Message) -> tuple[bytes, ...]:
     return layout.unpack(found.body)
 
 
-def keys_and_numbers_in(found: Message) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """The keys of a message, and a number for each."""
-    layout = _keys_and_numbers(_checked_count(found.num))
-    _check_size(found, layout.size)
-    fields = layout.unpack(found.body)
-    return fields[: found.num], fields[found.num :]
+def keys_before_numbers(found: Message) -> tuple[bytes, ...]:
+    """The keys of a message that has a number for each; `numbers_behind` reads those."""
+    layout = _keys_of(_checked_count(found.num))
+    _check_size(found, layout.size + 8 * found.num)
+    return layout.unpack_from(found.body)
 
 
-def with_numbers(keys: Sequence[bytes], numbers: Sequence[int]) -> bytes:
+def numbers_behind(found: Message) -> tuple[int, ...]:
+    """The numbers behind the keys of a message."""
+    return struct.unpack_from(f"<{found.num}Q", found.body, KEY_BYTES * found.num)
+
+
+def with_numbers(keys: Sequence[bytes], numbers: Iterable[int]) -> bytes:
     """Keys and a number for each, as a body."""
-    return _keys_and_numbers(len(keys)).pack(*keys, *numbers)
+    return b"".join(keys) + array("Q", numbers).tobytes()
 
 
 def numbers_in(found: Message) -> tuple[int, ...]:
@@ -148,23 +145,18 @@ def numbers_in(found: Message) -> tuple[int, ...]:
 
 def numbers(values: Sequence[int]) -> bytes:
     """Numbers as a body."""
-    return struct.pack(f"<{len(values)}Q", *values)
+    return array("Q", values).tobytes()
 
 
-def place_bytes(offset: int, length: int, check: int) -> bytes:
+def place_bytes(place: Place) -> bytes:
     """A place as it is sent."""
-    return _PLACE.pack(offset, length, check)
+    return _PLACE.pack(*place)
 
 
-def places_in(found: Message) -> list[Place | None]:
-    """The places of an answer; None where there is none."""
+def places_in(found: Message) -> list[Place]:
+    """The places of an answer, one for each key."""
     _check_size(found, _PLACE.size * found.num)
-    return [Place(*each) if each[0] != _ABSENT or each[1] else None for each in _PLACE.iter_unpack(found.body)]
-
-
-def is_there(place: Place) -> bool:
-    """Whether a place stands for a value that need not be written."""
-    return place.offset == _ABSENT
+    return list(_PLACE.iter_unpack(found.body))
 
 
 def flags_in(found: Message) -> list[bool]:
