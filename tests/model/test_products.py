@@ -165,7 +165,7 @@ def test_given_a_model_that_is_refused_when_it_was_tried_with_chosen_products_th
     model = tiny_model("llama")
     seen: list[bool] = []
 
-    def refuse(tried: nn.Module) -> None:
+    def refuse(tried: nn.Module, with_states: bool) -> None:
         seen.append(any(isinstance(module, ChosenLinear) for module in tried.modules()))
         raise UnsupportedModelError("not this one")
 

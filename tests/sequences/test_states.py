@@ -74,7 +74,7 @@ def test_a_step_inside_a_block_replaces_the_state() -> None:
     assert places.sources == places.targets
 
 
-def test_a_decoding_sequence_leaves_a_checkpoint_at_every_block_and_holds_two_at_most() -> None:
+def test_a_decoding_sequence_keeps_the_states_behind_its_prompt_and_its_last_block() -> None:
     manager = make()
     handle = manager.allocate("a", [1, 2], reserve=0)
     compute(manager, handle, 2)
@@ -83,7 +83,10 @@ def test_a_decoding_sequence_leaves_a_checkpoint_at_every_block_and_holds_two_at
         manager.commit(handle, [token])
         pool = next(pool for pool in manager.stats().pools if pool.pool == 1 and pool.tier == Tier.GPU)
         assert pool.referenced <= 2
-    assert pool.cached == 3  # behind 4, 8 and 12 tokens; the one behind 16 is its live state
+        assert pool.cached == 0
+    manager.free(handle)
+    assert manager.match_prefix([1, 2, *range(14), 9]).num_tokens == 16
+    assert manager.match_prefix([1, 2, *range(11)]).num_tokens == 0
 
 
 def test_a_prompt_is_reused_up_to_the_last_checkpoint() -> None:
@@ -195,11 +198,16 @@ def test_swapping_brings_the_live_state_back() -> None:
 
 def test_checkpoints_inside_runs_leave_before_those_at_their_ends() -> None:
     manager = make(gpu=(64, 6))
-    finish(manager, "a", list(range(10)), answer=list(range(50, 64)))  # checkpoints behind 8, 12, 16, 20, 24 tokens
-    finish(manager, "b", list(range(100, 119)))
+    finish(manager, "a", list(range(10)), answer=list(range(50, 64)))  # checkpoints behind 8 and 24 tokens
+    for number in range(2):
+        finish(manager, f"b{number}", list(range(100 + 20 * number, 119 + 20 * number)))
     manager.check()
     assert manager.match_prefix([*range(10), *range(50, 64), 1, 2]).num_tokens == 24
-    assert manager.match_prefix([*range(10), 1, 2]).num_tokens == 0  # the oldest one of the first run made room
+    assert manager.match_prefix([*range(10), 1, 2]).num_tokens == 8
+    for number in range(2, 4):
+        finish(manager, f"b{number}", list(range(100 + 20 * number, 119 + 20 * number)))
+    assert manager.match_prefix([*range(10), *range(50, 64), 1, 2]).num_tokens == 24
+    assert manager.match_prefix([*range(10), 1, 2]).num_tokens == 0
 
 
 def test_a_run_takes_its_last_checkpoint_to_the_host_and_back() -> None:

@@ -151,6 +151,11 @@ class KVCacheConfig:
             return 0
         return self.planned_tokens if self.plan_cross_tokens is None else self.plan_cross_tokens
 
+    @property
+    def state_group(self) -> LayerGroup | None:
+        """The group of all layers that keep a state; None if there are none."""
+        return next((group for group in self.groups if group.kind is GroupKind.STATE), None)
+
     def attention_layer(self, layer: int) -> LayerSpec:
         """What a layer keeps of each token; refused if it keeps a state instead."""
         return self.groups[self.group_of_layer[layer]].attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvpool.attention import create_backend
-from kvpool.config import KVCacheConfig
+from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.runner import ModelRunner
@@ -13,6 +13,7 @@ from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tier_link import TierLink
+from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.faster_layers import (
@@ -50,7 +51,12 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
             shape = _prepared(model, compile)
             if settings.kv_blocks is None and kv_bytes is None:
                 kv_bytes = kv_budget(model, shape, where, settings.memory_fraction, limits)
-        layers = shape.layer_specs(settings.kv_dtype)
+        layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
+        if shape.states and settings.draft_tokens:
+            raise InvalidArgumentError(
+                f"draft_tokens={settings.draft_tokens}: layers of {shape.family} keep a state, and none is kept behind each "
+                "draft; use draft_tokens=0"
+            )
         fields = settings.cache_fields(shape.max_positions)
         if fields.get("objective") == "seconds":
             fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
@@ -91,7 +97,7 @@ def _prepared(model: Any, compile: bool) -> ModelShape:
     if model.device.type == "cpu" and not compile:
         choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
     try:
-        shape = inspect_model(model)
+        shape = inspect_model(model, with_states=True)
     except BaseException:
         plain_products(model)  # a refused model is as it was
         raise

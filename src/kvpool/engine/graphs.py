@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import whole_device
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import forward
+from kvpool.model.states import StateStep
 from kvpool.scheduling.batch_plan import BatchPlan
-from kvpool.storage import DataPlane
+from kvpool.storage import DataPlane, StateSlots
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Matrix products are computed in tiles of 64 or 128 rows, so rows up to the next multiple cost little. Above the largest
@@ -53,7 +55,9 @@ class StepRunner(Protocol):
     device: torch.device
     kinds: list[AttentionKind]
     largest_buffers: dict[int, PlanBuffers]
+    states: StateSlots | None
 
+    def layer_of(self, call: AttentionCall) -> int: ...
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor: ...
     def upload(self, array: npt.NDArray[Any]) -> Tensor: ...
@@ -146,6 +150,7 @@ class _Captured(NamedTuple):
     positions: Tensor
     slots: Tensor  # [layer group, token]
     keep: Tensor  # tokens whose logits are computed
+    states: Tensor | None  # [source or target, sequence]: slots of states
     buffers: list[PlanBuffers]
     alive: Any  # other objects that the graph reads: they must live as long as the graph
 
@@ -194,12 +199,15 @@ class StepGraphs(ABC):
         captured = self._captured.get(size)
         if captured is None or not captured.holds(batches):
             captured = self._captured[size] = self._capture(size, batches)
-        slots = runner.plane.prepare(plan.slots, plan.batch)
+        slots = runner.plane.prepare(plan.slots, plan.batch, plan.states)
         captured.token_ids[:count] = token_ids
         captured.positions[:count] = runner.upload(plan.positions)
         captured.slots[:, :count] = slots.tensor
         if count < size:
             captured.slots[:, count:] = -1
+        if captured.states is not None and plan.states is not None and runner.states is not None:
+            captured.states[:, :count] = runner.upload(np.stack(plan.states).astype(np.int64))
+            captured.states[:, count:] = runner.states.spare
         num_logits = self._choose_logits(captured, plan)
         for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
             runner.backend.plan(kind.spec, batch, buffers)
@@ -241,18 +249,23 @@ class StepGraphs(ABC):
             plans.append(runner.backend.plan(kind.spec, batch, reserved))
 
         def attend(call: AttentionCall) -> Tensor:
-            group = config.group_of_layer[call.layer]
-            runner.plane.write(slots[group], call.k, call.v, call.layer)
+            layer = runner.layer_of(call)
+            runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
             return runner.attention(call, plans)
 
+        places = states = None
+        if runner.states is not None:
+            places = torch.full((2, size), runner.states.spare, dtype=torch.int64, device=device)
+            states = StateStep.decoding(runner.states, *places)
+
         def step() -> Tensor:
-            return self._kept(forward(runner.model, token_ids, positions, keep, attend))
+            return self._kept(forward(runner.model, token_ids, positions, keep, attend, states))
 
         try:
             recorded = self._recorder.record(step)
         except CaptureError as error:
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
-        return _Captured(recorded, token_ids, positions, slots, keep, buffers, plans)
+        return _Captured(recorded, token_ids, positions, slots, keep, places, buffers, plans)
 
 
 class DecodeGraphs(StepGraphs):
@@ -260,6 +273,8 @@ class DecodeGraphs(StepGraphs):
 
     def fits(self, plan: BatchPlan) -> bool:
         """Whether each sequence of a step computes one token and samples: it decodes, or all but one token was cached."""
+        if plan.states is not None and (plan.states.sources < 0).any():  # no state to go on from
+            return False
         return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
 
     def max_sequences(self, size: int) -> int:

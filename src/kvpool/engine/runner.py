@@ -29,6 +29,7 @@ from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.model.faster_layers import compile_each_layer
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape, forward
+from kvpool.model.states import StateStep
 from kvpool.scheduling import BatchPlan, Scheduler
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
@@ -92,13 +93,15 @@ class ModelRunner:
     ) -> None:
         self.model = model
         if compile_layers:
-            compile_each_layer(model, len(shape.layers))
+            compile_each_layer(model, model.config.get_text_config().num_hidden_layers)
         self.plane = plane
         self.backend = backend
         self.device = plane.device
         self.max_tokens = max_tokens
         config = plane.config
-        groups = [config.groups[config.group_of_layer[layer]] for layer in range(len(config.layers))]
+        groups = [config.groups[config.group_of_layer[layer]] for layer in range(len(shape.layers))]
+        self._layer_of = {number: layer for layer, number in enumerate(shape.attending)}  # by its number in the model
+        self.states = plane.state_slots(dict(enumerate(shape.states, len(shape.layers))))
         self.kinds: list[AttentionKind] = []  # distinct ones
         self.kind_of_layer: list[int] = []
         for layer, group in enumerate(groups):
@@ -117,7 +120,7 @@ class ModelRunner:
         if wanted and self._can_have_graphs(recorder):
             self._recorder = recorder or CudaRecorder(self.device)
             self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
-            if sizes := mixed_sizes(max_tokens):
+            if self.states is None and (sizes := mixed_sizes(max_tokens)):
                 self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences)
 
     def _can_have_graphs(self, recorder: Recorder | None) -> bool:
@@ -193,21 +196,32 @@ class ModelRunner:
                 except CaptureError as error:
                     self._give_up_graphs(error)
                     break
-        slots = self.plane.prepare(plan.slots, plan.batch)
+        slots = self.plane.prepare(plan.slots, plan.batch, plan.states)
         batches = [self.paged_batch(plan, kind) for kind in self.kinds]
-        return self._run(token_ids, self.upload(plan.positions), self.upload(plan.logits_indices), slots, batches)
+        states = None
+        if self.states is not None and plan.states is not None:
+            sources, targets = plan.states
+            states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets)
+        inputs = token_ids, self.upload(plan.positions), self.upload(plan.logits_indices)
+        return self._run(*inputs, slots, batches, states)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, keep: Tensor, slots: StepSlots, batches: Sequence[PagedBatch]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        slots: StepSlots,
+        batches: Sequence[PagedBatch],
+        states: StateStep | None,
     ) -> Tensor:
         """A step without a graph, launched operation by operation."""
         plans = [self.backend.plan(kind.spec, batch) for kind, batch in zip(self.kinds, batches, strict=True)]
 
         def attend(call: AttentionCall) -> Tensor:
-            self.plane.write(slots, call.k, call.v, call.layer)
+            self.plane.write(slots, call.k, call.v, self.layer_of(call))
             return self.attention(call, plans)
 
-        return forward(self.model, token_ids, positions, keep, attend)
+        return forward(self.model, token_ids, positions, keep, attend, states)
 
     def _run_once(self) -> None:
         """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""
@@ -220,12 +234,20 @@ class ModelRunner:
             ends = np.cumsum(ceil_div(lengths, kind.group.block_size))
             lists = (np.append(0, ends), np.zeros(ends[-1], np.int32))
             batches.append(PagedBatch.build(*lists, lengths, lengths, block_size=kind.group.block_size))
-        self._run(zeros, zeros, zeros[:1], nowhere, batches)
+        states = None
+        if self.states is not None:  # nobody has a slot yet
+            states = StateStep.of(self.states, lengths.tolist(), [-1] * len(lengths), range(len(lengths)))
+        self._run(zeros, zeros, zeros[:1], nowhere, batches, states)
+
+    def layer_of(self, call: AttentionCall) -> int:
+        """The layer of the cache that a layer of the model attends over."""
+        return self._layer_of[call.layer]
 
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
         """Attention of one layer over the blocks in its plan."""
-        plan = plans[self.kind_of_layer[call.layer]]
-        return plan.backend.run(call.q, self.plane.layer_cache(call.layer), plan, sink_logits=call.sinks)
+        layer = self.layer_of(call)
+        plan = plans[self.kind_of_layer[layer]]
+        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks)
 
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
         """The step's sequences as attention over one layer group sees them."""

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class StateStep:
 
     @classmethod
     def of(
-        cls, slots: StateSlots, num_tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+        cls, slots: StateSlots, num_tokens: npt.ArrayLike, sources: npt.ArrayLike, targets: npt.ArrayLike
     ) -> StateStep:
         """A step as it is planned on the host."""
         counts, reads, writes = (np.asarray(array, np.int32) for array in (num_tokens, sources, targets))
@@ -146,8 +147,7 @@ class StateStep:
 
     def _in_a_row(self, module: StateModule, run: _PackedSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
         """All tokens of all sequences in one row."""
-        stored = self.slots.store.states(self.slots.group)
-        places = {part.name: stored[module.layer, part.name] for part in module.parts}
+        places = {part.name: self.slots.tensors[module.layer, part.name] for part in module.parts}
         slots = run.sources, run.targets, run.starts, run.lengths
         states = {name: PackedStates(place, *slots) for name, place in places.items()}
         return module.compute_on_slots(states, tokens.unsqueeze(0), arguments)

@@ -308,6 +308,9 @@ class WindowReaders:
 
     def needed(self, node: Node, group: Group, first: int = 0) -> BoolArray:
         """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
+        if group.keeps_state:  # few are kept, and each was chosen
+            kept: BoolArray = node.ids[group.index][first:] >= 0
+            return kept
         depths = np.arange(node.start + first, node.end)
         wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < group.sinks)
         return wanted & (node.ids[group.index][first:] >= 0)

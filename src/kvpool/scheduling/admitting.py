@@ -215,10 +215,11 @@ class Admissions:
         if start == len(sequence.tokens):  # a prompt with stored logits, of one token or with an image at its end
             self.manager.rewind(handle, 1)
             start = stop = start - 1
-        excess = stop - start - builder.budget
-        if excess > 0:  # memory was short, so less was reused than had been found
-            self.manager.rewind(handle, excess)
-            stop -= excess
+        # Memory may have been short, so that less was reused than had been found
+        end = self.manager.step_end(handle, start, min(stop, start + builder.budget))
+        if end < stop:
+            self.manager.rewind(handle, stop - end)
+            stop = end
         decodes = start == len(sequence.tokens) - 1 and stop == start
         if builder.hold_back(sequence, decodes=decodes):
             if stop - start > 1:  # reserved again when it begins; a single place may lie in a block that others read

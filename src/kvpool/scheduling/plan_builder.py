@@ -165,7 +165,6 @@ class PlanBuilder:
 def plan_of(builder: PlanBuilder) -> BatchPlan:
     """Makes the plan, and marks its samples as in flight."""
     queues = builder.queues
-    builder.take_copies()
     running, stats, decode = queues.running, queues.stats, builder.decode
     uniform = not builder.chunks and decode is not None and decode.counts is None and not running.num_special
     rows = _uniform_rows(decode, running.lanes) if uniform and decode is not None else _mixed_rows(builder)
@@ -182,6 +181,10 @@ def plan_of(builder: PlanBuilder) -> BatchPlan:
         manager=queues.manager,
         **rows,
     )
+    if queues.manager.config.state_group is not None and plan.sequences:
+        stops = plan.kv_lengths
+        plan.states = queues.manager.state_places(plan.batch, stops - np.diff(plan.query_start), stops)
+    builder.take_copies()
     if uniform:
         _depart_uniform(plan, running)
     else:

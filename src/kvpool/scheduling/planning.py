@@ -171,6 +171,7 @@ class Planner:
                 slots = self.manager.slot_mapping([handle], start, handle.num_reserved)
             else:
                 stop = builder.chunk_stop(start, sequence.prefill_target)
+                stop = self.manager.step_end(handle, start, stop)
                 slots = self._extend_chunk(sequence, stop - start, builder)
             if slots is None:
                 self.queues.stats.stalls += 1

@@ -207,6 +207,8 @@ class Scheduler:
         """
         _check_sequence(sequence)
         ids = as_token_array(drafts, "drafts")
+        if self.manager.config.state_group is not None:
+            raise InvalidArgumentError("layers that keep a state cannot take drafts back: no state is kept behind each")
         lanes, lane = self._queues.running.lanes, sequence.lane
         if sequence not in self._queues.running.decoding or lanes.in_flight[lane]:
             raise SequenceStateError(f"{sequence!r} cannot take drafts: it does not decode, or its sample is in flight")

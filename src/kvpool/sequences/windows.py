@@ -15,6 +15,7 @@ from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState
+from kvpool.stats import EvictionReason
 
 Held: TypeAlias = list[tuple[Group, Int32Array]]  # blocks that nobody may evict for a while
 
@@ -95,10 +96,20 @@ class RowWindows:
             published = min(new, max(old, tip.end))
             if published > old:
                 self.readers.leave(tip, group, old, published - 1, table[row, old:published])
+                if group.keeps_state:
+                    self._drop_passed(tip, group, max(old, handle.num_prompt_tokens // group.block_size), published)
             if new > published:
                 group.give_back(table[row, published:new], handle.family is not None)
                 table[row, published:new] = -1
             rows.window_start[group.index, row] = new
+
+    def _drop_passed(self, tip: Node, group: Group, first: int, end: int) -> None:
+        """Drops unread checkpoints behind a prompt that its sequence has passed: the next turn goes on from the last one."""
+        pinned = self.readers.pinned[group.pool]
+        for depth in range(first, end):
+            node, block = self.readers.block_of(tip, group, depth)
+            if block >= 0 and not group.gpu.refs[block] and block not in pinned:
+                self.readers.remove_block(node, group, depth - node.start, EvictionReason.CONTINUED)
 
     def reopen(self, handle: KVCacheHandle, row: int, length: int) -> list[tuple[Group, int, int]]:
         """A row goes back to `length` tokens: its windows cover again what they had left, if that is still there.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpool.checks import as_count
-from kvpool.config import KVCacheConfig, LayerGroup, Tier
+from kvpool.config import GroupKind, KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.write import read_slots, read_values, write_slots
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array
@@ -29,9 +29,11 @@ from kvpool.pools.groups import kind_of
 from kvpool.pools.pool import CopyOp, ResizeResult
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.states import StatePlaces
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import LayerCache, layout_of
 from kvpool.storage.moving import Wait, check_rows, read_out, upload, write_in
+from kvpool.storage.states import StateSlots
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
 from kvpool.storage.transfer_steps import Store
@@ -104,7 +106,8 @@ class DataPlane:
         gpu = self.device if self.device.type == "cuda" else None
         self.stores: dict[tuple[int, Tier], Store] = {}
         for pool in config.pools:
-            self.stores[pool.index, Tier.GPU] = BlockStore(pool, Tier.GPU, layouts, device=self.device)
+            spare = int(config.state_group is not None and config.state_group.index in pool.groups)
+            self.stores[pool.index, Tier.GPU] = BlockStore(pool, Tier.GPU, layouts, device=self.device, spare=spare)
             self.stores[pool.index, Tier.HOST] = BlockStore(pool, Tier.HOST, layouts, gpu=gpu)
             self.stores[pool.index, Tier.DISK] = DiskStore(pool, directory=disk_directory)
         self.transfers = TransferEngine(self.stores, config.groups, self.device, checksums=checksums)
@@ -137,26 +140,34 @@ class DataPlane:
             self._pending = ops
             raise
 
-    def prepare(self, slots: Any, batch: SequenceBatch | None = None) -> StepSlots:
+    def state_slots(self, numbers: Mapping[int, int] | None = None) -> StateSlots | None:
+        """The states of the layers that keep one; None if there are none. `numbers`: what the model calls these layers."""
+        group = self.config.state_group
+        return None if group is None else StateSlots(self._gpu_store(group.pool), group.index, numbers)
+
+    def prepare(self, slots: Any, batch: SequenceBatch | None = None, states: StatePlaces | None = None) -> StepSlots:
         """Makes a step's slots ready for `write`: runs planned copies, checks the slots, puts them on the device.
 
         `slots` is what `extend_batch` or `slot_mapping` returned, [layer group, token]. The step waits for transfers under
-        way that touch the blocks it writes and those that `batch` reads (None: any block).
+        way that touch the blocks it writes and those that `batch` reads (None: any block). `states` says where it leaves
+        states.
         """
         array = self._checked_slots(slots, len(self.config.groups))
         self.run_copies(overlap=True)
         for group in self.config.groups:
             self._check_group(array[group.index], group)
         if self.transfers.has_link:
-            self._order(array, batch)
+            self._order(array, batch, states)
         return StepSlots(upload(array, self.device))
 
-    def _order(self, slots: Int32Array, batch: SequenceBatch | None) -> None:
+    def _order(self, slots: Int32Array, batch: SequenceBatch | None, states: StatePlaces | None) -> None:
         """Puts a step behind the transfers that touch its blocks; transfers of other blocks need not wait for it."""
         touched: dict[int, list[Int32Array]] = {}
         needs: list[tuple[int, Int32Array, Int32Array | None]] = []
         for group in self.config.groups:
             written = _blocks(slots[group.index], self.config.block_size)
+            if states is not None and group.kind is GroupKind.STATE:
+                written = states.targets
             read = None if batch is None else _table_blocks(batch, group.index)
             needs.append((group.pool, written, read))
             touched.setdefault(group.pool, []).extend(blocks for blocks in (written, read) if blocks is not None)

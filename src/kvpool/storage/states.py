@@ -23,13 +23,17 @@ class StateSlots:
     wait for nothing; they may stand in a CUDA graph.
     """
 
-    def __init__(self, store: BlockStore, group: int = 0) -> None:
+    def __init__(self, store: BlockStore, group: int = 0, numbers: Mapping[int, int] | None = None) -> None:
         layout = store.layouts[group]
         if not isinstance(layout, StateLayout):
             raise InvalidArgumentError(f"layer group {group} of pool {store.pool} keeps keys and values, no states")
         self.store = store
         self.group = group
-        self.specs: Mapping[int, StateSpec] = layout.specs  # by the number of the layer in the model
+        self._numbers = {layer: layer for layer in layout.specs} | dict(numbers or {})
+        # By the number of the layer in the model
+        self.specs: Mapping[int, StateSpec] = {self._numbers[layer]: spec for layer, spec in layout.specs.items()}
+        self._stored: Mapping[tuple[int, str], Tensor] = {}
+        self._tensors: dict[tuple[int, str], Tensor] = {}
 
     @classmethod
     def allocate(cls, specs: Mapping[int, StateSpec], num_slots: int, device: torch.device | str = "cpu") -> StateSlots:
@@ -42,9 +46,23 @@ class StateSlots:
     def device(self) -> torch.device:
         return self.store.device
 
+    @property
+    def spare(self) -> int:
+        """A slot that no manager knows: rows that only fill a graph up leave their states there."""
+        return self.store.num_blocks
+
+    @property
+    def tensors(self) -> Mapping[tuple[int, str], Tensor]:
+        """The parts of all states by the number of their layer in the model and their name, [slot, *shape], as views."""
+        stored = self.store.states(self.group)
+        if stored is not self._stored:  # the store has new memory
+            self._stored = stored
+            self._tensors = {(self._numbers[layer], part): tensor for (layer, part), tensor in stored.items()}
+        return self._tensors
+
     def at(self, layer: int, part: str, sources: Tensor, targets: Tensor) -> SlotStates:
         """A part of a layer's states for kernels that read and write it in place; slots are int64 on the device."""
-        return SlotStates(self.store.states(self.group)[layer, part], sources, targets)
+        return SlotStates(self.tensors[layer, part], sources, targets)
 
     def gather(self, layer: int, part: str, slots: Tensor) -> Tensor:
         """A contiguous copy [slot, *shape] of a part of a layer's states; `slots` is int64 on the device."""

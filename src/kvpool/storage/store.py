@@ -19,7 +19,8 @@ class BlockStore:
     """One allocation, uint8 [block, byte]; `layer_cache` shows it as typed K and V, `states` as the parts of states.
 
     `device` is where the bytes are. Host memory is pinned when `gpu` names the GPU that will read it. Bytes allocated are
-    bytes reported: `num_blocks * block_bytes`.
+    bytes reported: `num_blocks * block_bytes`, and as many for each `spare` block: steps of a fixed size write into it what
+    nobody reads.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class BlockStore:
         *,
         device: torch.device | str = "cpu",
         gpu: torch.device | None = None,
+        spare: int = 0,
     ) -> None:
         self.pool = pool.index
         self.tier = tier
@@ -39,11 +41,13 @@ class BlockStore:
         self.device = torch.device(device)
         self._gpu = gpu
         self._host: HostMemory | None = None
+        self._spare = spare
         self.data: Tensor
         self._allocate(pool.num_blocks[tier] if num_blocks is None else num_blocks)
 
     def _allocate(self, num_blocks: int) -> None:
         check_int(num_blocks, "num_blocks", 0, MAX_BLOCKS, InvalidArgumentError)
+        num_blocks += self._spare
         if self.device.type == "cpu":
             self._host = HostMemory(num_blocks, self.block_bytes, self._gpu)
             self.data = self._host.tensor
@@ -54,7 +58,8 @@ class BlockStore:
 
     @property
     def num_blocks(self) -> int:
-        return self.data.shape[0]
+        """Blocks that a manager knows; spare ones stand behind them."""
+        return max(0, self.data.shape[0] - self._spare)
 
     @property
     def num_bytes(self) -> int:
@@ -102,4 +107,5 @@ class BlockStore:
         """Gives the memory back; the store is empty afterwards."""
         if self._host is not None:
             self._host.close()
+        self._spare = 0
         self._allocate(0)

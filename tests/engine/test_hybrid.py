@@ -1,0 +1,138 @@
+"""Models whose layers keep a state, through the engine: tokens equal to transformers' own, whatever happens in between."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.engine import Engine, SamplingParams
+from kvpool.errors import InvalidArgumentError
+from kvpool.scheduling import SchedulerConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+
+from hybrids import HYBRIDS, VOCABULARY, hybrid_model
+
+SERVED = sorted(set(HYBRIDS) - {"inkling_text"})  # whose attention adds a bias that no paged cache can see
+SOME = ["qwen3_next", "falcon_h1", "mamba2"]  # attention and states in turn, both in each layer, states alone
+LENGTHS = (37, 5, 50, 21)
+NUM_TOKENS = 12
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SMALL_STEPS = SchedulerConfig(max_tokens_per_step=24, max_chunk_tokens=16, max_sequences=8)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    ids: list[int] = torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def generated(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    """What transformers generates by itself."""
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = None  # it goes on behind any token, as the engine does here
+    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def assert_best(model: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Each token is the best one by transformers' own logits, or next to it: its prompts and its steps differ by rounding."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    behind = logits.max(dim=-1).values - logits[torch.arange(len(tokens)), tokens]
+    assert behind.max() < 0.05 * logits.std(), behind
+
+
+def engine_for(model: Any, **options: Any) -> Engine:
+    return Engine(model, **{"block_size": 4, "kv_blocks": 200, "scheduler": SMALL_STEPS} | options)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_given_a_family_then_the_engine_gives_transformers_tokens_cold_and_from_the_cache(family: str) -> None:
+    model = hybrid_model(family)
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    expected = [generated(model, prompt) for prompt in prompts]
+    turn = prompts[2] + expected[2] + prompt_of(9, 71)
+    with engine_for(model, kv_blocks=None, kv_bytes=2**24) as engine:
+        assert engine.config.state_group is not None
+        cold = engine.generate(prompts, GREEDY)
+        assert [completion.token_ids for completion in cold] == expected
+        assert [completion.num_cached_tokens for completion in cold] == [0] * len(prompts)
+        again = engine.generate(prompts, GREEDY)
+        assert [completion.token_ids for completion in again] == expected
+        assert [completion.num_cached_tokens for completion in again] == [36, 4, 48, 20]
+        (next_turn,) = engine.generate([turn], GREEDY)
+        assert next_turn.num_cached_tokens == (len(prompts[2]) + NUM_TOKENS - 1) // 4 * 4
+    assert_best(model, turn, next_turn.token_ids)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_samples_and_beams_of_one_prompt_go_on_from_copies_of_its_state(family: str) -> None:
+    model = hybrid_model(family)
+    prompt = prompt_of(22)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    beams = model.generate(ids, max_new_tokens=6, num_beams=3, do_sample=False, pad_token_id=0)[0, 22:].tolist()
+    alone = generated(model, prompt, 6)
+    with engine_for(model, kv_blocks=None, kv_bytes=2**24) as engine:
+        (completion,) = engine.generate(
+            [prompt], SamplingParams(max_new_tokens=6, temperature=0.0, n=3, ignore_eos=True)
+        )
+        assert [sample.token_ids for sample in completion.samples] == [alone] * 3
+        (searched,) = engine.generate([prompt], SamplingParams(max_new_tokens=6, num_beams=3, ignore_eos=True))
+        assert searched.token_ids == beams
+
+
+@pytest.mark.parametrize("host_bytes", [0, 2**24], ids=["computed again", "swapped"])
+@pytest.mark.parametrize("family", SOME)
+def test_sequences_that_give_way_come_back_with_the_right_tokens(family: str, host_bytes: int) -> None:
+    model = hybrid_model(family)
+    prompts = [prompt_of(length, length) for length in (30, 26, 33, 21, 40, 18)]
+    expected = [generated(model, prompt, 20) for prompt in prompts]
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    with engine_for(model, kv_blocks=7 if family == "mamba2" else 24, host_bytes=host_bytes) as engine:
+        completions = engine.generate(prompts, params)
+        assert engine.stats().scheduler.preemptions > 0 or family == "mamba2"  # states do not grow
+        assert [completion.token_ids for completion in completions] == expected
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_what_left_for_the_host_is_found_there_with_its_state(family: str) -> None:
+    model = hybrid_model(family)
+    prompts = [prompt_of(30, seed) for seed in range(6)]
+    expected = [generated(model, prompt) for prompt in prompts]
+    with engine_for(model, kv_blocks=5 if family == "mamba2" else 20, host_bytes=2**24) as engine:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert engine.generate([prompt], GREEDY)[0].token_ids == tokens
+        turns = [
+            engine.generate([prompt + tokens + [5]], GREEDY)[0]
+            for prompt, tokens in zip(prompts, expected, strict=True)
+        ]
+        assert [turn.num_cached_tokens for turn in turns] == [40] * len(prompts)
+        if family != "mamba2":  # where states alone are short, those inside a run are dropped first
+            again = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+            assert [completion.num_cached_tokens for completion in again] == [28] * len(prompts)
+            assert [completion.token_ids for completion in again] == expected
+    for prompt, tokens, turn in zip(prompts, expected, turns, strict=True):
+        assert_best(model, prompt + tokens + [5], turn.token_ids)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_another_engine_finds_prompts_and_their_states_on_disk(family: str, tmp_path: Path) -> None:
+    model = hybrid_model(family)
+    prompts = [prompt_of(length, length) for length in (30, 41)]
+    expected = [generated(model, prompt) for prompt in prompts]
+    for cached in (0, 28):
+        with engine_for(model, kv_blocks=None, kv_bytes=2**24, disk=tmp_path / "cache", disk_bytes=2**26) as engine:
+            completions = engine.generate(prompts, GREEDY)
+        assert [completion.token_ids for completion in completions] == expected
+        assert completions[0].num_cached_tokens == cached
+
+
+def test_drafts_are_refused_by_name() -> None:
+    with pytest.raises(InvalidArgumentError, match="draft_tokens=3: layers of mamba2 keep a state"):
+        engine_for(hybrid_model("mamba2"), kv_blocks=16, draft_tokens=3)
