@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from kvpool.engine import Engine, SamplingParams
+from kvpool.engine.runner import ModelRunner
 from kvpool.errors import InvalidArgumentError
 from kvpool.scheduling import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 
+from fake_graphs import FakeRecorder, ReplanningBackend
 from hybrids import HYBRIDS, VOCABULARY, hybrid_model
 
 SERVED = sorted(set(HYBRIDS) - {"inkling_text"})  # whose attention adds a bias that no paged cache can see
@@ -42,7 +44,9 @@ def assert_best(model: Any, prompt: list[int], tokens: list[int]) -> None:
     """Each token is the best one by transformers' own logits, or next to it: its prompts and its steps differ by rounding."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + tokens], device=model.device), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
     behind = logits.max(dim=-1).values - logits[torch.arange(len(tokens)), tokens]
     assert behind.max() < 0.05 * logits.std(), behind
 
@@ -131,6 +135,37 @@ def test_another_engine_finds_prompts_and_their_states_on_disk(family: str, tmp_
             completions = engine.generate(prompts, GREEDY)
         assert [completion.token_ids for completion in completions] == expected
         assert completions[0].num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_given_graphs_and_steps_planned_ahead_then_the_tokens_are_the_same(family: str) -> None:
+    model = hybrid_model(family)
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    expected = [generated(model, prompt) for prompt in prompts]
+    recorder = FakeRecorder()
+    with engine_for(model, kv_blocks=None, kv_bytes=2**24, overlap=True) as engine:
+        limits = {"max_sequences": SMALL_STEPS.max_sequences, "max_tokens": SMALL_STEPS.max_tokens_per_step}
+        runner = ModelRunner(model, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, **limits)
+        runner.warm_up()
+        engine._loop.runner = runner
+        for _ in range(2):
+            assert [completion.token_ids for completion in engine.generate(prompts, GREEDY)] == expected
+        engine.manager.check()
+    assert recorder.num_replays > NUM_TOKENS  # steps that decode; those with prompts run as they are
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", SERVED)
+def test_on_a_gpu_steps_from_graphs_go_on_from_their_states(family: str) -> None:
+    model = hybrid_model(family).to("cuda")
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    with engine_for(model, kv_blocks=None, kv_bytes=2**26) as engine:
+        cold = engine.generate(prompts, GREEDY)
+        again = engine.generate(prompts, GREEDY)
+    assert [completion.num_cached_tokens for completion in again] == [36, 4, 48, 20]
+    for prompt, first, second in zip(prompts, cold, again, strict=True):
+        assert_best(model, prompt, first.token_ids)
+        assert_best(model, prompt, second.token_ids)
 
 
 def test_drafts_are_refused_by_name() -> None:
