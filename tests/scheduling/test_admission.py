@@ -9,6 +9,7 @@ from toy_engine import expected_output
 from kvpool import CopyKind, KVCacheManager, LayerSpec, PrefixMatch, ReuseScope, Tier
 from kvpool.scheduling import CapacityMode, FinishReason
 from kvpool.scheduling.admitting import RETRY_STEPS
+from kvpool.scheduling.plan_builder import PlanBuilder
 from managers import FULL, cached, make_manager
 
 
@@ -239,6 +240,21 @@ def test_given_a_pool_that_shrinks_when_a_waiting_request_can_no_longer_fit_then
     assert (done.request.id, done.reason, plan.is_empty) == ("a", FinishReason.REFUSED, True)
     assert "11 blocks of pool 0, which has 8" in done.detail
     assert not engine.scheduler.has_work
+
+
+def test_given_that_less_is_reused_than_was_found_then_the_first_chunk_is_no_longer_than_the_step() -> None:
+    engine = make_engine(make_manager(gpu_blocks=16), max_tokens_per_step=8)
+    only = request("a", 20, 3)
+    add(engine, only)
+    scheduler, (sequence,) = engine.scheduler, engine.scheduler.sequences("a")
+    builder, admissions = PlanBuilder(scheduler._queues, 1), scheduler._planner.admissions
+    handle = engine.manager.allocate(sequence.id, sequence.prompt, reserve=20)  # as if 12 of them had been cached
+    admissions._enter(sequence, handle)
+    admissions._start_prompt(sequence, handle, builder)
+    chunk = builder.chunks[sequence]
+    assert (chunk.start, chunk.stop, handle.num_reserved) == (0, 8, 8)
+    assert scheduler._queues.running.lanes.places[sequence.lane] == 8
+    assert builder.budget == 0
 
 
 def test_given_one_pool_of_two_that_shrinks_when_a_waiting_request_can_no_longer_fit_then_it_is_refused() -> None:
