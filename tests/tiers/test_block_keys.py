@@ -123,3 +123,14 @@ def test_given_sessions_then_their_beginnings_are_known_up_to_a_limit() -> None:
     assert made.of_session("one") == [A, B]
     made.begin("two", C)
     assert (made.of_session("one"), made.of_session("two"), made.of_session("none")) == ([], [C], [])
+
+
+def test_given_as_many_beginnings_as_the_limit_then_all_sessions_are_known_and_the_oldest_goes_with_the_next() -> None:
+    made = Lineage(limit=3)
+    made.begin("one", A)
+    made.begin("two", B)
+    made.begin("three", C)
+    made.begin("one", A)  # again: it is no longer the oldest
+    assert [made.of_session(name) for name in ("one", "two", "three")] == [[A], [B], [C]]
+    made.begin("four", D)
+    assert [made.of_session(name) for name in ("one", "two", "three", "four")] == [[A], [], [C], [D]]

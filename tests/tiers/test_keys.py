@@ -106,9 +106,17 @@ def test_given_a_description_then_the_fingerprint_is_had_back_or_it_is_refused()
         {**known.describe(), "shard": {"rank": 2, "of": 1}},
         {**known.describe(), "x": 1},
         {**known.describe(), "block_size": "4"},
+        {**known.describe(), "block_size": 0},
+        {**known.describe(), "block_size": 2**20 + 1},
     ):
         with pytest.raises(InvalidArgumentError, match="describes no fingerprint"):
             Fingerprint.from_description(wrong)
+
+
+@pytest.mark.parametrize("block_size", [1, 2**20])
+def test_given_a_block_size_at_its_bound_then_the_description_is_read(block_size: int) -> None:
+    described = {**space().fingerprint.describe(), "block_size": block_size}
+    assert Fingerprint.from_description(described).block_size == block_size
 
 
 @pytest.mark.parametrize("wrong", [dict(space=b"short"), dict(space="text" * 2), dict(tag=b"abc"), dict(tag=None)])
