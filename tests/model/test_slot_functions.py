@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from hybrids import HYBRIDS, hybrid_model
 
+from kvpool.model import slot_functions
 from kvpool.model.hook import use_kvpool_attention
 from kvpool.model.probing import run_probe
 from kvpool.model.slot_functions import forward_on_slots
@@ -147,6 +148,27 @@ def test_the_file_and_the_class_of_a_module_stay_as_they_are(family: str) -> Non
 
 def test_a_module_that_does_something_else_with_its_state_gets_copies() -> None:
     assert not any(module.on_slots or module.packs for module in modules_of(hybrid_model("zaya")))
+
+
+@pytest.mark.parametrize(("names", "way"), [("_OF_ONE_TOKEN", "on_slots"), ("_OF_PACKED_TOKENS", "packs")])
+def test_a_function_with_other_results_is_not_used(names: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are the same: results alone must tell. They are small beside the states."""
+    functions = getattr(slot_functions, names)
+    name = "mamba2_selective_state_update" if way == "on_slots" else "mamba2_chunk_scan"
+    own = functions[name]
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        return result * 1.1 if isinstance(result, torch.Tensor) else (result[0] * 1.1, result[1])
+
+    monkeypatch.setattr(slot_functions, names, {**functions, name: other})
+    model = hybrid_model("falcon_h1")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mamba.out_proj.weight.mul_(1e-4)
+    modules = modules_of(model)
+    assert not any(getattr(module, way) for module in modules)
+    assert all(getattr(module, "packs" if way == "on_slots" else "on_slots") for module in modules)
 
 
 def test_a_convolution_with_another_activation_gets_copies() -> None:
