@@ -244,6 +244,16 @@ def test_given_a_step_with_room_for_some_drafts_then_the_first_sequences_get_the
     assert (plan.num_drafts.tolist(), plan.num_tokens) == (drafts, 3 + sum(drafts))
 
 
+def test_given_one_draft_in_flight_then_its_sequence_waits_for_the_verdict() -> None:
+    engine = make_engine(max_draft_tokens=3)
+    add(engine, request("r", 4, 9))
+    engine.step()
+    (sequence,) = engine.scheduler.sequences("r")
+    engine.scheduler.propose(sequence, [40])
+    assert engine.scheduler.step().num_drafts.tolist() == [1]
+    assert engine.scheduler.step().is_empty
+
+
 def test_given_a_sequence_near_its_last_token_then_it_gets_no_more_drafts_than_may_follow() -> None:
     engine = make_engine(max_draft_tokens=8)
     add(engine, request("r", 4, 4))

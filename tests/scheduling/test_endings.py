@@ -112,6 +112,14 @@ def test_given_one_deadline_of_requests_whose_ids_have_no_order_then_all_of_them
     assert {done.request.id for done in engine.step().finished} == set(ids)
 
 
+def test_given_requests_with_one_deadline_then_they_end_in_the_order_in_which_they_came() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    add(engine, *(request(name, 4, 50, first=10 * at, deadline=1.0) for at, name in enumerate("dbca")))
+    clock.now = 2.0
+    assert [done.request.id for done in engine.step().finished] == list("dbca")
+
+
 def test_given_an_id_that_is_used_again_when_the_first_deadline_passes_then_the_second_request_goes_on() -> None:
     clock = Clock()
     engine = make_engine(clock=clock)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support import add, make_engine, request, tokens_of
 from toy_engine import ToyEngine
 
 from kvpool.errors import ConfigError
 from kvpool.scheduling import LinearCostModel, SchedulerConfig
+from kvpool.scheduling.plan_builder import PlanBuilder, PromptChunk
 from managers import make_manager
 
 
@@ -137,3 +139,19 @@ def test_given_a_chunk_that_gives_way_then_its_time_is_free_again() -> None:
 def test_given_no_time_then_the_goal_is_refused_by_name(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="max_step_seconds must be a number of seconds over 0"):
         SchedulerConfig(max_step_seconds=seconds)
+
+
+@pytest.mark.parametrize(("seconds", "is_full"), [(None, False), (1e-9, False), (0.0, True), (-1.0, True)])
+def test_given_no_time_left_then_a_step_is_full_behind_its_first_chunk(seconds: float | None, is_full: bool) -> None:
+    engine = make_engine()
+    add(engine, request("a", 6))
+    (sequence,) = engine.scheduler.sequences("a")
+    builder = PlanBuilder(engine.scheduler._queues, 1)
+    builder.seconds = seconds
+    assert not builder.is_full  # prompts go on however long the others take to decode
+    builder.chunks[sequence] = PromptChunk(0, 4, np.empty((1, 4), np.int32))
+    assert builder.is_full == is_full
+    builder.seconds, builder.budget = None, 1
+    assert not builder.is_full
+    builder.budget = 0
+    assert builder.is_full

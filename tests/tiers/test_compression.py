@@ -90,7 +90,11 @@ def test_given_every_value_of_e4m3_then_it_is_its_own_nearest_code() -> None:
 
 def test_given_float32_numbers_then_they_are_rounded_to_the_nearest_bfloat16() -> None:
     torch = pytest.importorskip("torch")
-    numbers = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
+    kept = np.random.default_rng(0).integers(0, 0x7F70, 10_000, dtype=np.uint32) | np.uint32(0x8000 << 16) * (
+        np.arange(10_000, dtype=np.uint32) % 2
+    )
+    cut = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)  # exactly between two, and beside that
+    numbers = ((kept[:, None] << np.uint32(16)) | cut).ravel().view(np.float32)
     expected = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     assert (round_to_bfloat16(numbers) == expected).all()
 

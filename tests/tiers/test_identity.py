@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import io
 import json
 import struct
 import zipfile
@@ -17,7 +18,7 @@ from kvpool import KVCacheConfig, LayerSpec
 from kvpool.config import DType, LayerGroup
 from kvpool.errors import ConfigError
 from kvpool.tiers import Fingerprint
-from kvpool.tiers.identity import OF_TRANSFORMERS, _samples, files_id, settings_id
+from kvpool.tiers.identity import OF_TRANSFORMERS, _samples, files_id, gguf_offsets, settings_id
 
 LARGE = 80 * 2**20
 
@@ -270,6 +271,21 @@ def test_given_a_file_that_is_no_model_then_every_byte_counts(tmp_path: Path, wr
     longer = files_id(path)
     path.write_bytes(wrong + b"\1")
     assert len({known, longer, files_id(path)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("alignment", "head"), [(1, 61), (32, 64), (50, 100), (61, 61), (2**32, 2**32), (0, None), (2**32 + 1, None)]
+)
+def test_given_a_gguf_file_then_its_head_ends_at_a_multiple_of_its_alignment(alignment: int, head: int | None) -> None:
+    name = b"general.alignment"
+    value = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 10, alignment)
+    stream = io.BytesIO(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + value)
+    assert stream.getbuffer().nbytes == 61
+    if head is None:
+        with pytest.raises(ValueError, match=f"an alignment of {alignment}"):
+            gguf_offsets(stream)
+    else:
+        assert gguf_offsets(stream) == (head, [])
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "modeling.py", "preprocessor.json", "more.bin"])
