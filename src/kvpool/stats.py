@@ -151,20 +151,23 @@ class HandleStats:
 class Histogram:
     """Durations in powers of two of a millisecond: cheap to add to, good enough for percentiles."""
 
-    __slots__ = ("buckets", "count", "total")
+    __slots__ = ("buckets", "total")
 
     NUM_BUCKETS: ClassVar[int] = 40  # the last one takes everything above 8 years
 
     def __init__(self) -> None:
         self.buckets = [0] * self.NUM_BUCKETS
-        self.count = 0
         self.total = 0.0
 
     def add(self, seconds: float, weight: int = 1) -> None:
         bucket = int(seconds * 1000).bit_length()
         self.buckets[bucket if bucket < 40 else 39] += weight
-        self.count += weight
         self.total += seconds * weight
+
+    @property
+    def count(self) -> int:
+        """How many durations were added."""
+        return sum(self.buckets)
 
     def quantile(self, fraction: float) -> float:
         """An upper bound in seconds below which `fraction` of the durations lie; 0.0 when nothing was recorded."""
@@ -177,8 +180,9 @@ class Histogram:
         return 0.0
 
     def summary(self) -> dict[str, float]:
-        mean = self.total / self.count if self.count else 0.0
-        return {"count": self.count, "mean": mean, "p50": self.quantile(0.5), "p99": self.quantile(0.99)}
+        count = self.count
+        mean = self.total / count if count else 0.0
+        return {"count": count, "mean": mean, "p50": self.quantile(0.5), "p99": self.quantile(0.99)}
 
 
 @dataclass

@@ -455,7 +455,7 @@ def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounde
             policy.remove(victim)
         order, learned, ghosts = policy._order, policy._learned, policy._ghosts
         held = [
-            ghosts._ghosts,
+            ghosts.by_fingerprint,
             ghosts._contents,
             ghosts._leaders,
             ghosts._followers,

@@ -209,10 +209,10 @@ class AdaptivePolicy(EvictionPolicy):
         moment = moment_of(run.last_access_at)
         if not self._has_begun:
             self._has_begun, self._base = True, moment
-        moment = max(0, (moment - self._base) >> 10)
+        moment = (moment - self._base) >> 10
         if moment > self._now:
             self._now = moment
-        return moment
+        return moment if moment > 0 else 0
 
     def _cohort(self, run: Run, hits: int, moment: int, num_known: int = 0) -> int:
         epochs = self._epochs
@@ -234,7 +234,8 @@ class AdaptivePolicy(EvictionPolicy):
         return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
 
     def _put_in(self, run: Run, hits: int, cohort: int, tokens: Tokens, trimmed: int) -> None:
-        since, kind = divmod(cohort, NUM_KINDS)
+        since = cohort // NUM_KINDS
+        kind = cohort - since * NUM_KINDS
         row = self._order.row(run.priority, kind, self._weight_class(run) if self._depth_cost else 0)
         item = self._order.push(row, run, since)
         run.entry = _Record(self, cohort, row, item, hits, tokens, trimmed)
@@ -278,7 +279,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _meet(self, run: Run, hits: int) -> None:
         """A run that is new here: it was computed, perhaps not for the first time."""
         fingerprint, moment, num_known = run.fingerprint, self._moment(run), 0
-        if fingerprint in self._ghosts:
+        if fingerprint in self._ghosts.by_fingerprint:
             num_known, turn, num_uses = self._ghosts.recognise(run, self._now)
             if num_known:
                 run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed

@@ -19,11 +19,13 @@ Ints = npt.NDArray[np.int64]
 Shaped = tuple[Floats, int, npt.NDArray[np.bool_]]  # a hazard by age, the bin of its peak, and which kinds have it
 
 MAX_AGE: Final = 2**27  # milliseconds, a day and a half; older runs are worth as much as this old ones
-_FANS, _TURNS, _SIZES = 4, 4, 11
+_FANS: Final = 4
+_TURNS: Final = 4
+_SIZES: Final = 11
 _KINDS_PER_BRANCH = _TURNS * _SIZES  # kinds of one fan-out and hint
 _SHARED: Final = _FANS * NUM_HINTS * _KINDS_PER_BRANCH  # the first kind of what a request shares with others
 LOWEST: Final = 2 * _SHARED  # the kind of what has the lowest priority, whoever published it
-NUM_KINDS = LOWEST + 1
+NUM_KINDS: Final = LOWEST + 1
 _HOT: Final = (_FANS, 2 * _FANS - 1)  # fans of what is shared, as first of all or by many: it comes again
 _WIDENING = 1.35
 _SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with behind it
@@ -39,7 +41,9 @@ def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0
     turn, and by how much is new, in powers of two. `as_shared` is the kind of the blocks before it.
     """
     fan = 0 if num_known <= 1 else 1 if fan_out <= 1 else 2 if fan_out <= 3 else 3
-    return ((fan * NUM_HINTS + hint) * _TURNS + min(turn, _TURNS - 1)) * _SIZES + min(num_new.bit_length(), _SIZES - 1)
+    size = num_new.bit_length()
+    turn, size = turn if turn < _TURNS else _TURNS - 1, size if size < _SIZES else _SIZES - 1
+    return ((fan * NUM_HINTS + hint) * _TURNS + turn) * _SIZES + size
 
 
 def as_shared(kind: int) -> int:
@@ -57,12 +61,13 @@ def _edges() -> list[int]:
 
 
 EDGES: Final = _edges()
-_BINS = len(EDGES)
+_ENDS: Final = [*EDGES[1:], MAX_AGE]
+_BINS: Final = len(EDGES)
 _FIRST_BIN: Final = [
     max(0, bisect_right(EDGES, 1 << bits >> 1) - 1) for bits in range(MAX_AGE.bit_length() + 1)
 ]  # by length
 _FROM: Floats = np.array(EDGES, np.float64)
-_UPTO: Floats = np.array([*EDGES[1:], MAX_AGE], np.float64)
+_UPTO: Floats = np.array(_ENDS, np.float64)
 _WIDTHS: Floats = _UPTO - _FROM
 _MIDDLES: Floats = (_FROM + _UPTO) / 2
 
@@ -72,7 +77,7 @@ def bin_of(age: int) -> int:
     if age >= MAX_AGE:
         return _BINS - 1
     found = _FIRST_BIN[age.bit_length()]
-    while found + 1 < _BINS and EDGES[found + 1] <= age:
+    while _ENDS[found] <= age:
         found += 1
     return found
 
@@ -103,12 +108,15 @@ class Experience:
     def count(self, cohort: int, now: int, blocks: int) -> None:
         """At this moment so many blocks of a cohort were reused."""
         since, kind = divmod(cohort, NUM_KINDS)
-        _note(self._reused, kind, now - since, blocks)
+        self._reused += (kind, now - since, blocks)
         self.has_news = True
 
     def follow(self, cohort: int, now: int, blocks: int) -> None:
         """From this moment on, so many more blocks of a cohort are followed, or fewer."""
-        _note(self._changes, cohort, now, blocks)
+        changes = self._changes  # one by one: compiled, that makes no tuple and asks no iterator
+        changes.append(cohort)
+        changes.append(now)
+        changes.append(blocks)
 
     def digest(self, now: int, fading: float) -> None:
         """Counts what was noted.
@@ -189,13 +197,6 @@ class Worth:
         if rates is None:
             rates = self._known[row] = self._rates[row].tolist()
         return rates
-
-
-def _note(notes: list[int], first: int, second: int, third: int) -> None:
-    """Appends one by one: compiled, that makes no tuple and asks no iterator."""
-    notes.append(first)
-    notes.append(second)
-    notes.append(third)
 
 
 def _columns(noted: list[int]) -> Ints:

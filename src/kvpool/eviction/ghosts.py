@@ -29,13 +29,10 @@ class Ghosts:
     def __init__(self, learned: Experience) -> None:
         self.num_blocks = 0
         self._learned = learned
-        self._ghosts: OrderedDict[int, int] = OrderedDict()
+        self.by_fingerprint: OrderedDict[int, int] = OrderedDict()
         self._contents: dict[int, Tokens] = {}
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
-
-    def __contains__(self, fingerprint: int) -> bool:
-        return fingerprint in self._ghosts
 
     def bury(self, run: Run, tokens: Tokens, num_blocks: int, leader: int | None, cohort: int, now: int) -> None:
         """A run has left with so many blocks that had these tokens; `leader` is the run before it, if there is one."""
@@ -43,13 +40,14 @@ class Ghosts:
             tokens = tokens[: len(tokens) // num_blocks * _MOST_BLOCKS]
             self._learned.follow(cohort, now, _MOST_BLOCKS - num_blocks)
             num_blocks = _MOST_BLOCKS
-        used = min(run.turn, _MOST_TURNS) << _USE_BITS | min(run.hits + 1, _MOST_USES)
-        self._put(run.fingerprint, cohort, num_blocks, used, _alone(tokens), leader, now)
+        turn, uses = run.turn, run.hits + 1
+        turn, uses = turn if turn < _MOST_TURNS else _MOST_TURNS, uses if uses < _MOST_USES else _MOST_USES
+        self._put(run.fingerprint, cohort, num_blocks, turn << _USE_BITS | uses, _alone(tokens), leader, now)
 
     def trim(self, max_blocks: int, now: int) -> None:
         """Forgets the oldest until at most so many blocks are followed."""
         while self.num_blocks > max_blocks:
-            fingerprint, ghost = self._ghosts.popitem(last=False)
+            fingerprint, ghost = self.by_fingerprint.popitem(last=False)
             cohort, blocks, _ = self._leave(fingerprint, ghost)
             self._learned.follow(cohort, now, -blocks)
 
@@ -64,7 +62,7 @@ class Ghosts:
         size = len(content) // num_blocks
         fingerprint, before = run.fingerprint, run.sum_before
         known = turn = num_uses = 0
-        while fingerprint in self._ghosts:
+        while fingerprint in self.by_fingerprint:
             had = self._contents[fingerprint].tobytes()
             shared = num_shared(content[known * size :], had, size)
             if not shared:
@@ -89,7 +87,7 @@ class Ghosts:
     def count_behind(self, fingerprint: int, num_blocks: int, now: int) -> None:
         """What followed a run is computed again, as far as so many blocks reach."""
         follower = self._followers.get(fingerprint)
-        while num_blocks > 0 and follower is not None and follower in self._ghosts:
+        while num_blocks > 0 and follower is not None and follower in self.by_fingerprint:
             cohort, blocks = self._forget(follower, now)
             self._learned.count(cohort, now, min(blocks, num_blocks))
             num_blocks -= blocks
@@ -99,9 +97,9 @@ class Ghosts:
         self, fingerprint: int, cohort: int, blocks: int, used: int, tokens: Tokens, leader: int | None, now: int
     ) -> None:
         """Adds a ghost as the youngest, instead of one that began alike."""
-        if fingerprint in self._ghosts:
+        if fingerprint in self.by_fingerprint:
             self._forget(fingerprint, now)
-        self._ghosts[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
+        self.by_fingerprint[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
         self._contents[fingerprint] = tokens
         if leader is not None:
             self._leaders[fingerprint] = leader
@@ -110,7 +108,7 @@ class Ghosts:
 
     def _take(self, fingerprint: int) -> tuple[int, int, int]:
         """Removes a ghost; returns its cohort, its blocks, and its turn and uses."""
-        return self._leave(fingerprint, self._ghosts.pop(fingerprint))
+        return self._leave(fingerprint, self.by_fingerprint.pop(fingerprint))
 
     def _leave(self, fingerprint: int, ghost: int) -> tuple[int, int, int]:
         del self._contents[fingerprint]

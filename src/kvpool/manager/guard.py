@@ -45,7 +45,9 @@ class Guard:
         self.host_copies = state.context.host_copies
         self.first_pool = state.gpu_pools[0]
         self.levels = tuple(levels)
-        self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
+        self.calm_from = self.calm_until = (
+            0  # while the only pool's referenced blocks lie there, the level cannot change
+        )
         self.level = MemoryPressure.LOW
         self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
         self.capacity_callbacks: list[Callable[[], None]] = []
@@ -58,18 +60,19 @@ class Guard:
     def __enter__(self) -> None:
         """Takes the lock; the outermost operation first does what is due."""
         self.lock.acquire()
+        context = self.context
+        context.tick += 1
         self._depth += 1
+        if self._depth > 1:  # an operation inside another one happens at the same moment
+            return
         try:
-            context = self.context
-            context.tick += 1
-            if self._depth == 1:  # an operation inside another one happens at the same moment
-                context.now = context.clock()
-                self.num_expired = 0
-                if self.calendar.next <= context.now:
-                    context.version += 1
-                    self.num_expired = self.expiry.run()
+            context.now = now = context.clock()
+            self.num_expired = 0
+            if self.calendar.next <= now:
+                context.version += 1
+                self.num_expired = self.expiry.run()
         except BaseException:
-            self._depth -= 1
+            self._depth = 0
             self.lock.release()
             raise
 
@@ -90,7 +93,7 @@ class Guard:
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:
                 pool.peak_referenced = used
-            if not self.calm[0] <= used < self.calm[1]:
+            if not self.calm_from <= used < self.calm_until:
                 self._measure()
         finally:
             self._depth = 0
@@ -173,7 +176,7 @@ class Guard:
         level = MemoryPressure(sum(fullest >= limit for limit in self.levels))
         if len(self.state.gpu_pools) == 1:
             edges = [0, *(_fewest(limit, pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
-            self.calm = (edges[level], edges[level + 1])
+            self.calm_from, self.calm_until = edges[level], edges[level + 1]
         if level == self.level:
             return
         previous, self.level = self.level, level

@@ -222,7 +222,7 @@ class CacheUpkeep:
             num_blocks = as_count(num_blocks, "num_blocks", least, MAX_BLOCKS)
             result = self._compaction.resize(chosen, num_blocks)
             self._state.cache.mover.find_lower_tiers()
-            self._guard.calm = (0, 0)
+            self._guard.calm_until = 0  # the level is measured anew
             if self._state.context.events.listening:
                 self._state.context.events.created(self._state.pool_sizes())
             if self._guard.observers:

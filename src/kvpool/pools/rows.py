@@ -103,7 +103,10 @@ class SequenceRows(Generic[TipT, HandleT]):
         return row
 
     def drop_row(self, row: int) -> None:
-        """Clears a row and makes it available again. Its blocks were released before."""
+        """Clears a row and makes it available again. Its blocks were released before.
+
+        Its lengths stay, because whoever gets it next sets all of its own.
+        """
         used = self.num_blocks.item(row)
         if not self.all_grow:
             used = max(used, self.num_cross_blocks.item(row))
@@ -111,7 +114,11 @@ class SequenceRows(Generic[TipT, HandleT]):
             table[row, :used].fill(-1)
         if self.num_shared:
             self.set_shared(row, False)
-        self._forget([row])
+        self.handles[row] = self.tips[row] = None
+        self.history[row] = _NO_TOKENS
+        self.history_start[row] = 0
+        self._free_rows.append(row)
+        self.epoch += 1
 
     def drop_rows(self, rows: Int64Array) -> None:
         """`drop_row` for many rows in a few array operations."""
@@ -121,17 +128,13 @@ class SequenceRows(Generic[TipT, HandleT]):
         if self.num_shared:
             self.num_shared -= int(self.shared[rows].sum())
             self.shared[rows] = False
-        self._forget(rows.tolist())
-
-    def _forget(self, rows: list[int]) -> None:
-        """Makes rows available; their lengths stay, because whoever gets one of them next sets all of its own."""
         handles, tips, history, history_start = self.handles, self.tips, self.history, self.history_start
-        for row in rows:
-            handles[row] = None
-            tips[row] = None
+        free = rows.tolist()
+        for row in free:
+            handles[row] = tips[row] = None
             history[row] = _NO_TOKENS
             history_start[row] = 0
-        self._free_rows += rows
+        self._free_rows += free
         self.epoch += 1
 
     def has_open_tip(self, row: int) -> bool:

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvpool.config import Tier
 from kvpool.eviction import EvictionPolicy
-from kvpool.pools.pool import GPU, BlockPool
+from kvpool.pools.pool import GPU, HOST, BlockPool
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import MAX_PRIORITY, Node, Root
@@ -112,7 +111,7 @@ class PrefixCache:
         """
         before = pool.num_free
         goal = before + num_blocks
-        if pool.tier == Tier.HOST and not spares_host_copies:
+        if pool.tier == HOST and not spares_host_copies:
             self.context.host_copies.give_way(pool, goal, MAX_PRIORITY)
         has_leftovers = self.context.windowed and pool.tier == GPU
         while pool.num_free < goal:
@@ -153,12 +152,15 @@ class PrefixCache:
 
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
-        used = node.tier != GPU or node.hits >= self.least_uses
-        goes_down = self.offload_on_evict and used and self.mover.lower_tier[node.tier] is not None
-        if goes_down and importance(node) >= self.offload_min_priority:
+        if self.mover.lower_tier[node.tier] is not None and self._goes_down(node):
             num_blocks = self._move_down(node, num_blocks, reason)
         if num_blocks:
             self.removal.drop_tail(node, num_blocks, reason, evicted=True)
+
+    def _goes_down(self, node: Node) -> bool:
+        """Whether a run should have a place below its tier when it is evicted."""
+        used = node.tier != GPU or node.hits >= self.least_uses
+        return self.offload_on_evict and used and importance(node) >= self.offload_min_priority
 
     def _move_down(self, node: Node, num_blocks: int, reason: EvictionReason) -> int:
         """Moves the last blocks of an idle leaf one tier down. If only a first part of them fits, it drops the rest.
@@ -230,7 +232,12 @@ class Removal:
             if evicted:
                 policy.evicted(node)
             policy.remove(node)
-        self._note_departure(node, num_blocks, reason)
+        counters = context.counters
+        counters.evictions[reason._value_] += context.num_present(node, keep)
+        counters.lifetime.add(context.now - node.created_at, num_blocks)
+        counters.idle_before_eviction.add(context.now - node.last_access_at, num_blocks)
+        if node.digests and context.events.listening:
+            self.announcer.removed(node, keep, node.num_blocks, reason)
         leaving = [ids[keep:] for ids in node.ids] if keep else node.ids
         for group in context.full:
             group.tiers[node.tier].give(leaving[group.index])
@@ -250,19 +257,6 @@ class Removal:
             del node.digests[keep:]
         trim_logits(node, self.context.block_size)
         policy.trimmed(node)
-
-    def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
-        context = self.context
-        counters, now = context.counters, context.now
-        if context.windowed:
-            present = context.num_present(node, node.num_blocks - num_blocks)
-        else:
-            present = num_blocks * len(context.full)
-        counters.evictions[reason._value_] += present
-        counters.lifetime.add(now - node.created_at, num_blocks)
-        counters.idle_before_eviction.add(now - node.last_access_at, num_blocks)
-        if context.events.listening and node.digests:
-            self.announcer.removed(node, node.num_blocks - num_blocks, node.num_blocks, reason)
 
     def _unlink(self, node: Node) -> None:
         """Takes a leaf out of the tree; its parent may become a leaf."""

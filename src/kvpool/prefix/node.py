@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from kvpool.compiling import mypyc_attr
-from kvpool.config import Tier
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import checksum
 from kvpool.pools.arrays import Int32Array
+from kvpool.pools.pool import GPU
 from kvpool.pools.symbols import Symbols, is_first, numbers_in
 from kvpool.scope import MultimodalItem, ReuseScope
 
@@ -21,7 +21,7 @@ Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
-NEVER = float("inf")  # the deadline of what has none
+NEVER: Final = float("inf")  # the deadline of what has none
 
 
 class Node:
@@ -113,7 +113,7 @@ class Node:
         self.same_tier_children = 0
         self.active = 0
         self.pins = 0
-        self.tier = Tier.GPU
+        self.tier = GPU
         self.open_row = -1
         self.detached = parent.detached
         self.created = created
@@ -154,6 +154,8 @@ class Node:
     def sum_before(self) -> int:
         """The checksum of all tokens that precede this run. It does not depend on how they are divided into runs."""
         node, behind = self.parent, []
+        if node._end_sum >= 0:
+            return node._end_sum
         while node._end_sum < 0:
             behind.append(node)
             node = node.parent

@@ -55,7 +55,8 @@ class PathReaders:
 
         Unless it only held them (`used` is False), this was their last use.
         """
-        waiting = self.context.host_copies.waiting if used else None
+        context = self.context
+        waiting = context.host_copies.waiting if used else None
         while True:
             node.active -= 1
             if node.active:
@@ -66,8 +67,8 @@ class PathReaders:
                 return
             parent = node.parent
             if used:
-                node.last_access = self.context.tick
-                node.last_access_at = self.context.now
+                node.last_access = context.tick
+                node.last_access_at = context.now
             if node.detached:
                 self._free_detached(node)
             else:
@@ -75,7 +76,7 @@ class PathReaders:
                 if waiting is not None:
                     waiting.append(node)
                 if node.ttl is not None:
-                    node.expires_at = self.context.now + node.ttl
+                    node.expires_at = context.now + node.ttl
                     self.expiry.watch(node)
                 if node.pins:
                     self.ledger.count_pinned_run(node, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.groups import Group
-from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
+from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import Node
@@ -20,7 +20,6 @@ from kvpool.prefix.readers import PathReaders, WindowReaders
 from kvpool.prefix.tree import RunTree
 from kvpool.stats import EvictionReason
 
-HOST: Final = Tier.HOST
 Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a run go along with it
 
 

@@ -109,9 +109,10 @@ class Allocator:
         if copies and source is not None:
             self.readers.hold(source)
             self.windows.hold_source(plan.match, +1)
-        for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
-            if need > pool.num_free:
-                self.cache.evict(pool, need - pool.num_free, tenant, CAPACITY)
+        for pool in state.gpu_pools:
+            missing = plan.needs[pool.index] - pool.num_free
+            if missing > 0:
+                self.cache.evict(pool, missing, tenant, CAPACITY)
         return held
 
     def enter(self, match: Match, scope: ReuseScope) -> Node:

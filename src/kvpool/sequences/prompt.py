@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import Key, as_items
 from kvpool.scope import MultimodalItem, ReuseScope
 
-DEFAULT_SCOPE = ReuseScope()
+DEFAULT_SCOPE: Final = ReuseScope()
 Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
@@ -44,7 +44,6 @@ class Prompt:
         scope: ReuseScope = DEFAULT_SCOPE,
         multimodal: Items | None = None,
         cross_tokens: int = 0,
-        *,
         copy: bool = True,
         may_be_cut: bool = False,
     ) -> None:
@@ -98,7 +97,7 @@ def as_prompt(
 ) -> Prompt:
     """What a verb was given as a prompt: one already, or tokens and what belongs to them. It lives as long as the call."""
     if not isinstance(tokens, Prompt):
-        return Prompt(tokens, scope, multimodal, cross_tokens, copy=False, may_be_cut=may_be_cut)
+        return Prompt(tokens, scope, multimodal, cross_tokens, False, may_be_cut)
     if scope is not DEFAULT_SCOPE or multimodal is not None or cross_tokens != 0:
         raise InvalidArgumentError(
             "a Prompt has its scope, multimodal items and cross_tokens already: give them to Prompt, not beside it"
@@ -108,7 +107,7 @@ def as_prompt(
 
 def unknown_prompt(scope: ReuseScope, multimodal: Items | None, cross_tokens: int) -> Prompt:
     """A prompt of which only the number of tokens is known: it reuses nothing."""
-    prompt = Prompt(_NO_TOKENS, scope, None, cross_tokens, copy=False)
+    prompt = Prompt(_NO_TOKENS, scope, None, cross_tokens, False)
     prompt._tokens = None
     if multimodal is not None:
         as_items(multimodal, None)  # refused by name: items stand for tokens

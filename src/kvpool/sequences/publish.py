@@ -110,12 +110,9 @@ class Publisher:
         if not handle.publishes:
             return
         if tip.open_row != row:
-            self._attach(row, handle, tip)
-        if handle.retention is not None or self.events.listening:
-            tip = rows.tips[row]
-            assert tip is not None
-            if tip.open_row == row:
-                self._stored(handle, tip)
+            tip = self._attach(row, handle, tip)
+        if tip.open_row == row and (handle.retention is not None or self.events.listening):
+            self._stored(handle, tip)
 
     def _stored(self, handle: KVCacheHandle, node: Node) -> None:
         """Gives blocks that a sequence stored in a node of its own their priorities, and tells subscribers of them."""
@@ -146,14 +143,15 @@ class Publisher:
             self.rows.grows_alone[node.open_row] = not cuts or node.start >= cuts[-1]
         return parts
 
-    def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
+    def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
+        """Merges what a row committed with equal runs below its tip and opens a node for the rest; returns its new tip."""
         rows, size = self.rows, self.context.block_size
         done = rows.committed.item(row) // size
         first = tip.start + tip.num_blocks
         while first < done:
             limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
             if limit == first:
-                return
+                return tip
             place = handle.inflight
             if place is not None and place[0] is tip:
                 key: bytes = place[1]
@@ -177,12 +175,12 @@ class Publisher:
                     rows.tips[reader] = child
                 self._stored(handle, child)
             else:
-                self._open(row, handle, tip, key, done)
-                return
+                return self._open(row, handle, tip, key, done)
             for follower in followers:
                 rows.following[follower] = child.end * size
                 self.in_flight.track(follower)
             tip, first = child, child.end
+        return tip
 
     def _followers(self, row: int, first: int, done: int) -> tuple[int, list[int]]:
         """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them may follow.
@@ -245,7 +243,7 @@ class Publisher:
                 self.publish(row)
                 self.in_flight.track(row)
 
-    def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes, done: int) -> None:
+    def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes, done: int) -> Node:
         """The row grows in a node of its own behind `tip`, which holds its blocks up to `done`."""
         node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.active = 1  # the row held the tip directly; now it does so through this node
@@ -256,6 +254,7 @@ class Publisher:
         self.tree.add(node)
         if tip.num_remainders:
             self.removal.drop_covered(tip, key)
+        return node
 
     def publish_remainder(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
         """A row that ends leaves its last, unfilled block to the tree; returns the deepest node that it holds then.

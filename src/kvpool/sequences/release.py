@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.pool import HOST
 from kvpool.prefix.node import NEVER, Node
 from kvpool.prefix.retention import Retention
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle
@@ -83,7 +83,7 @@ class Releaser:
         """Gives back the host blocks of a swapped-out sequence."""
         assert handle.swapped is not None
         for group, ids in zip(self.state.groups, handle.swapped.ids, strict=True):
-            group.on(Tier.HOST).release(ids[ids >= 0])
+            group.on(HOST).release(ids[ids >= 0])
         handle.swapped = None
 
     def release_gpu(self, handle: KVCacheHandle, row: int, keep_remainder: bool = False) -> None:

@@ -404,12 +404,9 @@ class Stepper:
         """Commits the next `count` tokens of a row, with ids as far as they are known (None: what is reserved and known)."""
         rows = self.rows
         start, known, reserved = rows.committed.item(row), rows.known.item(row), rows.reserved.item(row)
-        if count is None:
-            end = known if known < reserved else reserved
-        else:
-            end = start + count
-            if end > reserved:
-                raise _over(rows.handles[row], reserved, end, "committed")
+        end = start + count if count is not None else known if known < reserved else reserved
+        if end > reserved:
+            raise _over(rows.handles[row], reserved, end, "committed")
         self._commit_row(row, start, end, known)
 
     def _commit_row(self, row: int, start: int, end: int, known: int) -> None:
