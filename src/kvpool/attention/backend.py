@@ -152,6 +152,8 @@ class AttentionBackend(ABC):
         if q.device != cache.k.device:
             raise InvalidArgumentError(f"q is on {q.device}, the layer on {cache.k.device}")
         if (sink_logits is not None) != spec.sink_logits:
-            raise InvalidArgumentError(f"sink_logits={spec.sink_logits} was planned: pass the tensor exactly then")
+            raise InvalidArgumentError(
+                f"sink_logits={spec.sink_logits} was planned: pass the tensor if it is True, and None otherwise"
+            )
         if sink_logits is not None and sink_logits.shape != (spec.q_heads,):
             raise InvalidArgumentError(f"sink_logits has shape {tuple(sink_logits.shape)}, needed is ({spec.q_heads},)")

@@ -96,13 +96,13 @@ class EngineSettings:
                 f"tokenizer={show(str(self.tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)"
             )
         if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
-            raise ConfigError(f"tokenizer={show(self.tokenizer)} has no decode, so it is none")
+            raise ConfigError(f"tokenizer={show(self.tokenizer)} has no decode(), so it is no tokenizer")
         cache = self.cache
         if cache is not None and not (isinstance(cache, Mapping) and all(isinstance(name, str) for name in cache)):
             raise ConfigError(f"cache must be a mapping of fields of KVCacheConfig, got {show(cache)}")
         for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
             raise ConfigError(
-                f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes"
+                f"cache={{{name!r}: ...}} is set by the engine: use its keywords block_size, kv_blocks or kv_bytes"
             )
 
     def _check_memory(self) -> None:

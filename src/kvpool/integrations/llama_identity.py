@@ -22,7 +22,7 @@ IRRELEVANT = frozenset(
             for name in (
                 *("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "offload_kqv", "op_offload", "no_perf"),
                 *("cb_eval", "cb_eval_user_data", "abort_callback", "abort_callback_data"),
-                *("n_outputs_max", "n_outputs_max_per_seq", "samplers", "n_samplers"),  # what becomes of logits
+                *("n_outputs_max", "n_outputs_max_per_seq", "samplers", "n_samplers"),  # what is done with logits
             )
         ),
         # Where weights lie. The weights themselves and overrides are in the fingerprint.

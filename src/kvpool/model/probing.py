@@ -1,7 +1,7 @@
-"""What a model needs of the cache, read off the tensors of a probe forward; models that would run wrong are refused.
+"""Finds out what a model needs of the cache from the tensors of a probe forward, and refuses models that would run wrong.
 
-Nothing is believed of a configuration that the tensors can say: models with plain multi-head attention ignore
-`num_key_value_heads`, MLA has keys longer than its values, some models change the head size from layer to layer.
+The tensors count, not the configuration: models with plain multi-head attention ignore `num_key_value_heads`, MLA has keys
+that are longer than its values, and some models change the head size from layer to layer.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class ModelShape:
     states: Mapping[int, StateSpec] = field(default_factory=dict, hash=False)  # of layers that keep one, by number
 
     def depth_cost(self, num_parameters: int) -> float:
-        """What a token costs more to compute for each one before it, in units of a first token: attention reads them all.
+        """How much more a token costs for each token before it, relative to a first token, because attention reads them all.
 
-        Windowed layers read no more than their window, and do not count.
+        Windowed layers do not count, because they read only their window.
         """
         pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in self.layers if layer.window is None)
         return pairs / (2 * max(num_parameters, 1))
@@ -117,9 +117,9 @@ def forward(
 ) -> Tensor:
     """Logits [row of `keep`, vocabulary] of one flattened step: the one way in which the engine calls a model.
 
-    `input_ids` and `positions` [token] may belong to any number of sequences, in any order: only attention mixes tokens,
-    and that is `attend`'s; and modules that keep a state, for which `states` says where each sequence begins. `keep` lists
-    the tokens whose logits are wanted; None: all. Nothing waits for the device.
+    `input_ids` and `positions` [token] may belong to any number of sequences, in any order. Only two things mix tokens:
+    attention, which `attend` computes, and modules that keep a state, for which `states` says where each sequence begins.
+    `keep` lists the tokens whose logits are wanted; None: all. Nothing waits for the device.
     """
     with attending(attend), nullcontext() if states is None else keeping_states(states):
         output = model(
@@ -135,10 +135,10 @@ def forward(
 def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
     """The shape of a loaded transformers model, which from then on runs through `forward`.
 
-    UnsupportedModelError names what is missing where a model keeps more than K and V of every token, hides its attention, or
-    fails a self-check: its logits in flattened steps must equal those of its own eager attention. A refused model is
-    as it was. Costs a few forwards of some dozen tokens. `with_states` accepts layers that keep a state, too: whoever runs
-    such a model has slots for `ModelShape.states`, and gives `forward` a `StateStep`.
+    Raises UnsupportedModelError, which names what is missing, if a model keeps more than K and V of every token, hides its
+    attention, or fails a self-check: its logits in flattened steps must equal those of its own eager attention. A refused
+    model is unchanged. It costs a few forwards of some dozen tokens. `with_states` also accepts layers that keep a state. To
+    run such a model, make slots for `ModelShape.states` and give `forward` a `StateStep`.
 
     >>> shape = inspect_model(AutoModelForCausalLM.from_pretrained("path"))  # doctest: +SKIP
     >>> KVCacheConfig(shape.layer_specs(), block_size=16, gpu_blocks=1000)  # doctest: +SKIP
@@ -173,7 +173,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
 
 @contextmanager
 def _errors_of(model: Any) -> Iterator[None]:
-    """What a model's own code raises becomes one error that says so; its cause is the model's."""
+    """Turns what the model's own code raises into one error, with that as its cause."""
     try:
         yield
     except KVPoolError:
@@ -190,7 +190,7 @@ def _errors_of(model: Any) -> Iterator[None]:
 
 
 def _refuse_by_declaration(model: Any, with_states: bool) -> None:
-    """Refuses what a model says about itself, before it runs."""
+    """Refuses a model by its configuration and code, before it runs."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{_name(model)} has an encoder: only decoder-only models can be run")
@@ -229,7 +229,7 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
 
 
 def run_probe(model: Any) -> tuple[Tensor, list[AttentionCall]]:
-    """One forward of a few tokens: their logits, and what every layer asked for."""
+    """Runs one forward of a few tokens; returns their logits, and the attention call of every layer."""
     calls: list[AttentionCall] = []
     compute = ContiguousAttention().step({0: _PROBE_TOKENS})
 
@@ -242,7 +242,7 @@ def run_probe(model: Any) -> tuple[Tensor, list[AttentionCall]]:
 
 
 def _shape_of(model: Any, modules: Sequence[StateModule]) -> ModelShape:
-    """What the tensors of a probe say about a model."""
+    """The shape of a model, from the tensors of a probe."""
     logits, calls = run_probe(model)
     config = model.config.get_text_config()
     _check_one_call_per_layer(model, config.num_hidden_layers, calls, bool(modules))

@@ -125,9 +125,7 @@ class Operations:
         if runs := self.header.get("cached_runs"):
             found.append(f"{show(runs)} cached runs are older than the recording: what was reused of them is missing")
         if self.end is None:
-            found.append(
-                "the recording has no end: whoever made it did not close it, and its last operations are missing"
-            )
+            found.append("the recording has no end: it was not closed, and its last operations are missing")
         elif isinstance(end := self.end.get("end"), dict) and (reason := end.get("stopped_because")) is not None:
             found.append(f"the recording stopped early: {str(reason)[:200]}")
         return found

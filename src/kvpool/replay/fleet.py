@@ -51,7 +51,7 @@ class FleetConfig:
         check_int(self.capacity, "capacity", 1, 1 << 31, InvalidArgumentError)
         check_int(self.cell, "cell", 1, MAX_NODES, InvalidArgumentError)
         if self.routing not in ROUTINGS:
-            raise InvalidArgumentError(f"routing {self.routing!r} is none of {', '.join(ROUTINGS)}")
+            raise InvalidArgumentError(f"routing {self.routing!r} is unknown; use one of {', '.join(ROUTINGS)}")
 
     @property
     def num_cells(self) -> int:

@@ -75,7 +75,7 @@ class Exchange:
         if pins_of(self._body):
             if len(prompts) > 1:
                 raise Problem(
-                    400, "retention pins the prompt of a request with one", code="invalid_value", param="retention"
+                    400, "a pin in retention needs a request with one prompt", code="invalid_value", param="retention"
                 )
             await self._pins.check_room(self._caller.tenant)
         self._enter(self._gate.passed(self._caller.key, len(prompts)))

@@ -278,8 +278,8 @@ def _tiers(looks: Looks) -> Iterator[Metric]:
     for name in _TIER_SIZES:
         words = f"{name.replace('_', ' ')} of a tier.".capitalize()
         yield _gauge(f"tier_{name}", words, labels, tiered, of_tiers(f"stats.{name}"))
-    yield _gauge("tier_latency_seconds", "How long a tier took to answer of late.", labels, tiered, of_tiers("latency"))
-    yield _gauge("tier_bytes_per_second", "How fast a tier was of late.", labels, tiered, of_tiers("bytes_per_second"))
+    yield _gauge("tier_latency_seconds", "How long a tier took to answer lately.", labels, tiered, of_tiers("latency"))
+    yield _gauge("tier_bytes_per_second", "How fast a tier was lately.", labels, tiered, of_tiers("bytes_per_second"))
     yield _gauge(
         "tier_works",
         "1, or 0 while a tier answers nothing.",

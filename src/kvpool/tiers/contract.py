@@ -276,7 +276,7 @@ class KeyedTier(ABC):
             with self._counting:
                 self._unfilled_bytes += num_bytes
 
-    def _close(self) -> None:  # noqa: B027  # a tier may have nothing to let go of
+    def _close(self) -> None:  # noqa: B027  # a tier may have nothing to close
         """Closes files and connections."""
 
     def _move(

@@ -75,7 +75,7 @@ class ModelTiers:
         if not self.given and self.disk is None and self.remote is None:
             return None
         if not config.enable_prefix_caching:
-            raise ConfigError("tiers need enable_prefix_caching: what they bring is found by content")
+            raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
         space = KeySpace(Fingerprint.of(config, model_id(model), weights_id(model)))
         opened = open_tiers((self.disk, self.remote), space)
         for tier in self.given:
@@ -90,7 +90,7 @@ def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
         raise ConfigError(f"tiers must be a list of KeyedTier, fastest first, got {show(tiers)}")
     for tier in tiers:
         if not isinstance(tier, KeyedTier):
-            raise ConfigError(f"tiers must be a list of KeyedTier, fastest first; {show(tier)} is none")
+            raise ConfigError(f"tiers must be a list of KeyedTier, fastest first; {show(tier)} is no KeyedTier")
     return tuple(tiers)
 
 

@@ -186,7 +186,7 @@ class PurgeRequest:
         if not everything and unused_days is None and all(each is None for each in named):
             raise InvalidArgumentError("say what to take out: --space, --tenant, --tokens, --unused-days or --all")
         if (adapter or salt) and tenant is None:
-            raise InvalidArgumentError('--adapter and --salt are those of a --tenant; --tenant "" is nobody\'s')
+            raise InvalidArgumentError('--adapter and --salt are those of a --tenant; --tenant "" is no tenant')
         if fingerprints is not None and tokens is None:
             raise InvalidArgumentError("--fingerprints says whose the --tokens are; without them it has no effect")
         scope, prefix = ReuseScope(tenant or "", adapter, salt=salt), read_space(space)

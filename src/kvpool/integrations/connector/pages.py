@@ -136,7 +136,9 @@ def _pieces(name: str, layer: Tensor, num_pages: int) -> list[Tensor]:
     elif layer.shape[0] % num_pages == 0:  # the kernels use smaller pages than the scheduler
         parts = [layer.reshape(num_pages, -1, *layer.shape[1:])]
     else:
-        raise ConfigError(f"the cache of {name} has the shape {tuple(layer.shape)}: where are its {num_pages} pages?")
+        raise ConfigError(
+            f"the cache of {name} has the shape {tuple(layer.shape)}, in which {num_pages} pages cannot be found"
+        )
     for part in parts:
         if not part[0].is_contiguous():
             raise ConfigError(f"the pages of {name} are not contiguous: shape {tuple(part.shape)}, {part.stride()}")
