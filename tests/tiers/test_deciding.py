@@ -50,6 +50,19 @@ def test_given_a_tier_that_becomes_slow_then_the_prediction_follows() -> None:
     assert speed.predict(1_000_000) == pytest.approx(0.1, rel=0.2)
 
 
+def test_given_loads_that_took_longer_than_expected_then_predictions_are_raised_by_the_recent_error() -> None:
+    speed = TransferSpeed()
+    speed.observe(1000, 1.0)
+    assert speed.predict(1000) == speed.expect(1000) == 1.0  # nothing was expected of the first
+    speed.observe(1000, 3.0)  # three times as long
+    assert speed.predict(1000) == pytest.approx(speed.expect(1000) * (1 + 0.2 * 2))
+    speed.observe(1000, 1e-9)  # shorter than expected is no error: the old one fades
+    assert speed.predict(1000) == pytest.approx(speed.expect(1000) * (1 + 0.8 * 0.4))
+    before = speed.predict(1000) / speed.expect(1000) - 1
+    speed.observe(1000, 1e9)  # one outlier counts as ten times as long
+    assert speed.predict(1000) / speed.expect(1000) - 1 == pytest.approx(before + 0.2 * (10 - before))
+
+
 def test_given_no_loads_then_nothing_is_said_of_a_tiers_speed() -> None:
     speed = TransferSpeed()
     assert (speed.latency, speed.bytes_per_second, speed.predict(10**9)) == (0.0, 0.0, 0.0)

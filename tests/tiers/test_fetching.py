@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.testing import key, value
@@ -43,4 +44,22 @@ def test_given_staging_memory_that_others_use_then_a_fetch_is_given_up_and_count
     assert np.array_equal(fetch.groups[0].rows, [np.frombuffer(each, np.uint8) for each in values])
     fetch.release()
     assert memory.lent_bytes == 0
+    storer.close(SECONDS)
+
+
+@pytest.mark.parametrize(("room", "fetched"), [(0, 0), (3, 0), (4, 1), (8, 2), (11, 2), (12, 3), (64, 3)])
+def test_given_staging_memory_then_one_prompt_takes_at_most_a_quarter_of_it(room: int, fetched: int) -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=64)], block_size=SIZE, gpu_blocks=8))
+    block_bytes = groups[0].spec.block_bytes
+    assert block_bytes % 4096 == 0
+    keys, tier, memory = [key(number) for number in range(3)], MemoryTier(2**24), StagingMemory(room * block_bytes)
+    tier.store(keys, [value(number, block_bytes) for number in range(3)])
+    chain = TierChain([tier])
+    storer = Storer(chain.watched, memory)
+    fetcher, done = Fetcher(chain, groups, SIZE, Decider(1), memory, storer), []
+    now = time.monotonic()
+    fetcher.run(Fetch(PromptKeys(3 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append)
+    assert (done[0].num_blocks, done[0].is_part) == (fetched, 0 < fetched < 3)
+    assert fetcher.stats().no_memory == (fetched == 0)
+    done[0].release()
     storer.close(SECONDS)
