@@ -104,6 +104,15 @@ def test_given_as_many_results_as_beams_then_only_early_stopping_ends_a_search_t
     assert step(search, {"a": [0.05, 0.04, 0.91]})["a"] == goes_on
 
 
+def test_given_a_beam_that_can_still_beat_the_worst_result_then_it_goes_on() -> None:
+    search = lone(n=2, length_penalty=0.0)
+    assert step(search, {"a": [0.6, 0.1, 0.3]})["a"] == [2, 1]  # a result of 0.6
+    search.forked("a", [])  # type: ignore[arg-type]
+    assert step(search, {"a": [0.4, 0.1, 0.5]})["a"] == [2, 1]  # one of 0.12 and a beam of 0.15
+    search.forked("a", [])  # type: ignore[arg-type]
+    assert step(search, {"a": [0.1, 0.5, 0.4]})["a"] == []  # the beams have 0.075 and 0.06
+
+
 @pytest.mark.parametrize(("length_penalty", "score"), [(0.0, -2.0), (1.0, -1.0), (2.0, -0.5), (-1.0, -4.0)])
 def test_given_a_length_penalty_then_a_result_scores_its_sum_over_a_power_of_its_length(
     length_penalty: float, score: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvpool.engine.params import SamplingParams  # noqa: E402
-from kvpool.engine.sampling import SamplingRows, TokenCounts, sample, seed_of, uniforms_for  # noqa: E402
+from kvpool.engine.sampling import (  # noqa: E402
+    SamplingRows,
+    StepSampler,
+    TokenCounts,
+    _Rows,
+    logprob_of,
+    propose,
+    sample,
+    seed_of,
+    uniforms_for,
+)
 
 CPU = torch.device("cpu")
 VOCABULARY = 50
@@ -175,3 +186,61 @@ def _splitmix(state: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
     return value ^ (value >> 31)
+
+
+def test_given_rows_of_a_step_then_each_sample_knows_how_many_came_before_it() -> None:
+    """A prompt of five tokens has positions 0 to 4: behind the last of them comes sample 0."""
+    plan: Any = SimpleNamespace(positions=np.array([3, 4, 9, 10, 11]), logits_indices=np.array([1, 2, 3, 4]))
+    sampler = StepSampler(VOCABULARY, 4, CPU)
+
+    def steps(source: Any, *lengths: int) -> list[int]:
+        rows = _Rows(SamplingRows([], CPU), source, np.empty(0, np.uint64), np.array(lengths), torch.empty(0), ())
+        return sampler._steps(plan, rows).tolist()
+
+    assert steps(None, 5, 5, 10, 5) == [0, 5, 1, 7]
+    assert steps(np.array([0, 0, 1, 2]), 5, 5, 5, 5) == [0, 0, 5, 6]  # two samples behind one prompt; drafts in a row
+
+
+def test_given_logprobs_of_a_step_then_each_sample_gets_its_own_and_as_many_best_ones_as_it_asked_for() -> None:
+    logits = logits_for(2, seed=9)
+    sampled = sample(logits, SamplingRows([SamplingParams(logprobs=3), SamplingParams(logprobs=1)], CPU))
+    expected = logits.log_softmax(-1)
+    for row, num_top in ((0, 3), (1, 1), (1, 0)):
+        token = int(sampled.tokens[row])
+        found = logprob_of(sampled, row, token, num_top)
+        assert (found.token, found.logprob) == (token, pytest.approx(expected[row, token].item()))
+        assert [each for each, _ in found.top] == expected[row].topk(num_top).indices.tolist()
+        assert [value for _, value in found.top] == pytest.approx(expected[row].topk(num_top).values.tolist())
+
+
+def test_given_no_best_ones_or_more_than_there_are_tokens_then_logprobs_are_those_of_what_there_is() -> None:
+    logits = logits_for(1)
+    none = sample(logits, SamplingRows([SamplingParams(logprobs=0)], CPU))
+    assert none.logprobs is not None
+    assert (none.top_tokens, none.top_logprobs) == (None, None)
+    many = sample(logits, SamplingRows([SamplingParams(logprobs=100)], CPU))
+    assert many.top_tokens is not None
+    assert many.top_tokens.shape == (1, VOCABULARY)
+    assert sample(logits, SamplingRows([SamplingParams()], CPU)).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        ([5, 6, 7, 8, 1, 5, 6], {"num_draft": 2}, [7, 8]),
+        ([5, 6, 7, 8, 1, 5, 6], {"num_draft": 9}, [7, 8, 1, 5, 6]),
+        ([1, 2, 9, 1, 2, 8, 1, 2], {"num_draft": 1}, [8]),  # the latest earlier place
+        ([3, 1, 2, 9, 2, 8, 1, 2], {"num_draft": 1}, [9]),  # the longer ending counts more than the later place
+        ([1, 2, 3, 4, 0, 9, 2, 3, 4, 7, 1, 2, 3, 4], {"num_draft": 1}, [7]),  # three tokens are compared, not four
+        ([1, 2, 3, 4, 0, 9, 2, 3, 4, 7, 1, 2, 3, 4], {"num_draft": 1, "max_ngram": 4}, [0]),
+        ([1, 2, 3, 9, 3], {"num_draft": 1, "min_ngram": 2}, []),
+        ([1, 2, 3, 9, 3], {"num_draft": 1}, [9]),
+        ([4, 4], {"num_draft": 3}, [4]),
+        ([4], {"num_draft": 3}, []),
+        ([], {"num_draft": 3}, []),
+    ],
+)
+def test_given_tokens_then_what_followed_their_ending_before_is_proposed(
+    tokens: list[int], options: dict[str, int], expected: list[int]
+) -> None:
+    assert propose(np.array(tokens, np.int32), **options).tolist() == expected
