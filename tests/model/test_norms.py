@@ -93,6 +93,18 @@ def test_given_anything_else_then_it_is_left_alone(module: nn.Module) -> None:
     assert "forward" not in vars(module)
 
 
+class GatedNorm(Norm):
+    """A norm that may be given a gate, as Mamba 2 has it: without one it is a plain norm."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
+def test_given_a_norm_that_takes_a_gate_then_it_is_left_alone() -> None:
+    assert fuse_norms(Norm()) == 1
+    assert fuse_norms(GatedNorm()) == 0
+
+
 def test_given_a_norm_that_is_hooked_then_it_is_left_alone() -> None:
     norm = Norm()
     norm.register_forward_hook(lambda *_: None)

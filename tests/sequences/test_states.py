@@ -196,6 +196,20 @@ def test_swapping_brings_the_live_state_back() -> None:
     assert manager.state_places([handle], 10, 11).sources[0] >= 0
 
 
+def test_a_narrowed_sequence_comes_back_from_the_host_without_a_state() -> None:
+    manager = make(host_blocks=(16, 4))
+    handle = manager.allocate("a", list(range(10)), reserve=4, lookahead=2)
+    manager.commit(handle, 4)
+    manager.narrow(handle, 10)
+    manager.swap_out(handle)
+    manager.swap_in(handle)
+    manager.check()
+    manager.extend(handle, 6)
+    manager.check()
+    with pytest.raises(SequenceStateError, match="no state behind its first 4 tokens"):
+        manager.state_places([handle], 4, 10)
+
+
 def test_checkpoints_inside_runs_leave_before_those_at_their_ends() -> None:
     manager = make(gpu=(64, 6))
     finish(manager, "a", list(range(10)), answer=list(range(50, 64)))  # checkpoints behind 8 and 24 tokens

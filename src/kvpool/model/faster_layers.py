@@ -18,6 +18,7 @@ On GPUs, layers can go through torch.compile. `uncompiled` runs the model withou
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,8 @@ def _epsilon(module: nn.Module) -> float | None:
     if not isinstance(weight, Tensor) or weight.ndim != 1 or hooked or not weight.is_floating_point():
         return None
     if len(list(module.parameters())) != 1 or any(module.children()) or any(module.buffers()):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # it may be given a gate, too
         return None
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0.0 < value < 0.1}
     steps = torch.arange(len(weight), device=weight.device)

@@ -85,20 +85,22 @@ class RowStates:
             raise InvalidArgumentError(
                 f"a step writes at least one token of each sequence; asked for {start.tolist()[:8]}..{stop.tolist()[:8]}"
             )
-        sources = table[batch.rows, np.maximum(start - 1, 0) // size]
+        columns = np.maximum(start - 1, 0) // size
+        passed = (columns < self.rows.window_start[self.table_of][batch.rows]) & (start > 0)
+        sources = table[batch.rows, columns]
         targets = table[batch.rows, (stop - 1) // size]
         sources[start == 0] = -1
-        for index in np.flatnonzero((targets < 0) | ((sources < 0) & (start > 0))).tolist():
-            columns = self._columns(batch.rows.item(index))
-            target = self.group.column_of(columns, stop.item(index))
-            source = self.group.column_of(columns, start.item(index)) if start[index] else -1
-            if target < 0 or (source < 0 < start[index]):
+        for index in np.flatnonzero((targets < 0) | passed | ((sources < 0) & (start > 0))).tolist():
+            row = self._columns(batch.rows.item(index))
+            target = self.group.column_of(row, stop.item(index))
+            source = self.group.column_of(row, start.item(index)) if start[index] else -1
+            if target < 0 or passed[index] or (source < 0 < start[index]):
                 raise SequenceStateError(
-                    f"request {batch.handles[index].request_id!r} has no state behind its first {start[index]} tokens: it "
-                    "was narrowed; free it and allocate it again"
+                    f"request {batch.handles[index].request_id!r} has no state behind its first {start[index]} tokens: they "
+                    "were narrowed or are committed; a step goes on behind what is written"
                 )
-            targets[index] = columns[target]
-            sources[index] = columns[source] if source >= 0 else -1
+            targets[index] = row[target]
+            sources[index] = row[source] if source >= 0 else -1
         return StatePlaces(sources, targets)
 
     # --- backwards ---------------------------------------------------------------------------------------------------

@@ -239,7 +239,8 @@ class Swapper:
             handle, last = self.rows.handles[row], int(self.rows.num_blocks[row]) - 1
             assert handle is not None and handle.swapped is not None
             live = np.flatnonzero(handle.swapped.ids[group.index] >= 0)
-            return np.arange(last, last + int(last > (int(live[-1]) if len(live) else -1)))
+            passed = max(int(live[-1]) if len(live) else -1, int(self.rows.window_start[group.index, row]) - 1)
+            return np.arange(last, last + int(last > passed))
         first = ceil_div(int(self.rows.written[row]), self.context.block_size)
         columns = np.arange(first, int(self.rows.num_blocks[row]))
         if group.slides:
