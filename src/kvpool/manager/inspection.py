@@ -129,9 +129,8 @@ class RunsSnapshot(NamedTuple):
     published_by: Int64Array  # `KVCacheHandle.serial` of the request that computed it
     scope: Int64Array  # place in `scopes`
     scopes: tuple[ReuseScope, ...]
-    block_ids: tuple[
-        Int32Array, ...
-    ]  # per cached layer group: those of all runs one after the other, -1 where one is gone
+    # Per cached layer group: those of all runs one after the other, -1 where one is gone
+    block_ids: tuple[Int32Array, ...]
     pools: tuple[int, ...]  # of each of `block_ids`
     slides: tuple[bool, ...]  # whether a group is windowed: on the GPU, its blocks are pinned one by one
 
@@ -466,20 +465,15 @@ class Inspector:
         held = [ids[ids >= 0] for _, of_group, ids in self._held(pool) if of_group == group]
         referenced = len(np.unique(np.concatenate(held))) if held else 0
         cached = pinned = 0
-        kept = self.windows.pinned[pool.index]
         for node, of_group, ids in self._runs(pool):
             if of_group != group:
                 continue
-            ids = ids[ids >= 0]
-            if self.context.groups[group].slides and pool.tier == GPU:
-                idle = ids[pool.refs[ids] == 0]
-                cached += len(idle)
-                pinned += sum(block in kept for block in idle.tolist()) if kept else 0
-            elif node.tier != pool.tier:
-                cached += len(ids)
-            elif not node.active:
-                cached += len(ids)
-                pinned += len(ids) if node.pins else 0
+            if node.tier != pool.tier:  # its host copy
+                idle, kept = int((ids >= 0).sum()), 0
+            else:
+                idle, kept = self.windows.idle_blocks(node, self.context.groups[group])
+            cached += idle
+            pinned += kept
         return referenced, cached, pinned
 
 

@@ -236,7 +236,7 @@ class CacheUpkeep:
 
 
 class Invalidator:
-    """`invalidate` and `reset_prefix_cache`. Each method returns how many blocks (positions) left the index."""
+    """`invalidate` and `reset`. Each method returns how many blocks (positions) left the index."""
 
     def __init__(self, state: CacheState, pins: Pins) -> None:
         self.state = state
@@ -393,15 +393,9 @@ class TenantQuotas:
             if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
                 self.context.sync(node)
                 for group in self.context.cached:
-                    pool, ids = group.gpu, node.ids[group.index]
-                    if group.slides:
-                        idle = ids[ids >= 0]
-                        idle = idle[pool.refs[idle] == 0]
-                        counts[pool.index] += len(idle)
-                        pinned[pool.index] += sum(block in self.windows.pinned[pool.index] for block in idle.tolist())
-                    elif not node.active:
-                        counts[pool.index] += len(ids)
-                        pinned[pool.index] += len(ids) if node.pins else 0
+                    idle, kept = self.windows.idle_blocks(node, group)
+                    counts[group.pool] += idle
+                    pinned[group.pool] += kept
         return counts, pinned
 
 

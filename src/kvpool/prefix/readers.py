@@ -222,6 +222,16 @@ class WindowReaders:
                 self.ledger.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
             self.leave_over(node, group, first, last)
 
+    def idle_blocks(self, node: Node, group: Group) -> tuple[int, int]:
+        """How many blocks of a group in a synced run nobody reads, and how many of those are pinned."""
+        ids = node.ids[group.index]
+        if not group.slides or node.tier != GPU:
+            idle = 0 if node.active else int((ids >= 0).sum())
+            return idle, idle if node.pins else 0
+        held = ids[ids >= 0]
+        unread, pinned = held[group.gpu.refs[held] == 0], self.pinned[group.pool]
+        return len(unread), sum(block in pinned for block in unread.tolist()) if pinned else 0
+
     def pin(self, root: Root, group: Group, block: int) -> None:
         """One pin more on a block of a windowed group."""
         pool = group.gpu
