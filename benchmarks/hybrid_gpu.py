@@ -1,12 +1,12 @@
 """Layers that keep a state on a GPU: kernels on slots against torch and flash-linear-attention, and decode steps of models.
 
-    python benchmarks/hybrid_gpu.py [--json FILE] [--only WORD] [--compile]
+    python benchmarks/hybrid_gpu.py [--json FILE] [--only WORD] [--peers]
 
 Prints JSON. Kernels update the states of four layers in turn, in a CUDA graph timed with events; a figure in TB/s is the
 bytes of states that are read and written, over that time. Decode steps are those of models with random weights, bfloat16,
 eight layers of the shape of Qwen3-Next (with a dense MLP) and of Falcon-H1-7B, through `StateStep.decoding` in a CUDA graph,
-beside transformers' own static cache, eagerly, in a CUDA graph, and with `--compile` as `generate` compiles it. Both attend
-densely over as many places as the static cache has. `error` is the distance of logits behind some decoded tokens from
+beside transformers' own static cache, eagerly, and with `--peers` compiled as `generate` does it and in a CUDA graph. Both
+attend densely over as many places as the static cache has. `error` is the distance of logits behind some decoded tokens from
 transformers', as a share of their spread.
 """
 
@@ -177,6 +177,8 @@ def delta_rule(batch: int) -> dict[str, float]:
         lambda s: delta_rule_one(q, k, v, decay, beta, s, True),
         lambda s: references.delta_rule_one_reference(q, k, v, decay, beta, s, True),
     )
+    if batch > 64:  # its kernel accesses memory illegally then (0.6.0, 256 sequences, H200)
+        return case
     try:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule  # type: ignore[import-not-found]
     except ImportError:
@@ -304,24 +306,9 @@ def attempt(run: Callable[[], float]) -> float | str:
         return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def decode_case(shape: Shape, batch: int, compiled: bool) -> dict[str, Any]:
+def decode_case(shape: Shape, batch: int) -> dict[str, Any]:
     model = random_model(shape)
     text = torch.randint(3, 32000, (batch, PROMPT + 3), device="cuda")
-    theirs, ours = Transformers(model, batch), Ours(model, batch)
-    ours.close()
-    expected = [theirs.prompt(text[:, :PROMPT])]
-    for i in range(3):
-        theirs.ids.copy_(text[:, PROMPT + i : PROMPT + i + 1])
-        expected.append(theirs.decode().clone())
-        theirs.positions += 1
-    result: dict[str, Any] = {"transformers_eager_ms": attempt(lambda: seconds(theirs.decode, 3))}
-    if compiled:
-        theirs.call = torch.compile(model, mode="reduce-overhead", fullgraph=False)
-        for _ in range(4):
-            theirs.decode()
-        result["transformers_compiled_ms"] = attempt(lambda: seconds(theirs.decode, 10))
-        theirs.call = model
-    result["transformers_graph_ms"] = attempt(lambda: seconds(graph_of(theirs.decode)[0].replay))
     ours = Ours(model, batch)
     ours.prompt(text[:, :PROMPT])
     graph, logits = graph_of(ours.decode)
@@ -331,14 +318,42 @@ def decode_case(shape: Shape, batch: int, compiled: bool) -> dict[str, Any]:
         graph.replay()
         found.append(logits.clone())
         ours.positions += 1
-    result["kvpool_graph_ms"] = seconds(graph.replay) * 1e3
-    result["kvpool_eager_ms"] = seconds(ours.decode, 3) * 1e3
+    result: dict[str, Any] = {
+        "kvpool_graph_ms": seconds(graph.replay) * 1e3,
+        "kvpool_eager_ms": seconds(ours.decode, 3) * 1e3,
+        "on_slots": ours.on_slots,
+        "state_bytes": ours.slots.store.data.shape[1],
+    }
+    ours.close()
+    print(result, file=sys.stderr, flush=True)
+    theirs = Transformers(model, batch)
+    expected = [theirs.prompt(text[:, :PROMPT])]
+    for i in range(3):
+        theirs.ids.copy_(text[:, PROMPT + i : PROMPT + i + 1])
+        expected.append(theirs.decode().clone())
+        theirs.positions += 1
+    result["transformers_eager_ms"] = attempt(lambda: seconds(theirs.decode, 3))
     result["errors"] = [
         float((a.float() - b.float()).abs().max() / b.float().std()) for a, b in zip(found, expected, strict=True)
     ]
-    result["on_slots"] = ours.on_slots
-    result["state_bytes"] = ours.slots.store.data.shape[1]
-    ours.close()
+    return result
+
+
+def peer_case(shape: Shape, batch: int) -> dict[str, Any]:
+    """Transformers' own step in a graph, and compiled as `generate` does it."""
+    model = random_model(shape)
+    theirs = Transformers(model, batch)
+    theirs.prompt(torch.randint(3, 32000, (batch, PROMPT), device="cuda"))
+    theirs.call = torch.compile(model, mode="reduce-overhead")
+
+    def compiled() -> float:
+        for _ in range(4):
+            theirs.decode()
+        return seconds(theirs.decode, 10)
+
+    result = {"transformers_compiled_ms": attempt(compiled)}
+    theirs.call = model
+    result["transformers_graph_ms"] = attempt(lambda: seconds(graph_of(theirs.decode)[0].replay))
     return result
 
 
@@ -373,11 +388,13 @@ def random_model(shape: Shape) -> Any:
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[shape[0]](**shape[1]), dtype=HALF).eval()
 
 
-def cases(compiled: bool) -> dict[str, Callable[[], dict[str, Any]]]:
+def cases(with_peers: bool) -> dict[str, Callable[[], dict[str, Any]]]:
     found: dict[str, Callable[[], dict[str, Any]]] = {}
     for shape in (QWEN, FALCON):
         for batch in (1, 64):
-            found[f"decode {shape[0]}, {batch}"] = partial(decode_case, shape, batch, compiled)
+            found[f"decode {shape[0]}, {batch}"] = partial(decode_case, shape, batch)
+            if with_peers:
+                found[f"peer {shape[0]}, {batch}"] = partial(peer_case, shape, batch)
         found[f"prompt {shape[0]}, {PLACES}"] = partial(prompt_case, shape)
     kernels: Sequence[tuple[str, Callable[[int], dict[str, float]], tuple[int, ...]]] = (
         ("convolution of one token", convolution, (1, 64, 256)),
@@ -395,12 +412,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the results there")
     parser.add_argument("--only", default="", help="cases whose name has this word")
-    parser.add_argument("--compile", action="store_true", help="also compile transformers' step, which takes minutes")
+    parser.add_argument("--peers", action="store_true", help="also capture and compile transformers' own step: minutes")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("hybrid_gpu.py needs a GPU: torch finds none")
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for name, run in cases(options.compile).items():
+    for name, run in cases(options.peers).items():
         if options.only in name:
             began = time.perf_counter()
             try:

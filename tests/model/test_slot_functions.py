@@ -108,6 +108,9 @@ def test_chunks_of_several_sequences_are_one_call_and_give_what_copies_give(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:.*script_method:DeprecationWarning"
+)  # of torch, which flash-linear-attention imports
 @pytest.mark.parametrize("family", PACKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_of_several_sequences_on_a_gpu(family: str, dtype: torch.dtype) -> None:
