@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
 from pathlib import Path
@@ -60,25 +60,53 @@ def running() -> Path:
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-def ask_for_prefix(directory: str, count: int, pause: float) -> None:
-    """In a process of its own: prints the microseconds of each question."""
-    connection, names = Connection(Path(directory), "bench", (), 30.0), keys(PREFIX_BLOCKS)
+def asker() -> Callable[[Connection], float]:
+    """Asks for the whole prefix and releases it; returns the microseconds until all places are known."""
+    names = keys(PREFIX_BLOCKS)
     sizes = [VALUE_BYTES] * len(names)
-    print("up", flush=True)
-    sys.stdin.readline()
-    found = []
-    for number in range(-WARM_ASKS, count):
+
+    def ask(connection: Connection) -> float:
         began, deadline = time.perf_counter(), time.monotonic() + 30
         body = wire.with_numbers(names, sizes)
         answer = connection.ask(wire.message(Verb.LEASE, len(names), 1000, body), deadline)
         lease, places = answer.number, wire.places_in(answer)
-        if number >= 0:
-            found.append(1e6 * (time.perf_counter() - began))
+        seconds = time.perf_counter() - began
         assert wire.ABSENT not in places
         connection.tell(wire.message(Verb.RELEASE, 0, lease), deadline)
+        return 1e6 * seconds
+
+    return ask
+
+
+def ask_for_prefix(directory: str, count: int, pause: float) -> None:
+    """In a process of its own: prints the microseconds of each question."""
+    connection, ask = Connection(Path(directory), "bench", (), 30.0), asker()
+    print("up", flush=True)
+    sys.stdin.readline()
+    found = []
+    for _ in range(WARM_ASKS + count):
+        found.append(ask(connection))
         if pause:
             time.sleep(pause)
-    print(json.dumps(found), flush=True)
+    print(json.dumps(found[WARM_ASKS:]), flush=True)
+
+
+def cpu_of_both() -> Runner:
+    """Microseconds of CPU time that a question and its release take, client and node together: what other processes of the
+    machine do does not change it much."""
+    with closing(NodeTier(f"node:{running()}?timeout=60")) as tier:
+        schedule = Path(f"/proc/{tier.node_stats()['pid']}/schedstat")
+    connection, ask = Connection(running(), "bench", (), 30.0), asker()
+    _closing.callback(connection.close)
+
+    def repeat() -> list[float]:
+        node_began, began = int(schedule.read_text().split()[0]), time.thread_time_ns()
+        for _ in range(ASKS):
+            ask(connection)
+        here, there = time.thread_time_ns() - began, int(schedule.read_text().split()[0]) - node_began
+        return [(here + there) / 1e3 / ASKS]
+
+    return repeat
 
 
 def find_and_lease(clients: int, pause: float) -> Runner:
@@ -273,6 +301,7 @@ def cases() -> list[Case]:
         asking("one client", 1, 0.01),
         asking(f"{CLIENTS} clients, paced", CLIENTS, 0.01, 100.0),
         asking(f"{CLIENTS} clients without a pause", CLIENTS, 0.0),
+        Case("find, lease and release of 2,048 tokens, CPU of client and node", "us", "lower", cpu_of_both),
         Case("copies out of the region", "GB/s", "higher", from_region, (Times(0.9, MEMCPY),), PeerCase("copies")),
         Case("copies into the region", "GB/s", "higher", to_region, (Times(0.9, MEMCPY),), PeerCase("copies")),
         Case("load with checksums", "GB/s", "higher", load, (Times(0.9, MEMCPY),), PeerCase("load")),

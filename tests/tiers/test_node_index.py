@@ -1,0 +1,154 @@
+"""NodeIndex by itself: random operations of several holders against a plain model, and every rule after each of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nodes import MEGABYTE, needs_linux, node_folder
+
+from kvpool.testing import key
+from kvpool.tiers.node.index import NodeIndex
+from kvpool.tiers.node.region import PAGE, Region
+from kvpool.tiers.node.values import Holder, Quotas, Slot, Value
+
+pytestmark = needs_linux
+LENGTHS = (0, 1, 3000, 4096, 9000, 40_000, 200_000)
+NUMBERS = {key(number): number for number in range(300)}
+KEYS = list(NUMBERS)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with node_folder() as found:
+        yield found
+
+
+def check(index: NodeIndex, holders: list[Holder]) -> None:
+    """Every page of the region belongs to one slot; each slot is free, written to by one holder, or has one value."""
+    region, owned = index.region, {}
+    writing = [slot for holder in holders for slots in holder.reservations.values() for slot in slots]
+    gone = {value for slab in index._slabs.values() for value in slab.values.values() if value.is_gone}
+    for each in (*index._values.values(), *gone, *writing):
+        size = index._slabs[each.slab].slot_bytes
+        assert each.length <= size
+        assert each.offset == each.slab * region.slab_bytes + each.slot * size
+        owned[each.slab, each.slot] = size
+    assert len(owned) == len(index) + len(gone) + len(writing)
+    free = [place for size in index._classes.values() for place in size.free]
+    assert len(set(free)) == len(free)
+    assert not set(free) & set(owned)
+    assert len(free) + len(owned) == sum(slab.num_slots for slab in index._slabs.values())
+    assert sorted([*index._slabs, *index._unused]) == list(range(region.num_slabs))
+    assert index.used_bytes == sum(owned.values()) == sum(index.used_by_tenant.values())
+    assert sum(holder.reserved_bytes for holder in holders) == sum(owned[s.slab, s.slot] for s in writing)
+    assert {record.key for record in region.records()} == set(index._values)
+
+
+class Run:
+    """One run of random operations, and what must be where."""
+
+    def __init__(self, region: Region, seed: int, quotas: Quotas | None) -> None:
+        self.rng = random.Random(seed)
+        self.index = NodeIndex(region, quotas=quotas)
+        self.holders = [Holder(owner) for owner in (1, 1, 2, 3)]
+        self.leased: dict[tuple[int, int], list[tuple[Value, bytes]]] = {}
+        self.reserved: dict[tuple[int, int], list[Slot]] = {}
+
+    def step(self) -> None:
+        who = self.rng.randrange(len(self.holders))
+        verbs = [
+            self.reserve,
+            self.reserve,
+            self.commit,
+            self.lease,
+            self.release,
+            self.release,
+            self.remove,
+            self.leave,
+        ]
+        self.rng.choice(verbs)(who)
+        self.check_leased()
+
+    def reserve(self, who: int) -> None:
+        keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 6)) if self.index.find([key]) == [None]]
+        lengths = [LENGTHS[NUMBERS[key] % len(LENGTHS)] for key in keys]
+        number, slots = self.index.reserve(self.holders[who], keys, lengths)
+        if taken := [slot for slot in slots if slot is not None]:
+            self.reserved[who, number] = taken
+
+    def commit(self, who: int) -> None:
+        for mine, number in [each for each in self.reserved if each[0] == who][:1]:
+            slots = self.reserved.pop((mine, number))
+            checks = [None if self.rng.random() < 0.1 else NUMBERS[slot.key] for slot in slots]
+            self.index.commit(self.holders[who], number, checks)
+
+    def lease(self, who: int) -> None:
+        found = self.index.find(self.rng.sample(KEYS, 20))
+        number, hits, places = self.index.lease(self.holders[who], found)
+        assert hits == len(found) - found.count(None)
+        assert len(places) == 24 * len(found)
+        if hits:
+            self.leased[who, number] = [(value, value.place) for value in found if value is not None]
+
+    def release(self, who: int) -> None:
+        for mine, number in [each for each in self.leased if each[0] == who][:1]:
+            del self.leased[mine, number]
+            assert self.index.release(self.holders[who], number)
+            assert not self.index.release(self.holders[who], number)
+
+    def remove(self, who: int) -> None:
+        chosen = self.rng.choice(KEYS)
+        was_there = self.index.find([chosen]) != [None]
+        assert self.index.remove(chosen) == was_there
+        assert self.index.find([chosen]) == [None]
+
+    def leave(self, who: int) -> None:
+        if self.rng.random() < 0.2:
+            self.index.release_all(self.holders[who])
+            self.leased = {each: values for each, values in self.leased.items() if each[0] != who}
+            self.reserved = {each: slots for each, slots in self.reserved.items() if each[0] != who}
+            assert not self.holders[who]
+
+    def check_leased(self) -> None:
+        """No slot under a lease is given to anybody else, or written to."""
+        taken = {(s.slab, s.slot) for slots in self.reserved.values() for s in slots}
+        for values in self.leased.values():
+            for value, place in values:
+                assert value.place == place
+                assert self.index._slabs[value.slab].values[value.slot] is value
+                assert (value.slab, value.slot) not in taken
+
+
+@pytest.mark.parametrize("quotas", [None, Quotas(engine=0.4, tenant=0.9)], ids=["no quotas", "quotas"])
+@pytest.mark.parametrize("seed", range(2))
+def test_given_random_operations_then_every_slot_has_one_owner_and_leases_hold(
+    folder: Path, seed: int, quotas: Quotas | None
+) -> None:
+    region = Region(folder, 4 * MEGABYTE)
+    run = Run(region, seed, quotas)
+    for number in range(600):
+        run.step()
+        if number % 25 == 0:
+            check(run.index, run.holders)
+            for owner, used in run.index.used_by_engine.items():
+                assert quotas is None or used <= quotas.engine * region.num_bytes, owner
+    assert run.index.num_evicted > 10
+    before = {value.key: (value.length, value.check, value.offset) for value in run.index._values.values()}
+    region.close()
+    again = NodeIndex(Region(folder, 4 * MEGABYTE), quotas=quotas)
+    assert {value.key: (value.length, value.check, value.offset) for value in again._values.values()} == before
+    check(again, [])
+    again.region.close()
+
+
+def test_given_a_value_of_whole_pages_then_its_slot_is_no_larger(folder: Path) -> None:
+    index, holder = NodeIndex(Region(folder, MEGABYTE)), Holder(1)
+    _, (slot,) = index.reserve(holder, [KEYS[0]], [4 * PAGE])
+    assert slot is not None
+    assert index.used_bytes == holder.reserved_bytes == 4 * PAGE
+    index.release_all(holder)
+    assert (index.used_bytes, holder.reserved_bytes) == (0, 0)
+    index.region.close()
