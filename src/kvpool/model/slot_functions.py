@@ -108,7 +108,9 @@ def _delta_rule_packed(
     tokens, before = (query, key, value, g, beta), initial_state.gather()
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if query.is_cuda and query.dtype.itemsize == 2 and (packed := _of_fla(by_key=g.dim() == 4)) is not None:
-        out, after = packed(*tokens, initial_state=before, cu_seqlens=initial_state.starts, **options)
+        # Alone, a sequence needs no borders, which it would read back to the host: that cannot be captured in a graph.
+        borders = {} if len(before) == 1 else {"cu_seqlens": initial_state.starts}
+        out, after = packed(*tokens, initial_state=before, **options, **borders)
     else:
         outs, states = [], []
         for i, one in enumerate(zip(*(torch.split(x, list(initial_state.lengths), 1) for x in tokens), strict=True)):
