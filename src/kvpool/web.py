@@ -114,7 +114,7 @@ class BodyLimit:
         return refused
 
 
-class _FewLines(logging.Filter):
+class _LogLimit(logging.Filter):
     """Limits log lines of uvicorn that a client can cause to one a minute: requests that are no HTTP, errors in answers."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _FewLines(logging.Filter):
         return added is not None
 
 
-_few_lines = _FewLines()
+_few_lines = _LogLimit()
 
 
 def bounded_http(head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:

@@ -14,7 +14,7 @@ import pytest
 import managers
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
-from kvpool.cluster.proxy.passing import given_tokens, read_asked, session_of, tokenize_body
+from kvpool.cluster.proxy.passing import given_tokens, read_routing_request, session_of, tokenize_body
 from kvpool.cluster.router import Router
 from kvpool.errors import ConfigError
 
@@ -320,7 +320,9 @@ def test_given_a_caller_with_a_key_then_its_prompt_is_made_tokens_with_it_and_it
         return {"tokens": [1, 2]}
 
     body = json.dumps({"messages": [], "user": "alice"}).encode()
-    asked = [asyncio.run(read_asked("/v1/messages", {header: key, "x-other": "1"}, body, tokenize)) for key in "ab"]
+    asked = [
+        asyncio.run(read_routing_request("/v1/messages", {header: key, "x-other": "1"}, body, tokenize)) for key in "ab"
+    ]
     assert seen == [{header: "a"}, {header: "b"}]
     assert len({each.session for each in asked}) == 2
 
@@ -344,7 +346,7 @@ def test_given_token_ids_then_only_what_isolates_their_caller_is_asked_for(
         return {"tokens": [99], "cache_keys": ["acme's scope"]}
 
     body = {"model": "m", "prompt": [1, 2, 3]} | ({"cache_salt": salt} if salt else {})
-    asked = asyncio.run(read_asked("/v1/completions", headers, json.dumps(body).encode(), tokenize))
+    asked = asyncio.run(read_routing_request("/v1/completions", headers, json.dumps(body).encode(), tokenize))
     assert (asked.tokens, asked.first_keys) == ([1, 2, 3], isolated_by)
     named = {name: value for name, value in body.items() if name != "prompt"}
     assert [{**question, "prompt": ""} for question in questions] == [{**named, "prompt": ""}] * len(isolated_by)
@@ -354,7 +356,7 @@ def test_given_token_ids_and_servers_that_know_no_scopes_then_the_salt_isolates_
     async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
         return {}
 
-    asked = asyncio.run(read_asked("/v1/completions", {}, b'{"prompt": [1, 2], "cache_salt": "s"}', tokenize))
+    asked = asyncio.run(read_routing_request("/v1/completions", {}, b'{"prompt": [1, 2], "cache_salt": "s"}', tokenize))
     assert (asked.tokens, asked.first_keys) == ([1, 2], ("s",))
 
 
@@ -362,7 +364,7 @@ def test_given_a_body_that_can_be_read_and_not_written_again_then_it_is_for_the_
     async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
         raise RecursionError
 
-    asked = asyncio.run(read_asked("/v1/completions", {}, b'{"prompt": "w1"}', tokenize))
+    asked = asyncio.run(read_routing_request("/v1/completions", {}, b'{"prompt": "w1"}', tokenize))
     assert asked.tokens == ()
 
 

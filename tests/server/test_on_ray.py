@@ -1,4 +1,4 @@
-"""What serving on Ray is made of, without Ray: tickets, the book of replicas, calls without sockets, settings."""
+"""What serving on Ray is made of, without Ray: tickets, the table of replicas, calls without sockets, settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from models import tiny_model
 
 from kvpool.cli import main
-from kvpool.cluster.proxy.passing import Asked
+from kvpool.cluster.proxy.passing import RoutingRequest
 from kvpool.cluster.subscriber import FeedStats
 from kvpool.cluster.wire_events import BlockStored
 from kvpool.engine import Engine
@@ -21,7 +21,7 @@ from kvpool.server import ServedModel, create_app
 from kvpool.server.on_ray.engine_replica import MOST_WAITING, EngineReplica, Head, called, placed, scope_for
 from kvpool.server.on_ray.ray_application import travelling
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
-from kvpool.server.on_ray.replica_book import ReplicaBook, Ticket
+from kvpool.server.on_ray.replica_table import ReplicaTable, Ticket
 from kvpool.server.serve_settings import ModelSettings
 
 SIZE = 4
@@ -45,8 +45,8 @@ class Follower:
         self.is_closed = True
 
 
-class Book(ReplicaBook):
-    """A book whose followers a test can reach."""
+class Book(ReplicaTable):
+    """A table whose followers a test can reach."""
 
     def __init__(self, *names: str) -> None:
         self.made: dict[str, Follower] = {}
@@ -62,17 +62,17 @@ def said(*names: str) -> dict[str, dict[str, Any]]:
     return {name: {"block_size": SIZE, "events": f"tcp://{name}:1", "replay": f"tcp://{name}:2"} for name in names}
 
 
-def loads(book: ReplicaBook) -> dict[str, int]:
+def loads(book: ReplicaTable) -> dict[str, int]:
     return {name: node["num_requests"] for name, node in book.described()["nodes"].items()}
 
 
-# --- tickets and the book --------------------------------------------------------------------------------------------
+# --- tickets and the table -------------------------------------------------------------------------------------------
 
 
 def test_given_a_prompt_that_a_replica_holds_then_it_goes_there_and_counts_until_it_ends() -> None:
     book = Book("a", "b", "c")
     book.made["b"].holds(PROMPT)
-    ticket = Ticket(Asked([*PROMPT, 99], (), None))
+    ticket = Ticket(RoutingRequest([*PROMPT, 99], (), None))
     assert book.choose(ticket, "abc") == "b"
     assert ticket.route is not None
     assert ticket.route.hit.gpu == len(PROMPT)
@@ -84,7 +84,7 @@ def test_given_a_prompt_that_a_replica_holds_then_it_goes_there_and_counts_until
 def test_given_a_replica_that_did_not_take_a_request_then_others_are_asked_first_and_it_again_in_the_end() -> None:
     book = Book("a", "b")
     book.made["b"].holds(PROMPT)
-    ticket = Ticket(Asked(PROMPT, (), None))
+    ticket = Ticket(RoutingRequest(PROMPT, (), None))
     assert [book.choose(ticket, "ab") for _ in range(3)] == ["b", "a", "b"]
     assert sum(loads(book).values()) == 1  # of three choices the last one counts
 
@@ -92,7 +92,7 @@ def test_given_a_replica_that_did_not_take_a_request_then_others_are_asked_first
 def test_given_a_replica_that_failed_then_another_one_gets_the_request_while_there_is_one() -> None:
     book = Book("a", "b")
     book.made["b"].holds(PROMPT)
-    ticket = Ticket(Asked(PROMPT, (), None))
+    ticket = Ticket(RoutingRequest(PROMPT, (), None))
     assert book.choose(ticket, "ab") == "b"
     assert ticket.num_replicas == 2
     ticket.fail()
@@ -111,7 +111,7 @@ def test_given_a_request_that_is_over_when_a_replica_is_still_chosen_for_it_then
 
 
 def test_given_a_ticket_when_it_is_sent_then_nothing_of_it_arrives() -> None:
-    assert pickle.loads(pickle.dumps(Ticket(Asked(PROMPT, (), "alice")))) is None
+    assert pickle.loads(pickle.dumps(Ticket(RoutingRequest(PROMPT, (), "alice")))) is None
 
 
 def test_given_replicas_that_come_and_go_then_what_they_held_comes_and_goes_with_them() -> None:
@@ -120,7 +120,7 @@ def test_given_replicas_that_come_and_go_then_what_they_held_comes_and_goes_with
     book.set(said("a", "c"))
     assert set(loads(book)) == {"a", "c"}
     assert book.made["b"].is_closed or book._leaving
-    assert book.choose(Ticket(Asked(PROMPT, (), None)), "abc") in ("a", "c")
+    assert book.choose(Ticket(RoutingRequest(PROMPT, (), None)), "abc") in ("a", "c")
     book.set(said("b"))  # the same name anew
     book.close()
     assert book.described()["index"]["num_blocks"] == 0
@@ -132,7 +132,7 @@ def test_given_a_replica_that_dies_then_only_the_others_are_chosen_before_ray_kn
     book.made["b"].holds(PROMPT)
     book.remove("b")
     book.remove("b")
-    assert {book.choose(Ticket(Asked(PROMPT, (), None)), "ab") for _ in range(3)} == {"a"}
+    assert {book.choose(Ticket(RoutingRequest(PROMPT, (), None)), "ab") for _ in range(3)} == {"a"}
 
 
 def test_given_more_replicas_than_a_router_knows_then_the_rest_is_left_to_ray() -> None:
@@ -142,7 +142,7 @@ def test_given_more_replicas_than_a_router_knows_then_the_rest_is_left_to_ray() 
 
 
 def test_given_a_book_before_the_first_replica_then_it_chooses_none() -> None:
-    book = ReplicaBook()
+    book = ReplicaTable()
     assert book.choose(Ticket(), ()) is None
     assert book.described()["nodes"] == {}
 

@@ -15,7 +15,7 @@ from live import Live, openai_client
 from kvpool import ReuseScope
 from kvpool.server import Limits
 from kvpool.server.errors import Problem
-from kvpool.server.pins import PinBook
+from kvpool.server.pins import TenantPins
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two blocks of four tokens, and one token
 
@@ -87,7 +87,7 @@ def test_given_pins_that_are_asked_for_at_once_then_no_more_are_made_than_a_tena
 
     manager = SimpleNamespace(cache=SimpleNamespace(is_pinned=made.__contains__, pin=pin))
     model: Any = SimpleNamespace(name="tiny", engine=SimpleNamespace(manager=manager))
-    book = PinBook(2)
+    book = TenantPins(2)
 
     async def all_at_once() -> list[Any]:
         tokens = np.arange(8, dtype=np.int32)

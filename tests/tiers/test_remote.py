@@ -20,7 +20,7 @@ from kvpool.tiers.remote.remote_tier import (
     Purging,
     RemoteTier,
     Share,
-    Stale,
+    StaleKeys,
     StoreNode,
 )
 from kvpool.tiers.upkeep import listed, store_figures, verify_store
@@ -217,7 +217,7 @@ def test_given_a_node_that_refused_a_value_then_it_counts_as_full_for_a_moment()
 
 def test_given_stale_keys_then_they_are_remembered_for_a_time_and_not_more_than_so_many() -> None:
     now = 0.0
-    stale = Stale(10.0, clock=lambda: now)
+    stale = StaleKeys(10.0, clock=lambda: now)
     stale.add(key(1))
     stale.add(key(2))
     stale.discard(key(2))

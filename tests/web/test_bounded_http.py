@@ -86,7 +86,7 @@ def test_given_many_requests_that_are_no_http_then_one_line_is_logged(
 ) -> None:
     from kvpool import web as bounded_http
 
-    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._FewLines())
+    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._LogLimit())
     log = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(log, "filters", [])
     monkeypatch.setattr(log, "propagate", True)
@@ -101,7 +101,7 @@ def test_given_many_answers_that_fail_then_one_traceback_is_logged(
 ) -> None:
     from kvpool import web as bounded_http
 
-    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._FewLines())
+    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._LogLimit())
     log = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(log, "filters", [])
     monkeypatch.setattr(log, "propagate", True)

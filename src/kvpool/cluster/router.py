@@ -95,7 +95,7 @@ class RouterStats(NamedTuple):
     num_prompt_tokens: int
 
 
-class _Books:
+class _NodeCounts:
     """The work of one node."""
 
     __slots__ = (
@@ -121,13 +121,13 @@ class Route:
     __slots__ = ("_books", "_num_context", "_num_waiting", "_router", "hit", "node", "reason")
 
     def __init__(
-        self, router: Router, node: Hashable, hit: Hit, reason: str, books: _Books, prompt: int, left: int
+        self, router: Router, node: Hashable, hit: Hit, reason: str, books: _NodeCounts, prompt: int, left: int
     ) -> None:
         self.node = node
         self.hit = hit
         self.reason = reason
         self._router = router
-        self._books: _Books | None = books
+        self._books: _NodeCounts | None = books
         self._num_waiting, self._num_context = left, prompt
 
     def first_token(self) -> None:
@@ -157,7 +157,7 @@ class Router:
         self._config = config or RoutingConfig()
         self._clock = clock
         self._lock = threading.Lock()
-        self._nodes: dict[Hashable, _Books] = {}
+        self._nodes: dict[Hashable, _NodeCounts] = {}
         self._sessions: OrderedDict[Hashable, tuple[Hashable, float]] = OrderedDict()
         self._assumed: OrderedDict[int, tuple[Hashable, float]] = OrderedDict()  # blocks by content, newest last
         # When prompts came that were cached up to this block
@@ -196,7 +196,7 @@ class Router:
         """Adds a node for requests; the index may know it already."""
         self._index.add_node(node)
         with self._lock:
-            self._nodes.setdefault(node, _Books())
+            self._nodes.setdefault(node, _NodeCounts())
 
     def remove_node(self, node: Hashable) -> None:
         """Removes a node with its blocks, sessions and load."""
@@ -252,7 +252,7 @@ class Router:
             self._note(node, keys, hit, session, now)
             return self._opened(node, hit, reason, num_tokens, now)
 
-    def _cost(self, num_tokens: int, hit: Hit, books: _Books, *, is_home: bool) -> float:
+    def _cost(self, num_tokens: int, hit: Hit, books: _NodeCounts, *, is_home: bool) -> float:
         """The cost of a request on a node: computing the rest of its prompt, loading from lower media, the queue, the other
         requests there, and the blocks that it evicts.
         """
@@ -275,7 +275,7 @@ class Router:
 
     def _choose(
         self,
-        candidates: dict[Hashable, _Books],
+        candidates: dict[Hashable, _NodeCounts],
         costs: dict[Hashable, float],
         hits: dict[Hashable, Hit],
         keys: list[int],
@@ -295,7 +295,7 @@ class Router:
             return min(colder, key=order), "replicated"
         return best, "session" if best == home else "cheapest"
 
-    def _is_full(self, books: _Books) -> bool:
+    def _is_full(self, books: _NodeCounts) -> bool:
         return books.requests >= self._config.max_node_requests or books.waiting_tokens >= self._config.max_node_tokens
 
     def _replica(self, roomy: list[Hashable], hits: dict[Hashable, Hit], keys: list[int], now: float) -> list[Hashable]:

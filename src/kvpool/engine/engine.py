@@ -364,15 +364,15 @@ class Engine:
         if self._tiers is None:
             return drop()
         if tenant is not None:
-            return self._tiers.forgetting.of_tenant(drop, tenant)
-        return self._tiers.forgetting.content(drop, ids, scope, session)
+            return self._tiers.invalidator.of_tenant(drop, tenant)
+        return self._tiers.invalidator.content(drop, ids, scope, session)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns how many
         blocks left the cache.
         """
         drop = self.manager.cache.reset
-        return drop() if self._tiers is None else self._tiers.forgetting.everything(drop)
+        return drop() if self._tiers is None else self._tiers.invalidator.everything(drop)
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 

@@ -135,10 +135,10 @@ def chat(
     with engine_options.make_engine(model_defaults=sampling.model_defaults) as engine:
         opt.tell_sampling(engine, params, quiet=False)
         silent = engine.sampling_defaults == SamplingParams()
-        Talk(engine, system, params.with_defaults(LIVELY) if silent else params).run()
+        Conversation(engine, system, params.with_defaults(LIVELY) if silent else params).run()
 
 
-class Talk:
+class Conversation:
     """One conversation, and how fast its prompts were computed so far."""
 
     def __init__(self, engine: Engine, system: str, params: SamplingParams) -> None:

@@ -30,11 +30,11 @@ from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import PromptKeys
-from kvpool.tiers.transport.cache_blocks import Leases
+from kvpool.tiers.transport.cache_blocks import PrefixLeases
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
 from kvpool.tiers.transport.threads import Pending
-from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, Forgetting, TieringStats, TierTransport
+from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, TieringStats, TierInvalidator, TierTransport
 
 _quiet = QuietErrors(logging.getLogger("kvpool"))
 
@@ -66,15 +66,15 @@ class TierLink:
         self._transport = TierTransport(opened, self._manager, plane)
         self._collector = Collector(scheduler, self._transport.offers)
         self.handovers = Handovers(self._transport, self._collector, self._manager, inbox)
-        self._leases = Leases(self._manager)
+        self._leases = PrefixLeases(self._manager)
         self._held: dict[Hashable, _HeldRequest] = {}
         self._leaders: dict[bytes, _HeldRequest] = {}
         self._joined = self._timed_out = self._crowded = 0
         self._closed = False
 
     @property
-    def forgetting(self) -> Forgetting:
-        return self._transport.forgetting
+    def invalidator(self) -> TierInvalidator:
+        return self._transport.invalidator
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

@@ -127,13 +127,13 @@ class CachePool:
         if self.tiers is None:
             return drop()
         if tenant is not None:
-            return self.tiers.transport.forgetting.of_tenant(drop, tenant)
-        return self.tiers.transport.forgetting.content(drop, ids, scope, None)
+            return self.tiers.transport.invalidator.of_tenant(drop, tenant)
+        return self.tiers.transport.invalidator.content(drop, ids, scope, None)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers. Returns the blocks that left the cache."""
         drop = self.manager.cache.reset
-        return drop() if self.tiers is None else self.tiers.transport.forgetting.everything(drop)
+        return drop() if self.tiers is None else self.tiers.transport.invalidator.everything(drop)
 
     def let_go(self, handles: list[KVCacheHandle]) -> None:
         """Adds sequences to be freed later, because garbage may be collected during an operation of the manager."""

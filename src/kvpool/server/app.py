@@ -28,7 +28,7 @@ from kvpool.server.limits import Gate, InTurns, Limits
 from kvpool.server.live_view import LiveViews
 from kvpool.server.messages import Messages, converse
 from kvpool.server.metrics import Metrics
-from kvpool.server.pins import PinBook
+from kvpool.server.pins import TenantPins
 from kvpool.server.responses import Responses, respond
 from kvpool.server.schema import (
     REFUSALS,
@@ -66,7 +66,7 @@ class Server:
         self.access = access
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
-        pins = PinBook(limits.pins_per_tenant)
+        pins = TenantPins(limits.pins_per_tenant)
         self.cache = CacheRoutes(pins)
         self.context = RequestContext(self.gate, self.metrics.latencies, pins, tracing)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)

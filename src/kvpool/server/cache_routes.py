@@ -26,7 +26,7 @@ from kvpool.server.completions import named_tokens
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
 from kvpool.server.parameters import session_name
-from kvpool.server.pins import PinBook
+from kvpool.server.pins import TenantPins
 from kvpool.server.schema import CacheQuery, Invalidation, PromptForOthers
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.web import EventStream, unless_gone
@@ -37,7 +37,7 @@ ALIVE_SECONDS = 1.0  # a stream sends something at least so often, also while it
 class CacheRoutes:
     """Answers questions about the caches of a server's models."""
 
-    def __init__(self, pins: PinBook) -> None:
+    def __init__(self, pins: TenantPins) -> None:
         self._pins = pins
 
     async def query(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:

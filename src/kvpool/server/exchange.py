@@ -19,7 +19,7 @@ from kvpool.server.errors import Problem
 from kvpool.server.limits import Gate
 from kvpool.server.metrics import Latencies
 from kvpool.server.parameters import pins_of, request_options
-from kvpool.server.pins import PinBook
+from kvpool.server.pins import TenantPins
 from kvpool.server.schema import Sampling
 from kvpool.server.served_model import LiveRequest, ServedModel, scope_for_tenant
 from kvpool.server.tracing import RequestTrace, Tracing
@@ -31,7 +31,7 @@ class RequestContext(NamedTuple):
 
     gate: Gate
     latencies: Latencies
-    pins: PinBook
+    pins: TenantPins
     tracing: Tracing | None = None
 
 

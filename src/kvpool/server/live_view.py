@@ -37,7 +37,7 @@ class LiveViews:
             model.name: Hub(
                 model.engine.manager,
                 title=model.name,
-                more=_Beside(model.engine, latencies),
+                more=_EngineStatus(model.engine, latencies),
                 about={"model": model.name, "models": names, "chat": model.engine.tokenizer is not None},
             )
             for model in models
@@ -103,7 +103,7 @@ def _require_admin(caller: Caller) -> None:
         raise Problem(403, "the live view tells of all tenants: it needs an admin key", code="forbidden")
 
 
-class _Beside:
+class _EngineStatus:
     """What the page shows of an engine besides its manager: waiting requests, and how long requests take."""
 
     def __init__(self, engine: Engine, latencies: Latencies) -> None:

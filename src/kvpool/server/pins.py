@@ -26,7 +26,7 @@ class _TenantPin(NamedTuple):
         return self.model.engine.manager.cache.is_pinned(self.pin)
 
 
-class PinBook:
+class TenantPins:
     """The pins of a server's models; a tenant has `limit` at most."""
 
     def __init__(self, limit: int) -> None:

@@ -32,7 +32,7 @@ from kvpool.cluster.proxy.passing import (
     is_event_stream,
     lost,
     passed_on,
-    read_asked,
+    read_routing_request,
     refusal,
 )
 from kvpool.cluster.proxy.prefill_pool import MIN_TOKENS, PrefillPool
@@ -166,7 +166,7 @@ class Proxy:
         return Response(status_code=499) if answered is None else answered
 
     async def _answered(self, request: Request, content: bytes) -> Response:
-        asked = await read_asked(request.scope["path"], request.headers, content, self._tokenized)
+        asked = await read_routing_request(request.scope["path"], request.headers, content, self._tokenized)
         tried: list[str] = []
         num_lost = 0
         while True:
@@ -238,7 +238,7 @@ class Proxy:
         route.first_token()
         answered: Response
         if is_stream:
-            answered = _Passed(self._parts(first, parts, route), route, answer, self.limits.send_seconds)
+            answered = _NodeStream(self._parts(first, parts, route), route, answer, self.limits.send_seconds)
         else:
             route.end()
             answered = Response(first, status_code=answer.status_code)
@@ -297,7 +297,7 @@ class Proxy:
                 await asyncio.to_thread(pool.close)
 
 
-class _Passed(EventStream):
+class _NodeStream(EventStream):
     """A stream. When it ends for any reason, the route and the stream of the node end, too."""
 
     def __init__(self, parts: AsyncIterator[bytes], route: Route, answer: httpx.Response, seconds: float) -> None:

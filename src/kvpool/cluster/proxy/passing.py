@@ -62,7 +62,7 @@ def refusal(status: int, message: str, code: str = "no_node") -> Response:
     return JSONResponse({"error": problem}, status_code=status, headers=headers)
 
 
-class Asked(NamedTuple):
+class RoutingRequest(NamedTuple):
     """What routing needs of a request: its first prompt, the keys of its scope, and its session.
 
     `named` are the model and the salt that the request names.
@@ -78,15 +78,15 @@ class Asked(NamedTuple):
         return [list(self.first_keys)] if self.first_keys else None
 
 
-NOTHING = Asked((), (), None)
+NOTHING = RoutingRequest((), (), None)
 
 
-async def read_asked(
+async def read_routing_request(
     path: str,
     headers: Mapping[str, str],
     content: bytes,
     tokenize: Callable[[dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]],
-) -> Asked:
+) -> RoutingRequest:
     """Reads what routing needs of a request. An unreadable body passes, because its server will refuse it.
 
     `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it returns {} if none answers.
@@ -107,7 +107,7 @@ async def read_asked(
     if tokens and (keys or caller):  # the tokens are known, but only a server knows the keys of the scope
         question = {**named, "prompt": _ANY_TEXT}
     if question is None:
-        return Asked(tokens, keys, session, named)
+        return RoutingRequest(tokens, keys, session, named)
     try:
         said = await tokenize(question, caller)
     except RecursionError:  # it could just be read, but is nested too deeply to be written
@@ -115,7 +115,7 @@ async def read_asked(
     said_keys = said.get("cache_keys")
     if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
         keys = tuple(said_keys)
-    return Asked(tokens or said.get("tokens", ()), keys, session, named)
+    return RoutingRequest(tokens or said.get("tokens", ()), keys, session, named)
 
 
 def credentials(headers: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ import httpx
 
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends
-from kvpool.cluster.proxy.passing import Asked, credentials
+from kvpool.cluster.proxy.passing import RoutingRequest, credentials
 from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.errors import NoNodeError
 
@@ -54,7 +54,7 @@ class PrefillPool:
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
 
-    async def hand_over(self, asked: Asked, route: Route, headers: Mapping[str, str]) -> None:
+    async def hand_over(self, asked: RoutingRequest, route: Route, headers: Mapping[str, str]) -> None:
         """Has a prefill server compute the prompt for the node of its route, if that is worth it. Never raises."""
         left = len(asked.tokens) - route.hit.storage
         if left < self._min_tokens:
@@ -85,7 +85,7 @@ class PrefillPool:
             self._counts["tokens"] += loading.num_loaded
             self._counts["blocks"] += loading.num_loaded // self.index.block_size
 
-    async def _follow(self, node: str, asked: Asked, headers: dict[str, str], loading: _TierLoading) -> None:
+    async def _follow(self, node: str, asked: RoutingRequest, headers: dict[str, str], loading: _TierLoading) -> None:
         """Has a server compute the prompt, and every chunk loaded as it comes. Raises if the prompt is not complete."""
         body = {**asked.named, "prompt": list(asked.tokens), "stream": True}
         try:
@@ -142,7 +142,12 @@ class _TierLoading:
     """Tells a decode server to load a prompt from the shared tier, again each time the tier has more of it."""
 
     def __init__(
-        self, client: httpx.AsyncClient, node: str, asked: Asked, headers: dict[str, str], silence_seconds: float
+        self,
+        client: httpx.AsyncClient,
+        node: str,
+        asked: RoutingRequest,
+        headers: dict[str, str],
+        silence_seconds: float,
     ) -> None:
         self.num_loaded = self.num_there = 0
         self._client = client

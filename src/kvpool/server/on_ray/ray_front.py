@@ -25,12 +25,12 @@ from kvpool.cluster.proxy.passing import (
     is_event_stream,
     lost,
     passed_on,
-    read_asked,
+    read_routing_request,
     refusal,
 )
 from kvpool.quiet import QuietErrors, QuietLog
 from kvpool.server.on_ray.engine_replica import Head, scope_for
-from kvpool.server.on_ray.replica_book import Ticket
+from kvpool.server.on_ray.replica_table import Ticket
 
 _DEAD = (ActorDiedError, ActorUnavailableError)
 _MOST_LOST = 3  # replicas that may fail with one request; a machine that dies takes several
@@ -57,7 +57,7 @@ class Front:
             if len(content) > self._body_bytes:
                 return refusal(413, f"the body is over this server's limit of {self._body_bytes} bytes", "too_large")
         scope = scope_for(request.method, path, request.scope["query_string"], passed_on(request.headers.raw))
-        ticket = Ticket(await read_asked(path, request.headers, content, self._tokenized))
+        ticket = Ticket(await read_routing_request(path, request.headers, content, self._tokenized))
         try:
             return await self._answered(scope, content, ticket)
         except BaseException as error:
@@ -96,7 +96,7 @@ class Front:
         node = str(ticket.route.node) if ticket.route else ""
         answer: Response
         if is_event_stream(head.headers):
-            answer = _Streamed(head, parts, ticket)
+            answer = _ReplicaStream(head, parts, ticket)
         else:
             ticket.end()
             answer = Response(head.body, status_code=head.status)
@@ -151,7 +151,7 @@ class Front:
             ticket.end()
 
 
-class _Streamed(StreamingResponse):
+class _ReplicaStream(StreamingResponse):
     """A stream. When it ends for any reason, the route and the work of the replica end, too."""
 
     def __init__(self, head: Head, parts: Any, ticket: Ticket) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import RequestRouter
 
 from kvpool.cluster.router import RoutingConfig
-from kvpool.server.on_ray.replica_book import ReplicaBook, Ticket
+from kvpool.server.on_ray.replica_table import ReplicaTable, Ticket
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -23,17 +23,17 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **routing: Any) -> None:
         """Called by Ray with `request_router_kwargs`: fields of a `RoutingConfig`."""
-        self._book = ReplicaBook(RoutingConfig(**routing))
+        self._table = ReplicaTable(RoutingConfig(**routing))
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Replicas came or went."""
         super().update_replicas(replicas)
-        self._book.set({each.replica_id.unique_id: each.replica_metadata for each in replicas})
+        self._table.set({each.replica_id.unique_id: each.replica_metadata for each in replicas})
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """A call showed that a replica is dead, before Ray's controller knows."""
         super().on_replica_actor_died(replica_id)
-        self._book.remove(replica_id.unique_id)
+        self._table.remove(replica_id.unique_id)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """The replica for a call. All of them if the call is not from the front or nothing is known of them."""
@@ -43,5 +43,5 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         if not tickets:
             return [candidate_replicas]
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
-        chosen = self._book.choose(tickets[0], replicas.keys())
+        chosen = self._table.choose(tickets[0], replicas.keys())
         return [candidate_replicas] if chosen is None else [[replicas[chosen]]]

@@ -18,7 +18,7 @@ from kvpool.tiers.disk.catalog import State
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.loading import Loading
 from kvpool.tiers.disk.slab import Records, supports_direct
-from kvpool.tiers.disk.storing import Growth, Storing
+from kvpool.tiers.disk.storing import SlabMaker, Storing
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
 from kvpool.tiers.options import FLAG, SECONDS, count, option, size
@@ -88,8 +88,8 @@ class DiskTier(KeyedTier):
             raise ConfigError(f"cannot read the directory {self.directory.path}: {error.strerror or error}") from None
         self._workers = Workers(io_threads, f"kvpool-{name}")
         self._loading = Loading(self._state, self._workers, self.left_unfilled)
-        growth = Growth(self.directory.path, self._state, self._capacity, direct=self._direct)
-        self._storing = Storing(self._state, self._workers, growth)
+        slab_maker = SlabMaker(self.directory.path, self._state, self._capacity, direct=self._direct)
+        self._storing = Storing(self._state, self._workers, slab_maker)
 
     def _open(self, direct: bool) -> bool:
         """Opens the slabs of earlier processes, and logs all problems in one line."""

@@ -43,10 +43,10 @@ class _Write(NamedTuple):
 class Storing:
     """The stores of a tier; any number of threads may call at a time."""
 
-    def __init__(self, state: State, workers: Workers, growth: Growth) -> None:
+    def __init__(self, state: State, workers: Workers, slab_maker: SlabMaker) -> None:
         self._state = state
         self._workers = workers
-        self._growth = growth
+        self._slab_maker = slab_maker
         self._waiting: dict[bytes, list[tuple[Call, int]]] = {}  # who waits for each value that is being written
         self._paused_until = 0.0
         self._next_flush = time.monotonic() + FLUSH_SECONDS
@@ -112,7 +112,7 @@ class Storing:
                     record = made_record(slab.slab_id, slot, key, length, used)
                     return _Write(key, place, slab, slot, length, record)
             if not last:
-                self._growth.make_room(slot_bytes)
+                self._slab_maker.make_room(slot_bytes)
         return Outcome.REFUSED
 
     def _prepared(self, write: _Write, view: memoryview, buffer: Buffer) -> bool:
@@ -247,7 +247,7 @@ RETRY_SECONDS = 5.0
 """After a disk refused to hold a new slab, it is not asked again for so long."""
 
 
-class Growth:
+class SlabMaker:
     """Makes slabs for free slots. It makes files without the catalog's lock, so that look-ups never wait for them."""
 
     def __init__(self, directory: Path, state: State, capacity_bytes: int, *, direct: bool) -> None:

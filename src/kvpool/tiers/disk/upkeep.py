@@ -48,7 +48,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Value:
+class StoredValue:
     """A value that was read from a directory."""
 
     key: bytes
@@ -120,7 +120,7 @@ class Upkeep:
                     result.removed += 1
         return result
 
-    def values(self, progress: Progress, space: bytes = b"") -> Iterator[Value]:
+    def values(self, progress: Progress, space: bytes = b"") -> Iterator[StoredValue]:
         """The intact values, of one fingerprint or all, the most recently used first."""
         places = [
             (int(slab.records["used"][slot]), number, slot)
@@ -133,7 +133,7 @@ class Upkeep:
             slab = self.slabs[number]
             data = self._read(slab, slot)
             if data is not None:
-                yield Value(slab.records["key"][slot].tobytes(), data, used)
+                yield StoredValue(slab.records["key"][slot].tobytes(), data, used)
 
     def purge(
         self,

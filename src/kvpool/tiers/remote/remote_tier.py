@@ -107,7 +107,7 @@ class Purging(Generic[_Node]):
         return seconds_left(self.deadline)
 
 
-class Stale:
+class StaleKeys:
     """Keys that the store said it has, but whose values were missing or damaged. They count as absent for a short time."""
 
     def __init__(self, seconds: float = STALE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
@@ -156,7 +156,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         super().__init__(name, timeout=timeout)
         checksum(bytes(32), memoryview(b""))  # raises now if the package is missing, not with the first value
         self.max_value_bytes = max_value_bytes
-        self.stale = Stale()
+        self.stale = StaleKeys()
 
     # --- what a remote tier writes -----------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Lease(NamedTuple):
     num_blocks: int
 
 
-class Leases:
+class PrefixLeases:
     """The leases of one engine, by request; oldest first."""
 
     def __init__(self, manager: KVCacheManager) -> None:

@@ -92,7 +92,7 @@ class TierTransport:
         self.fetcher = Fetcher(self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer)
         self.fetch_threads = ThreadPool("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
         self.offers = Offers(plane, keys, self.storer, opened.min_uses)
-        self.forgetting = Forgetting(keys, self.offers.lineage, self.storer)
+        self.invalidator = TierInvalidator(keys, self.offers.lineage, self.storer)
         self._importer = Importer(manager, plane, keys)
         self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
@@ -118,8 +118,8 @@ class TierTransport:
 
     def import_prefix(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
         """Writes fetched blocks into the cache, unless they were invalidated meanwhile; returns what `Importer` returns."""
-        with self.forgetting.lock:
-            if fetch.num_blocks <= fetch.first or not self.forgetting.is_valid(request, fetch):
+        with self.invalidator.lock:
+            if fetch.num_blocks <= fetch.first or not self.invalidator.is_valid(request, fetch):
                 return None, []
             handle, waits = self._importer.import_prefix(request, fetch)
         if handle is None:
@@ -197,7 +197,7 @@ def _pinned(num_bytes: int) -> Bytes:
 # --- invalidating ----------------------------------------------------------------------------------------------------
 
 
-class Forgetting:
+class TierInvalidator:
     """Invalidation, here and in tiers. Each call holds `lock`.
 
     Who writes loaded blocks into the cache holds `lock`, too, and asks `is_valid` first.

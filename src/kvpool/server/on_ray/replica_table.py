@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvpool.cluster.index import MAX_NODES, ClusterIndex
-from kvpool.cluster.proxy.passing import NOTHING, Asked
+from kvpool.cluster.proxy.passing import NOTHING, RoutingRequest
 from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.cluster.subscriber import NodeSubscriber
 from kvpool.errors import NoNodeError
@@ -25,7 +25,7 @@ class Ticket:
     It is an argument of the call, because Ray shows a router only those. The replica gets None in its place.
     """
 
-    def __init__(self, asked: Asked = NOTHING) -> None:
+    def __init__(self, asked: RoutingRequest = NOTHING) -> None:
         self.asked = asked
         self.failed: set[str] = set()  # replicas that did not answer it
         self.offered: set[str] = set()  # replicas chosen in the current attempt that did not take it
@@ -75,7 +75,7 @@ class Ticket:
             route.end()
 
 
-class ReplicaBook:
+class ReplicaTable:
     """Follows the events of replicas by their metadata: `{"block_size": 16, "events": "tcp://…", "replay": "tcp://…", …}`.
 
     `follow` is for tests: it replaces the subscriber to a replica's events.
@@ -129,7 +129,7 @@ class ReplicaBook:
         self._leaving[-1].start()
 
     def choose(self, ticket: Ticket, among: Collection[str]) -> str | None:
-        """The replica for a request, out of those that Ray sees now; None if this book knows none of them.
+        """The replica for a request, out of those that Ray sees now; None if this table knows none of them.
 
         Replicas that were already tried come last: one that was full or slow may take the request the next time.
         """
