@@ -33,7 +33,7 @@ from kvpool.tiers.node.wire import Verb, WireError
 SILENCE_SECONDS = 30.0
 """That a client may say nothing while it holds leases or reservations; a call of a tier takes seconds at most."""
 TICK_SECONDS = 1.0
-MAX_CLIENTS = 1024
+MAX_CLIENTS = 512  # a process may usually have 1,024 files open
 MAX_OF_PROCESS = 128
 
 _log = logging.getLogger("kvpool")
