@@ -226,6 +226,8 @@ def test_given_a_prefill_that_is_cancelled_then_it_ends_with_what_is_there() -> 
         store.may_store.set()
         assert prefill.result(SECONDS).num_stored_tokens <= 120
         assert engine.generate([PROMPT], GREEDY)[0].token_ids == alone()
+        assert engine._tiers is not None
+        assert engine._tiers._transport.storer._listeners == []  # what is over listens no more
 
 
 def test_given_an_engine_that_is_closed_then_whoever_waits_is_told() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,12 +11,14 @@ pytest.importorskip("transformers")
 
 from models import tiny_model  # noqa: E402
 
-from kvpool import KVCacheConfig, LayerSpec  # noqa: E402
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec  # noqa: E402
+from kvpool.engine import sizing  # noqa: E402
 from kvpool.engine.graphs import decode_sizes, list_room  # noqa: E402
-from kvpool.engine.sizing import GRAPH_BYTES, kv_budget, run_largest_step  # noqa: E402
+from kvpool.engine.sizing import GRAPH_BYTES, kv_budget, link_bytes_per_second, run_largest_step  # noqa: E402
 from kvpool.errors import StorageMemoryError  # noqa: E402
 from kvpool.model.probing import inspect_model  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
+from kvpool.storage import DataPlane  # noqa: E402
 
 
 @pytest.mark.parametrize(("drafts", "num_rows"), [(0, 8), (4, 40), (500, 600)])
@@ -47,6 +51,27 @@ def test_given_sequences_that_share_blocks_then_their_lists_may_outgrow_the_pool
 ) -> None:
     config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=100, max_seq_len=longest)
     assert list_room(config, config.groups[0], 8) == room
+
+
+@pytest.mark.parametrize(("num_bytes", "num_blocks"), [(0, 1), (1024, 1), (2048, 2), (2**24, 6)])
+def test_given_two_tiers_then_the_speed_between_them_is_that_of_the_blocks_that_both_have(
+    num_bytes: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+
+    def half_a_second(source: Any, target: Any) -> float:
+        assert source.shape == target.shape
+        copied.append(len(source))
+        return 0.5
+
+    layers = [LayerSpec(kv_heads=1, head_dim=32, dtype="float32"), LayerSpec(kv_heads=2, head_dim=16, dtype="float32")]
+    config = KVCacheConfig(layers, block_size=4, gpu_blocks=8, host_blocks=6)
+    assert {pool.block_bytes for pool in config.pools} == {1024}
+    plane = DataPlane(KVCacheManager(config), "cpu")
+    monkeypatch.setattr(sizing, "copy_seconds", half_a_second)
+    speed = link_bytes_per_second(plane, num_bytes)
+    assert copied == [num_blocks] * len(config.pools)
+    assert speed == num_blocks * 1024 / 0.5
 
 
 @pytest.mark.gpu

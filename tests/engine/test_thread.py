@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 
 from kvpool.engine.inbox import Inbox  # noqa: E402
 from kvpool.engine.thread import EngineThread  # noqa: E402
+from kvpool.errors import KVPoolError  # noqa: E402
 
 
 def idle_loop() -> Any:
@@ -39,3 +41,30 @@ def test_given_many_callers_at_the_start_then_one_thread_answers_all() -> None:
             caller.join()
         engine_thread.close()
         assert sorted(answers) == list(range(6))
+
+
+def test_given_a_step_that_raises_then_the_loop_is_told_what_stopped_the_engine_and_why() -> None:
+    told: list[KVPoolError] = []
+    stopped = threading.Event()
+
+    def fail(error: KVPoolError) -> None:
+        told.append(error)
+        stopped.set()
+
+    cause = ZeroDivisionError("no such number")
+
+    def step() -> None:
+        raise cause
+
+    loop = idle_loop()
+    loop.__dict__.update(has_work=True, step=step, fail=fail)
+    engine_thread = EngineThread(loop, Inbox())
+    with contextlib.suppress(KVPoolError):
+        engine_thread.ask(lambda: None)
+    assert stopped.wait(30)
+    (error,) = told
+    assert str(error) == "the engine stopped: ZeroDivisionError: no such number"
+    assert error.__cause__ is cause
+    with pytest.raises(KVPoolError, match="the engine stopped"):
+        engine_thread.ask(lambda: None)
+    engine_thread.close()
