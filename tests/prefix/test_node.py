@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from parts import add_run, make_context, make_tree
 from kvpool.config import Tier
 from kvpool.eviction.run import checksum
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
+from kvpool.prefix.tree import divide_logits
 from kvpool.scope import ReuseScope
 
 
@@ -233,3 +236,15 @@ def test_the_common_prefix_of_bytes_equals_brute_force(left: bytes, right: bytes
     while expected < min(len(left), len(right)) and left[expected] == right[expected]:
         expected += 1
     assert common_prefix_length(left, right) == expected
+
+
+def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_their_prompts() -> None:
+    logits = {(length, b"tail"[: length % 4]): length for length in (4, 7, 8, 11, 12, 15)}
+    node: Any = SimpleNamespace(logits=dict(logits))
+    upper: Any = SimpleNamespace(logits=None)
+    divide_logits(node, upper, 2, 4)
+    assert sorted(upper.logits.values()) == [4, 7, 8, 11]
+    assert sorted(node.logits.values()) == [12, 15]
+    bare: Any = SimpleNamespace(logits=None)
+    divide_logits(bare, upper, 2, 4)
+    assert bare.logits is None

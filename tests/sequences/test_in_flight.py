@@ -128,3 +128,19 @@ def test_logits_are_forgotten_with_the_block_that_their_prompt_ends_in(how: str)
     manager.free(handle)
     run_through(manager, "b", [1, 2, 3, 4])
     assert manager.match_prefix([1, 2]).last_logits is None
+
+
+def test_given_two_that_compute_the_same_when_the_first_is_silenced_then_others_wait_for_the_second() -> None:
+    manager = make_manager()
+    prompt = list(range(12))
+    silenced = manager.allocate("a", prompt, session="s")
+    other = manager.allocate("b", prompt)
+    assert manager.match_prefix([*prompt, 1]).in_flight
+    manager.cache.invalidate(session="s")
+    assert manager.match_prefix([*prompt, 1]).in_flight
+    commit_all(manager, silenced)
+    assert manager.match_prefix([*prompt, 1]).num_tokens == 0
+    commit_all(manager, other)
+    match = manager.match_prefix([*prompt, 1])
+    assert (match.num_tokens, bool(match.in_flight)) == (12, False)
+    manager.check()

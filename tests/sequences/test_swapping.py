@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import managers
-from kvpool import AllocStatus, CopyKind, LayerSpec, ReuseScope, Tier
+from kvpool import AllocStatus, CopyKind, LayerSpec, Retention, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError, SequenceStateError
 from managers import FULL, running
 
@@ -311,3 +311,40 @@ def test_given_a_narrowed_request_when_it_comes_back_then_it_has_its_sinks_and_n
     manager.swap_in(handle)
     manager.check()
     assert [block is None for block in handle.block_table(1)] == before
+
+
+def test_requests_that_go_and_come_back_are_counted_with_their_blocks() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    handles = [running(manager, name, 8, first=50 * at) for at, name in enumerate("abc")]
+    for handle in handles[:2]:
+        manager.swap_out(handle)
+    manager.swap_in(handles[0])
+    stats = manager.stats()
+    assert (stats.swaps_out, stats.swaps_in, stats.swapped_blocks, stats.num_swapped) == (2, 1, 4 + 2, 1)
+
+
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING), (FULL, CROSS)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_requests_that_are_freed_together_leave_what_they_leave_one_by_one(
+    layers: tuple[LayerSpec, ...], swapped: bool
+) -> None:
+    left = []
+    for together in (True, False):
+        manager = make_manager(*layers, gpu_blocks=64, host_blocks=64)
+        cross: dict[str, Any] = {"cross_tokens": 5} if CROSS in layers else {}
+        handles = [
+            running(manager, "plain", 10, **cross),
+            running(manager, "kept", 10, first=50, retention=Retention(decode_priority=90), **cross),
+            running(manager, "last", 21, first=100, **cross),
+        ]
+        if swapped:
+            manager.swap_out(handles[2])
+        if together:
+            manager.free_batch(handles)
+        else:
+            for handle in handles:
+                manager.free(handle)
+        manager.check()
+        found = [manager.match_prefix(range(first, first + 22)).num_tokens for first in (0, 50, 100)]
+        left.append((found, [pool.free for pool in manager.stats().pools]))
+    assert left[0] == left[1]
