@@ -313,16 +313,6 @@ def test_given_a_narrowed_request_when_it_comes_back_then_it_has_its_sinks_and_n
     assert [block is None for block in handle.block_table(1)] == before
 
 
-def test_requests_that_go_and_come_back_are_counted_with_their_blocks() -> None:
-    manager = make_manager(enable_prefix_caching=False)
-    handles = [running(manager, name, 8, first=50 * at) for at, name in enumerate("abc")]
-    for handle in handles[:2]:
-        manager.swap_out(handle)
-    manager.swap_in(handles[0])
-    stats = manager.stats()
-    assert (stats.swaps_out, stats.swaps_in, stats.swapped_blocks, stats.num_swapped) == (2, 1, 4 + 2, 1)
-
-
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING), (FULL, CROSS)])
 @pytest.mark.parametrize("swapped", [False, True])
 def test_requests_that_are_freed_together_leave_what_they_leave_one_by_one(
