@@ -333,3 +333,27 @@ def test_given_requests_that_begin_empty_or_name_an_empty_session_when_replayed_
         manager.extend(manager.allocate("none yet", [7] * 16, reserve=0), 4)
         assert manager.cache.invalidate(session="") == 5
     assert_equal_counters(replay_recording(tmp_path / "empty.kvtrace"), manager.stats())
+
+
+def test_a_block_named_for_one_admission_is_not_taken_for_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], block_size=4, gpu_blocks=16))
+    with TraceRecorder(manager, tmp_path / "recording"):
+        first = manager.allocate("a", list(range(8)))
+        manager.commit(first)
+        manager.free(first)
+        second = manager.allocate("b", [0, 1, 2, 9])
+        assert second.num_cached_tokens == 3  # a part of a block, which the recording names
+        manager.commit(second)
+        manager.store_last_logits(second, "logits")
+    named: list[int | None] = []
+    store = KVCacheManager.store_last_logits
+
+    def noting(self: KVCacheManager, *args: Any) -> bool:
+        named.append(self._state.cache.tree.given_source)
+        return store(self, *args)
+
+    monkeypatch.setattr(KVCacheManager, "store_last_logits", noting)
+    replay_recording(tmp_path / "recording")
+    assert named == [None]

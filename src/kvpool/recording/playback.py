@@ -169,13 +169,17 @@ class _Player:
         self.longest = max(self.longest, num_tokens)
         # If several blocks share equally many tokens with a prompt, the tree takes a neighbour in the order of the tokens. A
         # recording hides that order, so it names the chosen block.
-        self.manager._state.cache.tree.given_source = more.pop("source", None)
+        source, tree = more.pop("source", None), self.manager._state.cache.tree
         scope = recorded_scope(more.pop("scope", None))
         if "session" in more:
             more["session"] = f"session {more['session']}"
         if "retention" in more:
             more["retention"] = _retention(more["retention"])
-        self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
+        tree.given_source = source
+        try:
+            self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
+        finally:
+            tree.given_source = None  # what comes next may look for another prompt
 
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         most = max(counts, default=0) if isinstance(counts, list) else counts
