@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, LayerSpec, Tier
+from kvpool import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
 from kvpool.errors import ConfigError
 
 FULL = LayerSpec(kv_heads=1, head_dim=32)
@@ -27,6 +27,21 @@ def test_a_typical_prefix_needs_the_middle_of_its_window_and_all_its_blocks_wher
 def test_below_the_gpu_a_prefix_needs_its_last_window_only() -> None:
     full, windowed = counts(Tier.HOST, gpu_blocks=100, host_bytes=20 * MIB)
     assert windowed / full == pytest.approx(33 / 128, rel=0.01)
+
+
+def test_checkpoints_get_a_quarter_of_the_bytes_at_most() -> None:
+    attention = LayerSpec(kv_heads=1, head_dim=8)  # 32 bytes per token
+    small, large = (StateSpec((StatePart("state", (size, 64), DType.FLOAT32),)) for size in (1, 2048))
+    budget = 2**26
+    light = KVCacheConfig([attention, small], gpu_bytes=budget, host_bytes=budget)
+    blocks, checkpoints = (pool.num_blocks[Tier.GPU] for pool in light.pools)
+    assert checkpoints == pytest.approx(2 * blocks * 16 / 2048, abs=2)  # two for each prefix of 2,048 tokens
+    heavy = KVCacheConfig([attention, large], gpu_bytes=budget, host_bytes=budget)
+    for tier in (Tier.GPU, Tier.HOST):
+        of_states = heavy.pools[1].num_blocks[tier] * large.bytes
+        assert 0.2 < of_states / budget <= 0.26
+    alone = KVCacheConfig([large], gpu_bytes=budget)
+    assert alone.pools[0].num_blocks[Tier.GPU] == budget // large.bytes
 
 
 def test_one_sequence_of_the_longest_length_fits_if_the_budget_can_hold_it() -> None:

@@ -417,25 +417,37 @@ def divide_budget(
 
 
 PREFIX_TOKENS = 2048  # a typical prefix: system prompt and some turns
+STATE_SHARE = 0.25  # of the bytes that prefixes get, for checkpoints at most
 
 
 def prefix_needs(groups: Sequence[LayerGroup], num_tokens: int, cross_tokens: int, is_written: bool) -> list[int]:
     """Blocks per pool that a typical prefix of `num_tokens` keeps.
 
     Where prefixes are also written (`is_written`: on the GPU), a windowed group needs its last window while the prefix is
-    cached, and all of its blocks while the prompt is written in one piece: the budget plans for the middle of both.
+    cached, and all of its blocks while the prompt is written in one piece: the budget plans for the middle of both. Where
+    checkpoints would take more than `STATE_SHARE` of the bytes, several prefixes share one (docs/decisions/0016).
     """
     needs = [0] * (1 + max(group.pool for group in groups))
+    of_tokens = 0
+    states = None
     for group in groups:
+        if group.kind is GroupKind.STATE:
+            states = group
+            continue
         if group.kind is GroupKind.CROSS:
             need = group.max_live_blocks(cross_tokens)
         else:
             need = group.max_live_blocks(num_tokens)
-            if group.kind is GroupKind.STATE:  # a checkpoint at its end, and one that is written
-                need = 2 if is_written else 1
-            elif is_written:
+            if is_written:
                 need = ceil_div(need + ceil_div(num_tokens, group.block_size), 2)
         needs[group.pool] += need
+        of_tokens += need * group.block_bytes
+    if states is not None:
+        checkpoints = 2 if is_written else 1  # one at the end of the prefix, and one that is written
+        least = int(checkpoints * states.block_bytes * (1 / STATE_SHARE - 1))  # bytes of K and V beside them
+        if of_tokens:
+            needs = [need * max(1, ceil_div(least, of_tokens)) for need in needs]
+        needs[states.pool] += checkpoints
     return needs
 
 
