@@ -197,9 +197,11 @@ def test_what_a_file_does_not_say_is_refused(source: dict[str, Any], message: st
         layers_from_hf(source)
 
 
-def test_a_manager_has_no_memory_for_states_yet() -> None:
-    with pytest.raises(ConfigError, match="36 layers keep a state of 77856768 bytes a sequence"):
-        config_from_hf(QWEN3_NEXT_80B, gpu_blocks=100)
+def test_a_config_has_a_group_for_all_states() -> None:
+    config = config_from_hf(QWEN3_NEXT_80B, gpu_bytes=2**34)
+    assert config.state_group is not None
+    assert (len(config.state_group.layers), config.state_group.block_bytes) == (36, 77856768)
+    assert config.bytes_per_token == 12 * 2048
 
 
 @pytest.mark.parametrize(

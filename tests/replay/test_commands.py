@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.cli import main
 from kvpool.recording.playback import play_recording
-from kvpool.replay import TraceRecorder, read_trace
+from kvpool.replay import Trace, TraceRecorder, read_trace, write_trace
 
 LINES = [
     '{"timestamp": 5000, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}',
@@ -115,6 +115,56 @@ def test_given_tiers_then_each_stands_beside_its_optimum(tmp_path: Path, capsys:
     assert optimum["hit_blocks"] == 4
     assert main(["replay", str(path), "--tiers", "gpu=2,host=4", "--workers", "1"]) == 0
     assert "GPU hits host hits" in " ".join(capsys.readouterr().out.split())
+
+
+HYBRID = {
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def test_given_a_model_whose_layers_keep_a_state_then_rules_for_checkpoints_stand_beside_attention_alone(
+    chat_trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = tmp_path / "chat.jsonl", tmp_path / "config.json"
+    write_trace(chat_trace, path)
+    model.write_text(json.dumps(HYBRID))
+    command = ["replay", str(path), "--capacity", "200", "--model", str(model), "--workers", "1", "--no-bounds"]
+    assert main([*command, "--checkpoint-every", "none,64", "--gpu", "h200", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    assert [(row["checkpoints"] is None, row["checkpoint_every"]) for row in rows] == [
+        (False, None),
+        (False, 64),
+        (True, None),
+    ]
+    assert ["ttft_p50" in row for row in rows] == [True, True, False]
+    assert 0 < rows[0]["hit_blocks"] < rows[2]["hit_blocks"]
+    assert "A capacity is the memory of so many blocks" in shown.err
+    plan = ["plan", "--model", str(model), "--gpu", "h200", "--trace", str(path), "--policy", "lru", "--json", "-"]
+    assert main(plan) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["numbers"]["checkpoint_bytes"] == 3 * (2 * 64 * 4 + 4 * 4 * 8 * 8)
+    assert made["trace"]["curve"][-1]["hit_ratio"] > 0
+
+
+def test_given_a_rule_for_checkpoints_without_states_then_it_is_refused(
+    odd_trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(odd_trace), "--checkpoint-every", "1k"]) != 0
+    assert "--checkpoint-every needs a --model of which some layers keep a state" in capsys.readouterr().err
 
 
 def test_given_ids_that_repeat_then_an_infinite_cache_evicts_nothing(

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.replay.capacity_plan import PlanRequest, knee, make_plan
-from kvpool.replay.costs import GPUS, count_weights, find_gpu
+from kvpool.replay.costs import GPUS, costs_for, count_weights, find_gpu
 
 
 def config(**values: Any) -> dict[str, Any]:
@@ -82,6 +82,114 @@ FAMILIES = {
         671.0,
     ),
 }
+
+# Counts of transformers' own models with these configs, in billions.
+QWEN3_NEXT = config(
+    model_type="qwen3_next",
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    vocab_size=151936,
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    full_attention_interval=4,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+)
+MAMBA = {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 32, "vocab_size": 50280}
+MAMBA |= {"intermediate_size": 1536, "conv_kernel": 4, "state_size": 16, "time_step_rank": 48}
+HYBRIDS = {
+    "qwen3-next": (QWEN3_NEXT, 79.674),
+    "qwen3.5": (
+        config(
+            model_type="qwen3_5_text",
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=256,
+            intermediate_size=12288,
+            vocab_size=248320,
+            full_attention_interval=4,
+        ),
+        8.954,
+    ),
+    "falcon-h1": (
+        config(
+            model_type="falcon_h1",
+            vocab_size=128000,
+            mamba_d_ssm=1024,
+            mamba_n_heads=128,
+            mamba_n_groups=1,
+            mamba_d_state=256,
+            mamba_d_conv=4,
+        ),
+        8.515,
+    ),
+    "mamba": (MAMBA, 0.1593),
+    "lfm2": (
+        {
+            "model_type": "lfm2",
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 65536,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "conv", "full_attention"] * 4,
+        },
+        1.198,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_given_layers_with_a_state_then_their_projections_are_counted(name: str) -> None:
+    source, billions = HYBRIDS[name]
+    assert count_weights(source).total / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_given_a_family_whose_weights_cannot_be_counted_then_it_is_refused() -> None:
+    source = config(model_type="zamba2", layers_block_type=["mamba"] * 32)
+    with pytest.raises(ConfigError, match=r"weights of model_type='zamba2' cannot be counted; config_from_hf"):
+        count_weights(source)
+
+
+def test_given_layers_with_a_state_then_the_plan_divides_the_budget_between_blocks_and_checkpoints() -> None:
+    request = PlanRequest(QWEN3_NEXT, "h200", num_gpus=2, context=32768, host_bytes=2**40)
+    plan = make_plan(request)
+    numbers = plan.numbers
+    state = 36 * (65536 + 2**21)
+    assert (numbers["kv_bytes_per_token"], numbers["checkpoint_bytes"]) == (12 * 2 * 2 * 256 * 2, state)
+    assert numbers["sequence_bytes"] == 32768 * 24576 + 2 * state
+    assert numbers["host_sequences"] == 2**40 // (32768 * 24576 + state)  # cached ones have one checkpoint
+    used = numbers["gpu_blocks"] * 16 * 24576 + numbers["gpu_checkpoints"] * state
+    assert 0.99 < used / numbers["kv_budget_bytes"] <= 1
+    assert "16% of the budget for states and 84% for K and V" in plan.why["gpu_checkpoints"]
+    assert numbers["gpu_checkpoints"] == pytest.approx(2 * numbers["sequences_that_fit"], abs=2)
+    assert set(plan.why) == set(numbers)
+
+
+def test_given_states_alone_then_a_plan_has_no_bytes_per_token() -> None:
+    numbers = make_plan(PlanRequest(MAMBA, "h200")).numbers
+    assert "kv_bytes_per_token" not in numbers
+    assert numbers["gpu_blocks"] == 0 < numbers["gpu_checkpoints"]
+    assert numbers["host_break_even_tokens"] > 0
+
+
+def test_given_a_state_then_a_decode_step_reads_and_writes_it_for_each_sequence() -> None:
+    costs, layers = costs_for(QWEN3_NEXT, "h200")
+    computing = 2 * count_weights(QWEN3_NEXT).active / find_gpu("h200").flops(2)
+    moving = 2 * 36 * (65536 + 2**21) / find_gpu("h200").decode_bytes_per_second
+    assert costs.decode_seconds_per_sequence == pytest.approx(computing + moving)
+    assert costs.decode_seconds_per_context_token == 24576 / find_gpu("h200").decode_bytes_per_second
+    assert len(layers) == 48
 
 
 @pytest.mark.parametrize("name", FAMILIES)

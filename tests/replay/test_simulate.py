@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slow_simulator import slow_hits
 
+from kvpool import DType, LayerSpec, StatePart, StateSpec
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, read_trace, replay
 from kvpool.replay.bounds import OPTIMUM, run_model
@@ -21,6 +23,7 @@ TRACES = (
     "wekacc_dev.jsonl.gz",
     "lmcache_magagent_b16.jsonl",
 )
+LAYERS = (LayerSpec(kv_heads=1, head_dim=5, dtype=DType.FP8_E4M3),)  # 10 bytes per token
 CAPACITIES = (1_000, 30_000, 100_000, None)  # and 10_000, in a test of its own
 FEWER_CAPACITIES = (1_000, 10_000)
 FEWER_REQUESTS = 2_000  # for the policies that are not compared on whole traces
@@ -115,8 +118,8 @@ def test_given_an_empty_prompt_then_it_counts_as_a_request_without_blocks() -> N
 
 
 def test_given_a_lower_tier_then_what_leaves_the_gpu_hits_there(chat_trace: Trace) -> None:
-    alone = replay(chat_trace, ReplayConfig("lru", 60, token_bytes=10))
-    both = replay(chat_trace, ReplayConfig("lru", 60, host=5_000, token_bytes=10))
+    alone = replay(chat_trace, ReplayConfig("lru", 60, layers=LAYERS))
+    both = replay(chat_trace, ReplayConfig("lru", 60, host=5_000, layers=LAYERS))
     everything = replay(chat_trace, ReplayConfig("lru", None))
     assert both.hit_blocks == everything.hit_blocks > alone.hit_blocks
     assert both.hit_blocks_by_tier["HOST"] == both.onboarded_blocks > 0
@@ -228,3 +231,60 @@ def test_given_unlimited_capacity_then_all_policies_share_one_run_and_keep_their
     found = run_all(chat_trace, configs, workers=1)
     assert [result.policy for result in found] == ["arc", "adaptive"]
     assert [result.hit_blocks for result in found] == [replay(chat_trace, config).hit_blocks for config in configs]
+
+
+STATE = StateSpec((StatePart("recurrent", (10, 8), DType.FLOAT32),))  # 320 bytes: as many as two blocks of 16 tokens
+
+
+def hybrid(capacity: int | None, every: int | None = None) -> ReplayConfig:
+    return ReplayConfig("lru", capacity, layers=(*LAYERS, STATE), checkpoint_every=every)
+
+
+def test_given_layers_with_a_state_then_hits_end_where_a_checkpoint_is() -> None:
+    builder = TraceBuilder("t", unit=16).add(
+        0, [1, 2, 3, 4], 60, 3
+    )  # ends inside its last block: a checkpoint behind 3
+    trace = builder.add(1, [1, 2, 3, 5, 6], 76, 3).add(2, [1, 2, 7, 8], 60, 3).add(3, [1, 2, 9], 48, 3).build()
+    hits = replay(trace, hybrid(None)).hits
+    assert hits is not None
+    assert hits.tolist() == [0, 3, 0, 2]  # where the third parted, it left one for the fourth
+    more = replay(trace, hybrid(None, every=32)).hits
+    assert more is not None
+    assert more.tolist() == [0, 3, 2, 2]
+
+
+def test_given_layers_with_a_state_then_their_checkpoints_take_memory_from_blocks(chat_trace: Trace) -> None:
+    alone, both = replay(chat_trace, ReplayConfig("lru", 200, layers=LAYERS)), replay(chat_trace, hybrid(200))
+    assert both.checkpoints is not None
+    assert 2 <= both.checkpoints <= 200 // 4 // 2  # a quarter of the memory at most
+    assert 0 < both.hit_blocks < alone.hit_blocks
+    assert (alone.label, both.label, replay(chat_trace, hybrid(200, 32)).label) == (
+        "lru",
+        "lru, checkpoints",
+        "lru, checkpoints every 32",
+    )
+    unlimited = replay(chat_trace, hybrid(None))
+    assert both.hit_blocks < unlimited.hit_blocks <= replay(chat_trace, ReplayConfig("lru", None)).hit_blocks
+
+
+def test_given_a_lower_tier_then_checkpoints_come_back_from_it(chat_trace: Trace) -> None:
+    alone = replay(chat_trace, hybrid(200))
+    both = replay(chat_trace, ReplayConfig("lru", 200, host=5_000, layers=(*LAYERS, STATE)))
+    assert both.hit_blocks > alone.hit_blocks
+    assert both.hit_blocks_by_tier["HOST"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: hybrid(4), "capacity is 4 blocks; one block and 2 checkpoints take 5"),
+        (lambda: hybrid(100, every=24), "no multiple of the blocks of 16 tokens"),
+        (lambda: ReplayConfig("lru", 100, layers=LAYERS, checkpoint_every=32), "no layer keeps a state"),
+        (lambda: ReplayConfig("lru", 100, layers=(STATE,)), "no layer of this model attends"),
+    ],
+)
+def test_given_checkpoints_that_cannot_be_then_the_reason_is_told(
+    chat_trace: Trace, config: Callable[[], ReplayConfig], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        replay(chat_trace, config())

@@ -8,7 +8,7 @@ refused too, naming the key that says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def config_from_hf(
     `budget` are the other fields of KVCacheConfig, at least one of `gpu_blocks`, `gpu_bytes` or `gpu_fraction`:
     `config_from_hf("models/llama", gpu_bytes=20 * 2**30, dtype="fp8")`.
     """
-    return KVCacheConfig(without_states(layers_from_hf(source, dtype=dtype)), block_size, **budget)
+    return KVCacheConfig(layers_from_hf(source, dtype=dtype), block_size, **budget)
 
 
 def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple[LayerSpec | StateSpec, ...]:
@@ -129,17 +129,6 @@ def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple
     num_layers = _get_int(config, "num_hidden_layers", _MAX_LAYERS, "number of layers")
     shape = _attention_shape(config, model_type, stored)
     return tuple(_layer(shape, kind, config, model_type) for kind in _layer_types(config, model_type, num_layers))
-
-
-def without_states(layers: Sequence[LayerSpec | StateSpec]) -> tuple[LayerSpec, ...]:
-    """The layers as they are, if all of them attend; a manager has blocks for K and V only."""
-    states = [layer for layer in layers if isinstance(layer, StateSpec)]
-    if states:
-        raise ConfigError(
-            f"{len(states)} layers keep a state of {sum(state.bytes for state in states)} bytes a sequence, for which a "
-            "manager has no memory; only models of which every layer attends can be sized"
-        )
-    return tuple(layer for layer in layers if isinstance(layer, LayerSpec))
 
 
 def _hybrid_layers(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import ceil_div
-from kvpool.config.model_config import layers_from_hf, without_states
+from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.costs import (
     COMPUTE_EFFICIENCY,
@@ -90,7 +90,7 @@ def make_plan(request: PlanRequest) -> Plan:
     (65536, 51)
     """
     weights = count_weights(request.model)
-    layers = without_states(layers_from_hf(request.model, dtype=request.kv_dtype))
+    layers = layers_from_hf(request.model, dtype=request.kv_dtype)
     plan = Plan()
     per_parameter = request.weight_bytes or weights.bytes_per_parameter
     hardware = _hardware(request, weights, per_parameter)
@@ -155,7 +155,7 @@ def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _
         costs,
         f"2 x {weights.active / 1e9:.2f} B active parameters at {COMPUTE_EFFICIENCY:.0%} of {peak:.0f} TFLOP/s "
         f"(data sheet) on {name}",
-        "attention: 4 x hidden size x layers FLOPs for each token before it",
+        "attention: 4 x hidden size x layers that attend FLOPs for each token before it",
         f"{LINK_EFFICIENCY:.0%} of the data sheet",
     )
 
@@ -163,30 +163,33 @@ def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _
 def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
     groups = "; ".join(
         f"{len(group.layers)} layers x {group.bytes_per_token // len(group.layers)} bytes"
-        + (f" (window {group.window})" if getattr(group, "window", None) else "")
+        + (f" (window {group.window})" if group.window else "")
         for group in config.groups
+        if group.bytes_per_token
     )
-    plan.put("kv_bytes_per_token", config.bytes_per_token, groups)
-    blocks = sum(config.blocks_in(int(plan.numbers["kv_budget_bytes"])))
-    plan.put(
-        "gpu_blocks", blocks, f"blocks of {request.block_size} tokens in {len(config.pools)} pool(s) of the budget"
-    )
+    if config.bytes_per_token:
+        plan.put("kv_bytes_per_token", config.bytes_per_token, groups)
+    _add_blocks(plan, request, config)
+    live = "" if config.state_group is None else ", and two states: that where it stands, and that where its step goes"
     each = plan.put(
         "sequence_bytes",
         config.sequence_bytes(request.context),
-        f"{request.context:,} tokens in whole blocks; windowed layers keep their window only",
+        f"{request.context:,} tokens in whole blocks; windowed layers keep their window only{live}",
     )
     fit = plan.put(
         "sequences_that_fit", plan.numbers["kv_budget_bytes"] // each, "the budget over the bytes of one sequence"
     )
-    plan.put(
-        "tokens_that_fit", plan.numbers["kv_budget_bytes"] // config.bytes_per_token, "if every layer keeps all tokens"
-    )
+    if config.bytes_per_token:
+        plan.put(
+            "tokens_that_fit",
+            plan.numbers["kv_budget_bytes"] // config.bytes_per_token,
+            "if every layer that attends keeps all tokens",
+        )
     for tier, size in (("host", request.host_bytes), ("disk", request.disk_bytes)):
         if size:
             plan.put(
                 f"{tier}_sequences",
-                size // each,
+                size // _cached_bytes(plan),
                 f"{_gb(size)} of {tier} memory keep so many further sequences of {request.context:,} tokens cached",
             )
     short = request.concurrency - int(fit)
@@ -202,6 +205,43 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
         )
 
 
+def _add_blocks(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
+    """Blocks and checkpoints that the budget gives."""
+    group = config.state_group
+    counts = config.blocks_in(int(plan.numbers["kv_budget_bytes"]))
+    if group is None:
+        plan.put(
+            "gpu_blocks",
+            sum(counts),
+            f"blocks of {request.block_size} tokens in {len(config.pools)} pool(s) of the budget",
+        )
+        return
+    shared = len(config.pools[group.pool].groups)
+    checkpoints = counts[group.pool] // shared
+    plan.put(
+        "checkpoint_bytes",
+        group.block_bytes,
+        f"the states of {len(group.layers)} layers behind one token, however long the sequence is",
+    )
+    of_states = checkpoints * group.block_bytes / plan.numbers["kv_budget_bytes"]
+    plan.put(
+        "gpu_checkpoints",
+        checkpoints,
+        f"{of_states:.0%} of the budget for states and {1 - of_states:.0%} for K and V, as running sequences of "
+        f"{request.context:,} tokens need them",
+    )
+    plan.put(
+        "gpu_blocks",
+        sum(counts) - checkpoints,
+        f"blocks of {request.block_size} tokens of the layers that attend",
+    )
+
+
+def _cached_bytes(plan: Plan) -> float:
+    """Bytes of a sequence that is cached: it has one checkpoint, where a live one has two states."""
+    return plan.numbers["sequence_bytes"] - plan.numbers.get("checkpoint_bytes", 0)
+
+
 def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
     costs = hardware.costs
     token = plan.put("recompute_seconds_per_token", costs.prefill_seconds_per_token, hardware.why_token)
@@ -213,7 +253,7 @@ def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
         "host": (costs.transfer_bytes_per_second, LINK_LATENCY, hardware.link),
         "disk": (DISK_BYTES_PER_SECOND, DISK_LATENCY, "one good NVMe drive"),
     }
-    each = plan.numbers["sequence_bytes"]
+    each = _cached_bytes(plan)
     for tier, (speed, latency, source) in speeds.items():
         loading = plan.put(
             f"{tier}_load_seconds",
@@ -222,7 +262,12 @@ def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
         )
         plan.put(
             f"{tier}_break_even_tokens",
-            _break_even(token, pair, latency, plan.numbers["kv_bytes_per_token"] / speed),
+            _break_even(
+                token,
+                pair,
+                latency + plan.numbers.get("checkpoint_bytes", 0) / speed,
+                plan.numbers.get("kv_bytes_per_token", 0) / speed,
+            ),
             f"prefixes from this length on are faster to load from {tier} than to compute (at {context:,} tokens: "
             f"{computing / loading:.1f}x); -1: never",
         )

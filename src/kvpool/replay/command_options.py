@@ -10,7 +10,7 @@ import typer
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.replay.formats import read_trace
 from kvpool.replay.trace import Trace
-from kvpool.terminal import parse_count
+from kvpool.terminal import parse_count, parse_tokens
 
 _SIZES, _SERVING, _RESULTS = "What to compare", "Serving in simulated time", "Results"
 
@@ -40,6 +40,13 @@ Objective: TypeAlias = Annotated[
         help="What eviction saves: blocks, seconds of computing them, or both side by side.", rich_help_panel=_SIZES
     ),
 ]
+CheckpointEvery: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a --model whose layers keep a state: tokens between checkpoints inside prompts, none,1k,4k; default: none.",
+        rich_help_panel=_SIZES,
+    ),
+]
 BlockSize: TypeAlias = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),
@@ -54,7 +61,11 @@ FullBlocksOnly: TypeAlias = Annotated[
     ),
 ]
 Model: TypeAlias = Annotated[
-    Path | None, typer.Option(help="A config.json: bytes moved are reported too.", rich_help_panel=_SERVING)
+    Path | None,
+    typer.Option(
+        help="A config.json: bytes moved are reported too; checkpoints are simulated if its layers keep a state.",
+        rich_help_panel=_SERVING,
+    ),
 ]
 KvDtype: TypeAlias = Annotated[
     str | None, typer.Option(help="Element type of K and V for --model.", rich_help_panel=_SERVING)
@@ -122,6 +133,16 @@ def _range(low: int, high: int) -> list[int]:
         raise InvalidArgumentError(f"the range {low}:{high} is empty; write the smaller number first")
     inside = [step * 10**power for power in range(16) for step in DEFAULT_STEPS if low < step * 10**power < high]
     return sorted({low, high, *inside})
+
+
+def parse_checkpoints(text: str) -> list[int | None]:
+    """`none,1k`: tokens between checkpoints; none: only where prompts end and where they parted.
+
+    >>> parse_checkpoints("none,1k")
+    [None, 1024]
+    """
+    parts = [part.strip().lower() for part in text.split(",")]
+    return list(dict.fromkeys(None if part == "none" else parse_tokens(part, "--checkpoint-every") for part in parts))
 
 
 def parse_tiers(text: str) -> dict[str, int]:

@@ -6,13 +6,22 @@ model. Measured costs of a machine are in `kvpool.scheduling`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpool.checks import check_int, check_number
-from kvpool.config import LayerSpec
-from kvpool.config.model_config import layers_from_hf, load_config, without_states
+from kvpool.config import DType, LayerSpec, StateSpec
+from kvpool.config.hybrid_config import (
+    ATTENTION_KINDS,
+    HYBRID_DEFAULTS,
+    HYBRID_FAMILIES,
+    STATE_KINDS,
+    layer_kinds,
+    state_spec,
+)
+from kvpool.config.layers import ceil_div
+from kvpool.config.model_config import layers_from_hf, load_config
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import LinearCostModel
 
@@ -26,10 +35,11 @@ LINK_EFFICIENCY = 0.85
 DISK_BYTES_PER_SECOND = 6e9  # one good NVMe drive
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _TWO_MATRIX_MLP = frozenset(
-    {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "opt", "phi", "codegen", "starcoder2"}
+    {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "opt", "phi", "codegen", "starcoder2", "nemotron_h"}
 )
+_GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # a gate as wide as the queries
 _TIED_BY_DEFAULT = frozenset(
-    {"gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "opt", "bloom", "cohere", "cohere2", "falcon"}
+    {"gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "opt", "bloom", "cohere", "cohere2", "falcon", "mamba", "lfm2"}
 )
 _MAX_SIZE = 2**32  # of anything that is multiplied here
 _BYTES = {"fp8": 1.0, "compressed-tensors": 1.0, "fbgemm_fp8": 1.0, "gptq": 0.5, "awq": 0.5, "mxfp4": 0.53}
@@ -101,7 +111,7 @@ class Weights(NamedTuple):
     active: int
     bytes_per_parameter: float
     hidden_size: int
-    num_layers: int
+    num_attention_layers: int
     why: str
 
 
@@ -116,34 +126,113 @@ def count_weights(source: str | Path | Mapping[str, Any]) -> Weights:
     outer = load_config(source)
     text: Mapping[str, Any] = next((outer[key] for key in _TEXT_KEYS if isinstance(outer.get(key), Mapping)), outer)
     kind = str(text.get("model_type") or outer.get("model_type") or "")
+    text = {**HYBRID_DEFAULTS.get(kind, {}), **text}
     hidden = _need(text, "hidden_size", "n_embd", "n_embed")
-    layers = _need(text, "num_hidden_layers", "n_layer")
+    parts = _mixed_layers(text, kind, hidden) or _equal_layers(text, kind, hidden)
     vocabulary = _need({**outer, **text}, "vocab_size")
     tied = text.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
     embeddings = vocabulary * hidden * (1 if tied else 2)
-    attention = _attention(text, hidden)
-    dense_mlp = (2 if kind in _TWO_MATRIX_MLP else 3) * hidden * _inner(text, hidden)
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    if kind == "nemotron_h":  # has layers of experts alone, of which there is none here
+        experts = 0
+    common = embeddings + sum(count * size for count, size, _ in parts.mixers)
+    mixers = " + ".join(f"{count} x {_m(size)} {name}" for count, size, name in parts.mixers)
     if experts <= 1:
-        total = active = embeddings + layers * (attention + dense_mlp)
-        why = f"{layers} layers x ({_m(attention)} attention + {_m(dense_mlp)} feed-forward) + {_m(embeddings)} embeddings"
+        total = active = common + parts.feed_forwards * parts.dense
+        dense = f"{parts.feed_forwards} x {_m(parts.dense)} feed-forward + " if parts.feed_forwards else ""
+        why = f"{mixers} + {dense}{_m(embeddings)} embeddings"
     else:
         used = _first(text, "num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk") or 1
         expert = 3 * hidden * (_first(text, "moe_intermediate_size", "intermediate_size_moe") or _inner(text, hidden))
         shared = expert * (_first(text, "n_shared_experts") or 0)
         if kind in ("llama4_text", "llama4"):
             shared = expert
-        shared += 3 * hidden * (_first(text, "shared_expert_intermediate_size") or 0)
-        sparse = layers - _dense_layers(text, layers)
+        shared += 3 * hidden * (_first(text, "shared_expert_intermediate_size", "shared_intermediate_size") or 0)
+        sparse = parts.feed_forwards - _dense_layers(text, parts.feed_forwards)
         router = hidden * experts
-        common = embeddings + layers * attention + (layers - sparse) * dense_mlp + sparse * (shared + router)
+        common += (parts.feed_forwards - sparse) * parts.dense + sparse * (shared + router)
         total = common + sparse * experts * expert
         active = common + sparse * used * expert
         why = (
-            f"{sparse} layers x {experts} experts x {_m(expert)} ({used} used per token) + {layers} x {_m(attention)} "
-            f"attention + {_m(embeddings)} embeddings"
+            f"{sparse} layers x {experts} experts x {_m(expert)} ({used} used per token) + {mixers} + {_m(embeddings)} "
+            "embeddings"
         )
-    return Weights(total, active, _bytes_per_parameter(outer, text), hidden, layers, why)
+    return Weights(total, active, _bytes_per_parameter(outer, text), hidden, parts.attending, why)
+
+
+class _Layers(NamedTuple):
+    """What the layers are made of: (how many, parameters, name) of what mixes tokens, and feed-forwards if dense."""
+
+    mixers: Sequence[tuple[int, int, str]]
+    attending: int
+    feed_forwards: int
+    dense: int
+
+
+def _equal_layers(text: Mapping[str, Any], kind: str, hidden: int) -> _Layers:
+    layers = _need(text, "num_hidden_layers", "n_layer")
+    dense = (2 if kind in _TWO_MATRIX_MLP else 3) * hidden * _inner(text, hidden)
+    return _Layers([(layers, _attention(text, kind, hidden), "attention")], layers, layers, dense)
+
+
+def _mixed_layers(text: Mapping[str, Any], kind: str, hidden: int) -> _Layers | None:
+    """The layers of a model of which some keep a state; None if it is of no such family."""
+    if kind not in HYBRID_FAMILIES:
+        return None
+    kinds = layer_kinds(text, kind)
+    if kind not in _MIXERS or "moe" in kinds:
+        raise ConfigError(
+            f"the weights of model_type={kind!r} cannot be counted; config_from_hf(model, gpu_bytes=...).explain() sizes a "
+            "cache for it"
+        )
+    attending, stateful = (sum(each in of for each in kinds) for of in (ATTENTION_KINDS, STATE_KINDS))
+    mixers = [(stateful, _MIXERS[kind](text, kind, hidden), "layers with a state")] if stateful else []
+    if attending:
+        mixers.append((attending, _attention(text, kind, hidden), "attention"))
+    feed_forwards = 0 if kind in _NO_FEED_FORWARD else kinds.count("mlp") or len(kinds)
+    inner = _need(text, "shared_intermediate_size") if kind == "granitemoehybrid" else _inner(text, hidden)
+    if kind == "lfm2" and text.get("block_auto_adjust_ff_dim", True):
+        multiple = _first(text, "block_multiple_of", least=1) or 256
+        factor = check_number(text.get("block_ffn_dim_multiplier") or 1.0, "block_ffn_dim_multiplier", "a number")
+        inner = ceil_div(int(factor * (2 * inner // 3)), multiple) * multiple
+    return _Layers(mixers, attending, feed_forwards, (2 if kind in _TWO_MATRIX_MLP else 3) * hidden * inner)
+
+
+def _delta_mixer(text: Mapping[str, Any], kind: str, hidden: int) -> int:
+    """Queries, keys and values, a gate, two numbers per head, a convolution, the output."""
+    conv, recurrent = (part.shape for part in state_spec(text, kind, DType.BFLOAT16).parts)
+    heads, inner = recurrent[0], recurrent[0] * recurrent[2]
+    return hidden * (conv[0] + 2 * inner + 2 * heads) + conv[0] * conv[1]
+
+
+def _mamba2_mixer(text: Mapping[str, Any], kind: str, hidden: int) -> int:
+    """Inputs with B and C, a gate, a time step per head, a convolution, the output."""
+    conv, recurrent = (part.shape for part in state_spec(text, kind, DType.BFLOAT16).parts)
+    heads, inner = recurrent[0], recurrent[0] * recurrent[1]
+    return hidden * (conv[0] + 2 * inner + heads) + conv[0] * conv[1]
+
+
+def _mamba_mixer(text: Mapping[str, Any], kind: str, hidden: int) -> int:
+    """Inputs and a gate, the output; a convolution, A; B, C and time steps through a narrow matrix."""
+    conv, (inner, state) = (part.shape for part in state_spec(text, kind, DType.BFLOAT16).parts)
+    given = text.get("time_step_rank")
+    rank = ceil_div(hidden, 16) if given in (None, "auto") else check_int(given, "time_step_rank", 1, _MAX_SIZE)
+    return 3 * hidden * inner + inner * conv[1] + inner * state + inner * (2 * rank + 2 * state)
+
+
+def _convolution_mixer(text: Mapping[str, Any], kind: str, hidden: int) -> int:
+    """Two gates and the input, a short convolution, the output."""
+    (conv,) = (part.shape for part in state_spec(text, kind, DType.BFLOAT16).parts)
+    return 4 * hidden * hidden + conv[0] * conv[1]
+
+
+_MIXERS: Mapping[str, Callable[[Mapping[str, Any], str, int], int]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _delta_mixer),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"), _mamba2_mixer),
+    **dict.fromkeys(("mamba", "falcon_mamba"), _mamba_mixer),
+    "lfm2": _convolution_mixer,
+}
+_NO_FEED_FORWARD = frozenset({"mamba", "falcon_mamba", "mamba2"})
 
 
 def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
@@ -153,7 +242,7 @@ def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
     return layers - layers // step
 
 
-def _attention(text: Mapping[str, Any], hidden: int) -> int:
+def _attention(text: Mapping[str, Any], kind: str, hidden: int) -> int:
     heads = _need(text, "num_attention_heads", "n_head")
     if text.get("kv_lora_rank"):
         rope, nope = _need(text, "qk_rope_head_dim"), _need(text, "qk_nope_head_dim")
@@ -165,7 +254,8 @@ def _attention(text: Mapping[str, Any], hidden: int) -> int:
     groups = _first(text, "num_key_value_heads", "num_kv_heads") or heads
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         groups = 1
-    return 2 * hidden * head * (heads + groups)
+    gate = hidden * head * heads if kind in _GATED_ATTENTION else 0
+    return 2 * hidden * head * (heads + groups) + gate
 
 
 def _inner(text: Mapping[str, Any], hidden: int) -> int:
@@ -210,19 +300,24 @@ def costs_for(
     *,
     num_gpus: int = 1,
     weight_bytes: float | None = None,
-) -> tuple[LinearCostModel, Sequence[LayerSpec]]:
-    """The expected costs on a GPU (prefill bound by compute, decoding by memory bandwidth), and the model's layers."""
+) -> tuple[LinearCostModel, tuple[LayerSpec | StateSpec, ...]]:
+    """The expected costs on a GPU (prefill bound by compute, decoding by memory bandwidth), and the model's layers.
+
+    A decode step reads K and V of all tokens of a sequence once, and reads and writes its state once.
+    """
     device, weights = find_gpu(gpu), count_weights(model)
     per_parameter = weight_bytes or weights.bytes_per_parameter
-    layers = without_states(layers_from_hf(model, dtype=kv_dtype))
+    layers = layers_from_hf(model, dtype=kv_dtype)
+    state_bytes = sum(layer.bytes for layer in layers if isinstance(layer, StateSpec))
+    token_bytes = sum(layer.bytes_per_token for layer in layers if isinstance(layer, LayerSpec))
     flops = device.flops(per_parameter) * num_gpus
     bandwidth = device.decode_bytes_per_second * num_gpus
     costs = LinearCostModel(
         prefill_seconds_per_token=2 * weights.active / flops,
-        seconds_per_token_pair=4 * weights.hidden_size * weights.num_layers / flops,
+        seconds_per_token_pair=4 * weights.hidden_size * weights.num_attention_layers / flops,
         decode_seconds_per_step=weights.active * per_parameter / bandwidth,
-        decode_seconds_per_sequence=2 * weights.active / flops,
-        decode_seconds_per_context_token=sum(layer.bytes_per_token for layer in layers) / bandwidth,
+        decode_seconds_per_sequence=2 * weights.active / flops + 2 * state_bytes / bandwidth,
+        decode_seconds_per_context_token=token_bytes / bandwidth,
         transfer_bytes_per_second=device.swap_bytes_per_second * num_gpus,
     )
     return costs, layers

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make_plan
 from kvpool.replay.command_options import load_trace
 from kvpool.replay.costs import GPUS
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.runs import run_all
-from kvpool.replay.simulate import ReplayConfig
+from kvpool.replay.simulate import ReplayConfig, least_capacity
 from kvpool.replay.trace import Trace
 from kvpool.scheduling.cost_model import read_costs
 from kvpool.terminal import check_files, console, parse_bytes, parse_tokens, progress_bar, write_json
@@ -81,10 +83,12 @@ def plan(
     out = console(to_stderr=json == "-")
     _print_plan(out, made)
     if loaded is not None and "kv_bytes_per_token" not in made.numbers:
-        out.print("There is no hit curve: nothing is left for a cache.", style="bold")
+        reason = "no layer attends" if "gpu_checkpoints" in made.numbers else "nothing is left for a cache"
+        out.print(f"There is no hit curve: {reason}.", style="bold")
     elif loaded is not None:
         lower = {"host": request.host_bytes, "disk": request.disk_bytes}
-        result["trace"] = _curve(out, loaded, policy, made, lower)
+        layers = layers_from_hf(request.model, dtype=kv_dtype)
+        result["trace"] = _curve(out, loaded, ReplayConfig(policy, layers=layers), made, lower)
     if json is not None:
         write_json(json, result)
 
@@ -107,22 +111,23 @@ def _shown(name: str, value: float) -> str:
     if name == "parameters":
         return f"{value / 1e9:.2f} B"
     if name.endswith("_bytes"):
-        return f"{value / GIB:,.1f} GiB"
+        return f"{value / GIB:,.1f} GiB" if value >= GIB else f"{value / 2**20:,.1f} MiB"
     if "seconds" in name:
         return f"{value:.3f} s" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
     return f"{value:,.0f}"
 
 
-def _curve(out: Any, loaded: Trace, policy: str, made: Plan, lower: dict[str, int]) -> dict[str, Any]:
+def _curve(out: Any, loaded: Trace, config: ReplayConfig, made: Plan, lower: dict[str, int]) -> dict[str, Any]:
     """Hit ratios over sizes in bytes of this model: what the GPU holds, what each tier adds, and where the knees are."""
     unit = loaded.block_size
     block_bytes = unit * int(made.numbers["kv_bytes_per_token"])
     most = max(loaded.num_unique if loaded.unit > 1 else loaded.num_ids // unit, 2)
-    marks = _tier_sizes(made, lower, block_bytes, most)
-    spread = {max(1, round(most ** (0.4 + 0.6 * point / (CURVE_POINTS - 1)))) for point in range(CURVE_POINTS)}
+    least = least_capacity(config.layers, unit)
+    marks = _tier_sizes(made, lower, block_bytes, max(most, least))
+    spread = {max(least, round(most ** (0.4 + 0.6 * point / (CURVE_POINTS - 1)))) for point in range(CURVE_POINTS)}
     capacities = sorted(spread | set(marks))
     with progress_bar("hit curve", len(capacities)) as advance:
-        results = run_all(loaded, [ReplayConfig(policy, size) for size in capacities], progress=advance)
+        results = run_all(loaded, [replace(config, capacity=size) for size in capacities], progress=advance)
     ratios = [result.hit_ratio for result in results]
     best = knees(capacities, ratios, int(made.numbers["kv_budget_bytes"]) // block_bytes)
     for size, ratio in zip(capacities, ratios, strict=True):
@@ -139,7 +144,7 @@ def _curve(out: Any, loaded: Trace, policy: str, made: Plan, lower: dict[str, in
         )
     return {
         "name": loaded.name,
-        "policy": policy,
+        "policy": config.policy,
         "curve": [{"capacity": size, "bytes": size * block_bytes, "hit_ratio": found[size]} for size in capacities],
         "tiers": {name: {"capacity": size, "hit_ratio": found[size]} for size, name in marks.items()},
         "knees": best,

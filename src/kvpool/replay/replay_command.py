@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from kvpool.config import GroupKind
 from kvpool.config.cache_config import OBJECTIVES, check_host_write, check_objective
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
 from kvpool.replay import command_options as opt
 from kvpool.replay.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
-from kvpool.replay.command_options import load_trace, parse_capacities, parse_tiers
+from kvpool.replay.command_options import load_trace, parse_capacities, parse_checkpoints, parse_tiers
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.runs import map_over, run_all
 from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult
@@ -22,7 +22,7 @@ from kvpool.replay.trace import Trace
 from kvpool.terminal import check_files, check_folders, console, progress_bar, write_csv, write_json
 
 if TYPE_CHECKING:
-    from kvpool.config import LayerSpec
+    from kvpool.config import LayerSpec, StateSpec
     from kvpool.scheduling import LinearCostModel
 
 DEFAULT_CAPACITIES = "1k,5k,10k,30k,50k,100k,inf"
@@ -40,6 +40,7 @@ def replay(
     tiers: opt.Tiers = "",
     host_write: opt.HostWrite = "back",
     objective: opt.Objective = "blocks",
+    checkpoint_every: opt.CheckpointEvery = None,
     block_size: opt.BlockSize = None,
     bounds: opt.Bounds = True,
     full_blocks_only: opt.FullBlocksOnly = False,
@@ -67,6 +68,7 @@ def replay(
       kvpool replay TRACE --policy lru,adaptive --capacity 1k:100k --report out.html
       kvpool replay TRACE --tiers gpu=10k,host=50k
       kvpool replay TRACE --capacity 10k --model config.json --gpu h200
+      kvpool replay TRACE --capacity 10k --model hybrid.json --checkpoint-every none,1k
     """
     out = console(to_stderr="-" in (csv, json))
     check_files(csv, json, report)
@@ -76,9 +78,10 @@ def replay(
         return
     sizes = _sizes(policy or "lru", capacity, tiers, host_write, objective)
     machine = _machine(model, kv_dtype, gpu, costs)
+    rules = _rules(checkpoint_every, machine)
     started = time.perf_counter()
     loaded = _read(out, trace, max_errors, limit, full_blocks_only)
-    configs = _configs(loaded, sizes, block_size, bounds, machine)
+    configs = _configs(loaded, sizes, block_size, bounds, machine, rules)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
     rows = [result.row() for result in results]
@@ -158,18 +161,32 @@ def _sizes(policy: str, capacity: str, tiers: str, host_write: str, objective: s
     return _Sizes(names, [blocks.pop("gpu")], {**blocks, "host_write": write})
 
 
+def _rules(checkpoint_every: str | None, machine: _Machine | None) -> list[dict[str, Any]]:
+    """What the model keeps and where: its layers, and those that attend alone if others keep a state."""
+    if machine is None or not machine.keeps_states:
+        if checkpoint_every is not None:
+            raise InvalidArgumentError("--checkpoint-every needs a --model of which some layers keep a state")
+        return [{} if machine is None else {"layers": machine.layers}]
+    every = parse_checkpoints(checkpoint_every or "none")
+    return [{"layers": machine.layers, "checkpoint_every": each} for each in every] + [{"layers": machine.attention}]
+
+
 def _configs(
-    trace: Trace, sizes: _Sizes, block_size: int | None, bounds: bool, machine: _Machine | None
+    trace: Trace,
+    sizes: _Sizes,
+    block_size: int | None,
+    bounds: bool,
+    machine: _Machine | None,
+    rules: list[dict[str, Any]],
 ) -> list[ReplayConfig]:
     names, capacities, lower = sizes
-    token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
-    usual = machine is None or machine.costs is None
-    time = PrefillTime() if usual else PrefillTime.of(machine.costs, token_bytes)  # type: ignore[union-attr,arg-type]
-    options: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes, "time": time, **lower}
+    time = PrefillTime() if machine is None else machine.time
+    options: dict[str, Any] = {"block_size": block_size, "time": time, **lower}
     configs = [
-        ReplayConfig(name, size, objective=objective, **options)
+        ReplayConfig(name, size, objective=objective, **options, **rule)
         for name, objective in names
         if name not in MODELS
+        for rule in rules
         for size in capacities
     ]
     models = [name for name, _ in names if name in MODELS]
@@ -187,12 +204,31 @@ def _configs(
 class _Machine(NamedTuple):
     """The model's layers, and what its steps cost, if serving is to be simulated."""
 
-    layers: Sequence[LayerSpec]
+    layers: tuple[LayerSpec | StateSpec, ...]
     costs: LinearCostModel | None
+
+    @property
+    def attention(self) -> tuple[LayerSpec | StateSpec, ...]:
+        """The layers that attend."""
+        return tuple(layer for layer in self.layers if layer.kind is not GroupKind.STATE)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state."""
+        return len(self.attention) < len(self.layers)
+
+    @property
+    def time(self) -> PrefillTime:
+        """What computing and loading prefixes takes."""
+        return (
+            PrefillTime()
+            if self.costs is None
+            else PrefillTime.of(self.costs, ReplayConfig(layers=self.layers).token_bytes)
+        )
 
 
 def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured: Path | None) -> _Machine | None:
-    from kvpool.config.model_config import layers_from_hf, without_states
+    from kvpool.config.model_config import layers_from_hf
     from kvpool.replay.costs import costs_for, count_weights
     from kvpool.scheduling.cost_model import read_costs
 
@@ -203,13 +239,13 @@ def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured
         if model is None:
             return _Machine(found.layers, found.costs)
         found.check_model(count_weights(model).total)
-        return _Machine(without_states(layers_from_hf(model, dtype=kv_dtype)), found.costs)
+        return _Machine(layers_from_hf(model, dtype=kv_dtype), found.costs)
     if gpu is not None:
         if model is None:
             raise InvalidArgumentError("--gpu needs --model config.json: the cost of a token depends on the model")
         costs, layers = costs_for(model, gpu, kv_dtype)
         return _Machine(layers, costs)
-    return None if model is None else _Machine(without_states(layers_from_hf(model, dtype=kv_dtype)), None)
+    return None if model is None else _Machine(layers_from_hf(model, dtype=kv_dtype), None)
 
 
 def _add_serving(
@@ -229,7 +265,7 @@ def _add_serving(
     servings = {
         index: ServingConfig(config, machine.layers, machine.costs, speed=speed, slo_ttft=slo[0], slo_tpot=slo[1])
         for index, config in enumerate(configs)
-        if config.policy not in MODELS and config.capacity is not None
+        if config.policy not in MODELS and config.capacity is not None and config.layers == machine.layers
     }
     with progress_bar("serving", len(servings), quiet) as advance:
         found = map_over(trace, simulate_serving, list(servings.values()), workers=workers, progress=advance)
@@ -237,6 +273,10 @@ def _add_serving(
         rows[index].update(result.row())
 
 
+_CHECKPOINTS = (
+    "A capacity is the memory of so many blocks of K and V. Rows with checkpoints divide it between blocks and states; the "
+    "others keep K and V of the layers that attend alone, as if states took no memory."
+)
 _TIER_NAMES = {"GPU": "GPU", "HOST": "host", "DISK": "disk"}
 
 
@@ -266,6 +306,8 @@ def _print_tables(
         table.add_row(*cells, style="dim" if result.bound else "")
     table.caption = f"saved: of the seconds that computing all prompts takes. {seconds:.1f} s"
     out.print(table)
+    if any(result.checkpoints for result in results):
+        out.print(_CHECKPOINTS, style="dim")
     for bound in dict.fromkeys(f"{result.policy}: {result.bound}" for result in results if result.bound):
         out.print(bound, style="dim")
     served = [(result, row) for result, row in zip(results, rows, strict=True) if "ttft_p50" in row]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.config import KVCacheConfig, LayerSpec
+from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
 from kvpool.errors import InvalidArgumentError, NeverFitsError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.replay.simulate import ReplayConfig
@@ -27,7 +27,7 @@ class ServingConfig:
     """
 
     cache: ReplayConfig
-    layers: Sequence[LayerSpec]
+    layers: Sequence[LayerSpec | StateSpec]
     costs: CostModel
     speed: float = 1.0
     slo_ttft: float = 2.0
@@ -77,14 +77,14 @@ class _Serving:
         cache = KVCacheConfig(
             config.layers,
             block_size,
-            gpu_blocks=config.cache.capacity,
-            host_blocks=config.cache.host or None,
-            disk_blocks=config.cache.disk or None,
+            **_sizes(config.cache, block_size),
+            checkpoint_every=config.cache.checkpoint_every,
             host_write=config.cache.host_write,
             event_buffer_size=0,
             objective=config.cache.objective,
             depth_cost=config.cache.time.depth_cost if config.cache.objective == "seconds" else None,
         )
+        self.drafts = cache.state_group is None  # layers that keep a state take no drafts
         self.now = 0.0
         self.manager = KVCacheManager(cache, policy=config.cache.policy, clock=lambda: self.now)
         limits = SchedulerConfig(
@@ -158,7 +158,7 @@ class _Serving:
         What is computed, when, and what the cache holds afterwards are the same. It only takes fewer plans.
         """
         plan = self.decoded
-        if plan is None or self.scheduler.num_waiting:
+        if plan is None or self.scheduler.num_waiting or not self.drafts:
             return 1
         num = len(plan.sequences)
         most = min(MAX_AHEAD, self.config.max_tokens_per_step // num)
@@ -200,6 +200,15 @@ class _Serving:
             serving_token_hit_ratio=self.manager.stats().token_hit_rate,
             simulated_seconds=self.now,
         )
+
+
+def _sizes(cache: ReplayConfig, block_size: int) -> dict[str, Any]:
+    """The memory of each tier: blocks, or the bytes of so many blocks of K and V if layers keep a state."""
+    blocks = {"gpu": cache.capacity, "host": cache.host or None, "disk": cache.disk or None}
+    if not cache.keeps_states:
+        return {f"{tier}_blocks": count for tier, count in blocks.items()}
+    block_bytes = cache.token_bytes * block_size
+    return {f"{tier}_bytes": count and count * block_bytes for tier, count in blocks.items()}
 
 
 def _index(sequence: ScheduledSequence) -> int:

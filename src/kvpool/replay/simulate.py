@@ -1,7 +1,8 @@
 """Replays a workload through the real manager, one request after the other, to see what a cache of this size reuses.
 
 In this sequential model, the blocks of a request are matched, held, computed, published and released before the next request
-comes. The manager does all of it: an id of the trace is a token for it.
+comes. The manager does all of it: an id of the trace is a token for it. Where layers keep a state, prompts are computed in
+the steps that the manager asks for, so hits end at checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.config import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
 from kvpool.config.cache_config import check_host_write, check_objective
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
@@ -26,11 +27,13 @@ from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.replay.costs import DISK_BYTES_PER_SECOND
 from kvpool.replay.trace import Trace
 from kvpool.scheduling.cost_model import LinearCostModel
+from kvpool.sequences.handle import KVCacheHandle
 
 _USUAL = LinearCostModel()
 USUAL_TOKEN_BYTES = 131_072  # of K and V, in the 8-billion-parameter model of the default costs
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 PROGRESS_STEP = 256  # requests between two reports
+LEAST_CHECKPOINTS = 2  # of a live request: the state that a step reads, and the one that it leaves
 READS_PRIORITIES = frozenset({"adaptive", "priority"})  # policies that are told about partial last blocks
 
 Progress = Callable[[int], None]
@@ -82,6 +85,8 @@ class ReplayConfig:
     """What to replay with. `capacity`, `host` and `disk` count blocks; `None` is as large as the workload.
 
     `block_size` counts tokens. For a trace of block ids it must be a multiple of the trace's own block size (the default).
+    If some of the `layers` keep a state, a capacity is the memory of so many blocks of K and V, and `KVCacheConfig` divides
+    it between blocks and checkpoints.
     """
 
     policy: str = "lru"
@@ -90,18 +95,44 @@ class ReplayConfig:
     disk: int = 0
     host_write: str | int = "back"  # when runs are copied to the host: see `KVCacheConfig`
     block_size: int | None = None
-    token_bytes: int | None = None  # of K and V; None: bytes are not reported
+    layers: tuple[LayerSpec | StateSpec, ...] = ()  # of the model; none: bytes are not reported
+    checkpoint_every: int | None = None  # tokens, where layers keep a state: see `KVCacheConfig`
     objective: str = "blocks"  # what eviction saves: see `KVCacheConfig`
     time: PrefillTime = PrefillTime()  # what found blocks are worth in seconds
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "host", "disk", "block_size", "token_bytes"):
+        for name in ("capacity", "host", "disk", "block_size", "checkpoint_every"):
             value = getattr(self, name)
             least = 0 if name in ("host", "disk") else 1
             if value is not None and (type(value) is not int or value < least):
                 raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
         check_host_write(self.host_write, InvalidArgumentError)
         check_objective(self.objective, InvalidArgumentError)
+        if self.keeps_states and not self.token_bytes:
+            raise InvalidArgumentError(
+                "no layer of this model attends: it has checkpoints and no blocks, which is what capacities count"
+            )
+        if self.checkpoint_every is not None and not self.keeps_states:
+            raise InvalidArgumentError(
+                f"checkpoint_every is {self.checkpoint_every}, but no layer keeps a state (StateSpec)"
+            )
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state."""
+        return any(isinstance(layer, StateSpec) for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V that all layers keep of a token."""
+        return sum(layer.bytes_per_token for layer in self.layers if isinstance(layer, LayerSpec))
+
+
+def least_capacity(layers: tuple[LayerSpec | StateSpec, ...], block_size: int) -> int:
+    """The smallest capacity that can serve a request: one block, and the checkpoints of a live request."""
+    state_bytes = sum(layer.bytes for layer in layers if isinstance(layer, StateSpec))
+    token_bytes = ReplayConfig(layers=layers).token_bytes
+    return 1 + ceil_div(LEAST_CHECKPOINTS * state_bytes, token_bytes * block_size) if state_bytes else 1
 
 
 @dataclass
@@ -122,6 +153,8 @@ class ReplayResult:
     saved_seconds: float  # time of computing what was found, less the time of loading it
     saved_ratio: float  # saved_seconds over the time of computing all prompts
     objective: str = "blocks"
+    checkpoints: int | None = None  # how many the GPU has room for; None: no layer keeps a state
+    checkpoint_every: int | None = None
     hit_blocks_by_tier: dict[str, int] = field(default_factory=dict)
     evicted_blocks: int = 0  # blocks that left the index, or the tier
     offloaded_blocks: int = 0
@@ -136,8 +169,12 @@ class ReplayResult:
 
     @property
     def label(self) -> str:
-        """The policy, and its objective if that is not blocks."""
-        return self.policy if self.objective == "blocks" else f"{self.policy}, {self.objective}"
+        """The policy, its objective if that is not blocks, and where states are kept."""
+        label = self.policy if self.objective == "blocks" else f"{self.policy}, {self.objective}"
+        if self.checkpoints is None:
+            return label
+        every = "" if self.checkpoint_every is None else f" every {self.checkpoint_every:,}"
+        return f"{label}, checkpoints{every}"
 
     def row(self) -> dict[str, Any]:
         """Plain data for JSON and CSV, without the hits per request."""
@@ -192,21 +229,52 @@ class _Replay:
                 f"block_size={block_size} is no multiple of the trace's blocks of {trace.unit} tokens; "
                 "what lies inside them is not known"
             )
+        if config.checkpoint_every is not None and config.checkpoint_every % block_size:
+            raise InvalidArgumentError(
+                f"checkpoint_every={config.checkpoint_every} is no multiple of the blocks of {block_size} tokens"
+            )
         self.ids_per_block = block_size // trace.unit
-        self.capacity = config.capacity or self._everything()
+        sizes = self._sizes(block_size)
+        self.capacity, self.checkpoints = sizes[Tier.GPU]
         self.now = 0.0
-        self.manager = self._manager()
+        self.manager = self._manager(sizes)
         self.num_blocks = self.capacity
         self.oversized = self.copied_down = 0
-        self.ends_partially = self._partial_ends()
+        ends = np.diff(trace.offsets) * trace.unit > trace.input_lengths
+        self.ends_partially: list[bool] = ends.tolist()
+        # The last block of such a prompt is hardly ever reused; the policy is told so.
+        self.tells_ends = config.policy in READS_PRIORITIES and self.ids_per_block == 1 < trace.unit
         self.hints = trace.hints()
 
-    def _partial_ends(self) -> list[bool] | None:
-        """Which prompts end inside a block. Such a block is hardly ever reused; the policy is told so."""
-        if self.config.policy not in READS_PRIORITIES or self.ids_per_block > 1 or self.trace.unit == 1:
-            return None
-        ends: list[bool] = (np.diff(self.trace.offsets) * self.trace.unit > self.trace.input_lengths).tolist()
-        return ends
+    def _sizes(self, block_size: int) -> dict[Tier, tuple[int, int]]:
+        """Blocks and checkpoints of each tier."""
+        config = self.config
+        blocks = {Tier.GPU: config.capacity or self._everything(), Tier.HOST: config.host, Tier.DISK: config.disk}
+        if not config.keeps_states:
+            return {tier: (num_blocks, 0) for tier, num_blocks in blocks.items()}
+        block_bytes, least = config.token_bytes * block_size, least_capacity(config.layers, block_size)
+        if config.capacity is not None and config.capacity < least:
+            raise InvalidArgumentError(
+                f"capacity is {config.capacity} blocks; one block and {LEAST_CHECKPOINTS} checkpoints take {least}"
+            )
+        divided = KVCacheConfig(
+            config.layers,
+            block_size,
+            gpu_bytes=blocks[Tier.GPU] * block_bytes,
+            host_bytes=config.host * block_bytes,
+            disk_bytes=config.disk * block_bytes,
+        )
+        group = divided.state_group
+        assert group is not None
+        pool = divided.pools[group.pool]
+        sizes = {}
+        for tier, num_blocks in blocks.items():
+            kept = pool.num_blocks[tier] // len(pool.groups)
+            kept = max(kept, LEAST_CHECKPOINTS if tier is Tier.GPU else 0)
+            sizes[tier] = (num_blocks - ceil_div(kept * group.block_bytes, block_bytes), kept)
+        if config.capacity is None:
+            sizes[Tier.GPU] = (blocks[Tier.GPU], max(blocks[Tier.GPU], LEAST_CHECKPOINTS))
+        return sizes
 
     def _everything(self) -> int:
         lengths = ceil_div(np.diff(self.trace.offsets), self.ids_per_block)
@@ -214,14 +282,19 @@ class _Replay:
             return max(self.trace.num_unique, int(lengths.max(initial=1)), 1)
         return max(int(lengths.sum()), 1)
 
-    def _manager(self) -> KVCacheManager:
-        layers = [LayerSpec(kv_heads=1, head_dim=1)]
+    def _manager(self, sizes: Mapping[Tier, tuple[int, int]]) -> KVCacheManager:
+        layers: list[LayerSpec | StateSpec] = [LayerSpec(kv_heads=1, head_dim=1)]
+        if self.checkpoints:  # of another size than blocks, so that each has a pool of its own
+            layers.append(StateSpec((StatePart("state", (self.ids_per_block, 16), DType.FLOAT32),)))
+        num_pools = len(layers)
+        every = self.config.checkpoint_every
         config = KVCacheConfig(
             layers,
             self.ids_per_block,
-            gpu_blocks=self.capacity,
-            host_blocks=self.config.host or None,
-            disk_blocks=self.config.disk or None,
+            gpu_blocks=sizes[Tier.GPU][:num_pools],
+            host_blocks=sizes[Tier.HOST][:num_pools],
+            disk_blocks=sizes[Tier.DISK][:num_pools],
+            checkpoint_every=None if every is None else every // self.trace.unit,
             host_write=self.config.host_write,
             watermark=0.0,
             partial_match=False,
@@ -267,14 +340,25 @@ class _Replay:
             if room > self.num_blocks:
                 self._resize(room)
         retention = None
-        if self.ends_partially is not None and self.ends_partially[index]:
+        if self.tells_ends and self.ends_partially[index]:
             retention = _last_id_first(num_ids)
-        handle = manager.allocate(index, ids, retention=retention)
-        manager.commit(handle)
+        handle = manager.allocate(index, ids, retention=retention, reserve=0 if self.checkpoints else None)
+        if self.checkpoints:
+            self._compute(handle, num_ids - self.ends_partially[index])
+        else:
+            manager.commit(handle)
         if self.num_blocks > room:
             self._resize(room)  # while the request is live, so that only other blocks are evicted
         manager.free(handle, hint=None if self.hints is None else self.hints[index])
         return handle.num_cached_blocks
+
+    def _compute(self, handle: KVCacheHandle, stop: int) -> None:
+        """Computes a prompt in the steps that leave checkpoints. A partial last block is left out: it never has one."""
+        manager = self.manager
+        while (start := handle.num_committed) < stop:
+            end = manager.step_end(handle, start, stop)
+            manager.extend(handle, max(0, end - handle.num_reserved))
+            manager.commit(handle, end - start)
 
     def _resize(self, num_blocks: int) -> None:
         self.manager.cache.resize(num_blocks)
@@ -289,12 +373,14 @@ class _Replay:
         stats = self.manager.stats()
         by_tier = {tier.name: stats.hit_blocks[tier.name] for tier in TIERS}
         block_size = self.ids_per_block * self.trace.unit
-        block_bytes = None if self.config.token_bytes is None else self.config.token_bytes * block_size
+        block_bytes = self.config.token_bytes * block_size if self.config.layers else None
         return ReplayResult(
             **totals(self.trace, hits, block_size, self.config.time, by_tier),
             policy=self.config.policy,
             capacity=self.config.capacity,
             objective=self.config.objective,
+            checkpoints=self.checkpoints or None,
+            checkpoint_every=self.config.checkpoint_every,
             hit_blocks_by_tier=by_tier,
             evicted_blocks=sum(stats.evictions.values()),
             offloaded_blocks=stats.offloaded_blocks,
