@@ -339,7 +339,7 @@ def test_a_block_named_for_one_admission_is_not_taken_for_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], block_size=4, gpu_blocks=16))
-    with TraceRecorder(manager, tmp_path / "recording"):
+    with TraceRecorder(tmp_path / "recording").attach(manager):
         first = manager.allocate("a", list(range(8)))
         manager.commit(first)
         manager.free(first)
