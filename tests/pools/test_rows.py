@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 
 def make_rows(*layers: LayerSpec, **options: Any) -> SequenceRows:
     config = KVCacheConfig(list(layers) or [FULL], block_size=4, gpu_blocks=8)
-    return SequenceRows(groups_of(config), 4, **options)
+    return SequenceRows(groups_of(config), 4, threading.RLock(), **options)
 
 
 def add(rows: SequenceRows, num_blocks: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def make_context(*layers: LayerSpec, gpu_blocks: int = 16, **options: Any) -> Ca
     config = KVCacheConfig(list(layers) or [FULL], block_size=SIZE, gpu_blocks=gpu_blocks, **options)
     pools = pools_of(config)
     groups = make_groups(config.groups, SIZE, pools)
-    rows: SequenceRows[Node, Any] = SequenceRows(groups, SIZE)
+    rows: SequenceRows[Node, Any] = SequenceRows(groups, SIZE, threading.RLock())
     return CacheContext(SIZE, groups, pools, rows, Counters(), EventLog(64), [], Clock())
 
 

@@ -12,7 +12,7 @@ from kvpool.events import Removed, Stored, Updated
 from kvpool.eviction import LRUPolicy
 from kvpool.pools.pool import CopyKind
 from kvpool.prefix.announcer import Announcer
-from kvpool.prefix.cache import PrefixCache, Removal
+from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node
@@ -286,44 +286,36 @@ def test_given_a_detached_run_when_its_last_reader_leaves_then_its_blocks_are_fr
 # --- leaving ---------------------------------------------------------------------------------------------------------
 
 
-def removal_of(context: CacheContext, tree: RunTree) -> Removal:
-    ledger, announcer = IdleLedger(context), Announcer(context)
-    windows = WindowReaders(context, ledger, announcer)
-    expiry = Expiry(context, announcer, lambda node: None)
-    readers = PathReaders(context, tree, ledger, expiry, windows)
-    return Removal(context, tree, ledger, windows, readers, announcer, expiry)
-
-
 def test_given_an_idle_leaf_when_its_tail_is_dropped_then_the_rest_stays_a_candidate() -> None:
     context = make_context()
-    tree = make_tree(context)
-    removal = removal_of(context, tree)
+    cache = PrefixCache(context, LRUPolicy, offload_on_evict=False, offload_min_priority=0)
+    tree = cache.tree
     run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2, 3, 4, 5, 6)
-    removal.ledger.count_run(run, 1)
-    removal.drop_tail(run, 2, CAPACITY)
+    cache.ledger.count_run(run, 1)
+    cache.drop_tail(run, 2, CAPACITY)
     assert (gpu(context), run.tokens.tolist(), run in run.root.policies[Tier.GPU]) == ((15, 1, 0), [1, 2], True)
     assert context.counters.evictions[CAPACITY.value] == 2
 
 
 def test_given_a_parent_when_its_only_child_is_dropped_then_it_becomes_a_candidate() -> None:
     context = make_context()
-    tree = make_tree(context)
-    removal = removal_of(context, tree)
+    cache = PrefixCache(context, LRUPolicy, offload_on_evict=False, offload_min_priority=0)
+    tree = cache.tree
     parent = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2)
     child = add_run(context, tree, parent, 3, 4)
-    removal.drop_tail(child, 1, CAPACITY)
+    cache.drop_tail(child, 1, CAPACITY)
     assert (tree.num_runs, parent in parent.root.policies[Tier.GPU]) == (1, True)
 
 
 def test_given_a_subtree_under_a_reader_when_it_is_detached_then_only_idle_blocks_become_free() -> None:
     context = make_context()
-    tree = make_tree(context)
-    removal = removal_of(context, tree)
+    cache = PrefixCache(context, LRUPolicy, offload_on_evict=False, offload_min_priority=0)
+    tree = cache.tree
     read = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2)
     idle = add_run(context, tree, read, 3, 4)
     read.active = read.root.active = 1
-    removal.ledger.count_run(idle, 1)
-    assert removal.detach(read, EvictionReason.INVALIDATED) == 2
+    cache.ledger.count_run(idle, 1)
+    assert cache.detach(read, EvictionReason.INVALIDATED) == 2
     assert (gpu(context), read.detached, tree.num_runs) == ((15, 0, 0), True, 0)
 
 

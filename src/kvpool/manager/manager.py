@@ -19,6 +19,7 @@ quotas, eviction, tiers, sizes) is `manager.cache`; whoever wants to look inside
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -106,7 +107,7 @@ class KVCacheManager:
         new_policy = as_policy_factory(config.eviction_policy if policy is None else policy)
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
-        self._state = CacheState(config, new_policy, clock, self.events)
+        self._state = CacheState(config, new_policy, clock, self.events, threading.RLock())
         self._guard = Guard(self._state, config.pressure_levels)
         self._admissions = AdmissionPlanner(self._state)
         self._windows = RowWindows(self._state)

@@ -242,7 +242,6 @@ class Invalidator:
         self.state = state
         self.cache = state.cache
         self.tree = state.cache.tree
-        self.removal = state.cache.removal
         self.logits = state.cache.logits
         self.rows = state.rows
         self.in_flight = state.in_flight
@@ -321,7 +320,7 @@ class Invalidator:
         doomed = {part for node in nodes for part in node.subtree()}
         self._silence(lambda handle: self.rows.tips[handle.row] in doomed or affected(handle))
         self.pins.void(doomed)
-        return sum(self.removal.detach(node, reason) for node in nodes if not node.detached)
+        return sum(self.cache.detach(node, reason) for node in nodes if not node.detached)
 
     def _silence(self, affected: Callable[[KVCacheHandle], bool]) -> None:
         """These requests publish nothing more; what they were computing may be in the hands of others."""

@@ -44,10 +44,17 @@ HandleT = TypeVar("HandleT")  # a live sequence as its user sees it; rows only r
 class SequenceRows(Generic[TipT, HandleT]):
     """The struct of arrays behind all live sequences. Lengths are in tokens, `num_blocks` in blocks."""
 
-    def __init__(self, groups: tuple[Group, ...], block_size: int, num_rows: int = 64, num_columns: int = 128) -> None:
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        block_size: int,
+        lock: threading.RLock,
+        num_rows: int = 64,
+        num_columns: int = 128,
+    ) -> None:
         num_groups = len(groups)
         self.num_columns = num_columns  # of the tables
-        self.lock = threading.RLock()  # the manager's one lock: whoever reads or changes rows holds it
+        self.lock = lock  # the manager's one lock: whoever reads or changes rows holds it
         self.block_size = block_size
         self.groups = groups
         self.all_grow = all(group.grows for group in groups)

@@ -29,12 +29,11 @@ CAPACITY: Final = EvictionReason.CAPACITY  # a global is several times cheaper t
 
 
 class PrefixCache:
-    """Owns the parts; each has a file of its own. It decides what leaves when room is needed, and they carry it out.
+    """Owns the parts, decides what leaves when room is needed, and takes it out of the index.
 
     `tree` finds and cuts runs, `readers` counts who holds paths, `windows` who reads windowed blocks, `ledger` what is idle,
-    `orders` knows who goes first, `expiry` when somebody must, `mover` changes tiers, `removal` takes out of the index,
-    `logits` keeps what was computed behind whole prompts, `announcer` tells subscribers. No part knows the cache: what it
-    needs of it is given to it as a function.
+    `orders` knows who goes first, `expiry` when somebody must, `mover` changes tiers, `logits` keeps what was computed behind
+    whole prompts, `announcer` tells subscribers. No part knows the cache: what it needs of it is given to it as a function.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class PrefixCache:
         self.logits = StoredLogits(context)
         self.windows = WindowReaders(context, self.ledger, self.announcer)
         self.readers = PathReaders(context, self.tree, self.ledger, self.expiry, self.windows)
-        self.removal = Removal(context, self.tree, self.ledger, self.windows, self.readers, self.announcer, self.expiry)
         self.mover = TierMover(
             context,
             self.tree,
@@ -81,7 +79,7 @@ class PrefixCache:
     # --- what the parts ask for --------------------------------------------------------------------------------------
 
     def _drop_expired(self, node: Node) -> None:
-        self.removal.drop_tail(node, node.num_blocks, EvictionReason.EXPIRED)
+        self.drop_tail(node, node.num_blocks, EvictionReason.EXPIRED)
 
     def _evictable_below(self, pool: BlockPool) -> int:
         return self.orders.evictable(pool, None)
@@ -155,7 +153,7 @@ class PrefixCache:
         if self.mover.lower_tier[node.tier] is not None and self._goes_down(node):
             num_blocks = self._move_down(node, num_blocks, reason)
         if num_blocks:
-            self.removal.drop_tail(node, num_blocks, reason, evicted=True)
+            self.drop_tail(node, num_blocks, reason, evicted=True)
 
     def _goes_down(self, node: Node) -> bool:
         """Whether a run should have a place below its tier when it is evicted."""
@@ -174,7 +172,7 @@ class PrefixCache:
             if not part or (self.context.windowed and not self.windows.is_usable(node, keep, keep + part)):
                 break
             if part < num_blocks:
-                self.removal.drop_tail(node, num_blocks - part, reason)
+                self.drop_tail(node, num_blocks - part, reason)
                 num_blocks = part
             if self.mover.demote(node, part):
                 self.context.counters.evictions[reason.value] += self.context.num_present(node, 0)
@@ -196,27 +194,7 @@ class PrefixCache:
                 victim: Any = quota.policies[GPU].victim()
                 self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
 
-
-class Removal:
-    """Frees what leaves, keeps the books, and tells subscribers exactly once. What leaves, and when, others decide."""
-
-    def __init__(
-        self,
-        context: CacheContext,
-        tree: RunTree,
-        ledger: IdleLedger,
-        windows: WindowReaders,
-        readers: PathReaders,
-        announcer: Announcer,
-        expiry: Expiry,
-    ) -> None:
-        self.context = context
-        self.tree = tree
-        self.ledger = ledger
-        self.windows = windows
-        self.readers = readers
-        self.announcer = announcer
-        self.expiry = expiry
+    # --- leaving the index -------------------------------------------------------------------------------------------
 
     def drop_tail(self, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False) -> None:
         """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it."""

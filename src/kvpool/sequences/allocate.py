@@ -43,7 +43,6 @@ class Allocator:
         self.tree = state.cache.tree
         self.readers = state.cache.readers
         self.windows = windows
-        self.removal = state.cache.removal
         self.admissions = admissions
         self.in_flight = state.in_flight
 
@@ -61,7 +60,7 @@ class Allocator:
         tip = self.enter(match, handle.scope)
         taken = None
         if partial is not None and not state.config.copy_on_partial_reuse:
-            taken = self.removal.take_over(partial)
+            taken = self.cache.take_over(partial)
         held = self._make_room(plan, tip, taken is None, handle.scope.tenant) if plan.evicts else _NOTHING
         promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else None
         row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_cross_blocks)

@@ -95,7 +95,7 @@ class Publisher:
         self.tree = cache.tree
         self.readers = cache.readers
         self.windows = cache.windows
-        self.removal = cache.removal
+        self.cache = cache
         self.announcer = cache.announcer
         self.expiry = cache.expiry
         self.mover = cache.mover
@@ -253,7 +253,7 @@ class Publisher:
         node.num_blocks = done - node.start  # the rest when it is read: `sync`
         self.tree.add(node)
         if tip.num_remainders:
-            self.removal.drop_covered(tip, key)
+            self.cache.drop_covered(tip, key)
         return node
 
     def publish_remainder(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
@@ -276,7 +276,7 @@ class Publisher:
         if tip.children is not None and tip.children.nearest(key)[1] == len(key):
             return tip
         if tip.num_remainders:
-            self.removal.drop_covered(tip, key)
+            self.cache.drop_covered(tip, key)
         node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
         node.active = 1  # as in `_open`
@@ -297,7 +297,7 @@ class Publisher:
             group.publish(node.ids[group.index])
         self.tree.add(node)
         if tip.num_remainders:
-            self.removal.drop_covered(tip, key)
+            self.cache.drop_covered(tip, key)
         return node
 
     def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:

@@ -29,7 +29,6 @@ class Releaser:
         self.tree = state.cache.tree
         self.readers = state.cache.readers
         self.expiry = state.cache.expiry
-        self.removal = state.cache.removal
         self.publisher = state.publisher
         self.in_flight = state.in_flight
         self.windows = windows
@@ -145,7 +144,7 @@ class Releaser:
         node = tip
         while node.is_candidate() and node.published_by == serial:
             parent = node.parent
-            self.removal.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
+            self.cache.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
             node = parent
 
     def free_batch(self, handles: Sequence[GivenHandle], keep: bool) -> None:

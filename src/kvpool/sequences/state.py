@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ class CacheState:
         new_policy: Callable[[], EvictionPolicy],
         clock: Callable[[], float],
         events: EventLog,
+        lock: threading.RLock,
     ) -> None:
         self.config = config
         self.max_seq_len = config.max_seq_len  # these are asked for in every operation
@@ -81,7 +83,7 @@ class CacheState:
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
         ]
         self.groups = make_groups(config.groups, config.block_size, self.pools)
-        self.rows: Rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
+        self.rows: Rows = SequenceRows(self.groups, config.block_size, lock, num_columns=max(columns, 1))
         self.context = CacheContext(
             config.block_size, self.groups, self.pools, self.rows, self.counters, events, self.copies, clock
         )
