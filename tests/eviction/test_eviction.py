@@ -27,6 +27,7 @@ from kvpool.eviction import (
     register_policy,
 )
 from kvpool.eviction.classic import GhostPolicy
+from kvpool.eviction.policy import _MAX_CHECKPOINTS
 
 BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
 
@@ -661,3 +662,17 @@ def evict_all(policy: EvictionPolicy) -> list[Any]:
         policy.remove(run)
         order.append(run)
     return order
+
+
+def test_given_a_clock_that_rose_very_often_then_old_accesses_still_see_nearly_what_it_was() -> None:
+    policy = CostAwarePolicy()
+    rises = 3 * _MAX_CHECKPOINTS
+    for tick in range(1, rises + 1):  # after tick t the clock stands at 2 t
+        policy._latest = tick
+        policy._raise_clock(2.0 * tick)
+    policy._raise_clock(2.0 * rises + 1)  # again after the same tick: it stands higher now
+    assert len(policy._ticks) == len(policy._clocks) <= _MAX_CHECKPOINTS
+    assert (policy._ticks[0], policy._clocks[0]) == (1, 2.0)
+    assert (policy._ticks[-1], policy._clocks[-1]) == (rises, 2.0 * rises + 1)
+    assert all(clock == 2.0 * tick for tick, clock in zip(policy._ticks[:-1], policy._clocks[:-1], strict=True))
+    assert policy._ticks[-_MAX_CHECKPOINTS // 2 :] == list(range(rises - _MAX_CHECKPOINTS // 2 + 1, rises + 1))
