@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import DType, LayerSpec
+from kvpool import DType, LayerSpec, StatePart, StateSpec
 from kvpool.cli import main
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import TraceBuilder, write_trace
@@ -71,6 +71,16 @@ def test_given_a_measurement_when_written_and_read_then_it_is_the_same(costs_fil
     found = read_costs(costs_file)
     assert found.to_dict() == measurement().to_dict()
     assert found.layers == measurement().layers
+
+
+def test_given_layers_that_keep_a_state_then_a_measurement_has_them(tmp_path: Path) -> None:
+    state = StateSpec((StatePart("conv", (8, 4), DType.BFLOAT16), StatePart("recurrent", (2, 8), DType.FLOAT32)))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"measurement": measurement(layers=(LayerSpec(2, 64), state)).to_dict()}))
+    assert read_costs(path).layers == (LayerSpec(2, 64), state)
+    path.write_text(json.dumps({"measurement": measurement().to_dict() | {"layers": [{"parts": [{"name": "conv"}]}]}}))
+    with pytest.raises(InvalidArgumentError, match="is broken"):
+        read_costs(path)
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def measure_costs(engine: Engine, name: str) -> Measurement:
         memory_bytes=memory_bytes(engine.model.device),
         model=name,
         parameters=sum(parameter.numel() for parameter in engine.model.parameters()),
-        layers=tuple(map(engine.config.attention_layer, range(len(engine.config.layers)))),
+        layers=tuple(engine.config.layers),
         costs=costs,
         errors=errors,
     )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.checks import check_int, check_number, show
-from kvpool.config import LayerSpec
+from kvpool.config import LayerSpec, StatePart, StateSpec
 from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.files import other_format, read_json
@@ -172,7 +172,7 @@ class Measurement:
     memory_bytes: int
     model: str
     parameters: int
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerSpec | StateSpec, ...]
     costs: LinearCostModel
     errors: Mapping[str, float]  # median relative error of the costs in the steps they were fitted to
 
@@ -218,10 +218,16 @@ def _measurement(plain: Mapping[str, Any]) -> Measurement:
         memory_bytes=check_int(plain["memory_bytes"], "memory_bytes", 1, MAX_BYTES),
         model=_name(plain, "model"),
         parameters=check_int(plain["parameters"], "parameters", 1, MAX_BYTES),
-        layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
+        layers=tuple(map(_layer, plain["layers"])),
         costs=LinearCostModel(**{name: check_number(plain["costs"][name], name, "a number") for name in COSTS}),
         errors={str(name): check_number(value, name, "a number") for name, value in plain.get("errors", {}).items()},
     )
+
+
+def _layer(plain: Mapping[str, Any]) -> LayerSpec | StateSpec:
+    if "parts" in plain:
+        return StateSpec(tuple(StatePart(**part) for part in plain["parts"]))
+    return LayerSpec(**plain)
 
 
 def _name(plain: Mapping[str, Any], key: str) -> str:
