@@ -153,6 +153,7 @@ def test_given_a_model_whose_layers_keep_a_state_then_rules_for_checkpoints_stan
     assert ["ttft_p50" in row for row in rows] == [True, True, False]
     assert 0 < rows[0]["hit_blocks"] < rows[2]["hit_blocks"]
     assert "A capacity is the memory of so many blocks" in shown.err
+    assert f"{rows[1]['hit_ratio']:.4f}" in shown.err  # numbers are whole beside the longest label
     plan = ["plan", "--model", str(model), "--gpu", "h200", "--trace", str(path), "--policy", "lru", "--json", "-"]
     assert main(plan) == 0
     made = json.loads(capsys.readouterr().out)

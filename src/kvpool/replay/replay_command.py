@@ -286,7 +286,8 @@ def _print_tables(
     title = f"{trace.name}: {len(trace):,} requests, {results[0].requested_blocks:,} blocks"
     found = {tier for result in results for tier, blocks in result.hit_blocks_by_tier.items() if blocks}
     tiers = [tier for tier in ("GPU", "HOST", "DISK") if tier in found] if found & {"HOST", "DISK"} else []
-    wide = () if tiers else ("token ratio", "evicted")
+    has_states = any(result.checkpoints for result in results)  # their labels are long
+    wide = ("token ratio", "evicted")[: 0 if tiers else 1 if has_states else 2]
     table = _table(title, "policy", "capacity", "hit blocks", "hit ratio", "saved", *wide)
     for heading in (*(f"{_TIER_NAMES[tier]} hits" for tier in tiers), "offloaded") if tiers else ():
         table.add_column(heading, justify="right")
@@ -299,14 +300,15 @@ def _print_tables(
             f"{result.saved_ratio:.1%}",
         ]
         if not tiers:
-            cells += [f"{result.token_hit_ratio:.4f}", "" if result.bound else f"{result.evicted_blocks:,}"]
+            evicted = "" if result.bound else f"{result.evicted_blocks:,}"
+            cells += [f"{result.token_hit_ratio:.4f}", evicted][: len(wide)]
         if tiers and result.policy not in (INFINITE, FLAT_FIFO):
             cells += [f"{result.hit_blocks_by_tier.get(tier, 0):,}" for tier in tiers]
             cells.append("" if result.bound else f"{result.offloaded_blocks:,}")
         table.add_row(*cells, style="dim" if result.bound else "")
     table.caption = f"saved: of the seconds that computing all prompts takes. {seconds:.1f} s"
     out.print(table)
-    if any(result.checkpoints for result in results):
+    if has_states:
         out.print(_CHECKPOINTS, style="dim")
     for bound in dict.fromkeys(f"{result.policy}: {result.bound}" for result in results if result.bound):
         out.print(bound, style="dim")
