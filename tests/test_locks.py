@@ -139,8 +139,8 @@ def test_given_a_policy_and_a_clock_of_the_user_then_they_run_inside_the_manager
     manager = make_manager(policy=Policy)
     cached(manager, 16)
     manager.cache.evict(2)
-    assert {lock for lock, _ in found()} == {"pools/rows.py lock"}
-    assert "policy" in lock_watch.exceptions()["pools/rows.py lock"]
+    assert {lock for lock, _ in found()} == {"manager/manager.py lock"}
+    assert "policy" in lock_watch.exceptions()["manager/manager.py lock"]
 
 
 # --- the documentation ------------------------------------------------------------------------------------------------

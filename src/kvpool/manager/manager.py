@@ -107,7 +107,8 @@ class KVCacheManager:
         new_policy = as_policy_factory(config.eviction_policy if policy is None else policy)
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
-        self._state = CacheState(config, new_policy, clock, self.events, threading.RLock())
+        lock = threading.RLock()
+        self._state = CacheState(config, new_policy, clock, self.events, lock)
         self._guard = Guard(self._state, config.pressure_levels)
         self._admissions = AdmissionPlanner(self._state)
         self._windows = RowWindows(self._state)
