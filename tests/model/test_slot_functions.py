@@ -137,31 +137,6 @@ def test_chunks_of_several_sequences_on_a_gpu(family: str, dtype: torch.dtype) -
         assert (states.cpu().float() - kept).norm() < close * kept.norm()
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method:DeprecationWarning"
-)  # of torch, which flash-linear-attention imports
-@pytest.mark.parametrize("family", PACKED)
-def test_some_tokens_behind_a_state_can_be_captured_in_a_graph(family: str) -> None:
-    modules = modules_of(hybrid_model(family).to("cuda", torch.bfloat16))
-    slots = StateSlots.allocate(state_specs(modules), 6, "cuda")
-    for states in slots.store.states(0).values():
-        states.normal_()
-    data = slots.store.data.clone()
-    hidden = torch.randn(1, 7, 64, device="cuda", dtype=torch.bfloat16)
-    source, target = torch.tensor([0], device="cuda"), torch.tensor([1], device="cuda")
-    with keeping_states(StateStep.continuing(slots, source, target, 7)), torch.no_grad():
-        expected = modules[0].module(hidden)
-        kept = slots.store.data.clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = modules[0].module(hidden)
-    slots.store.data.copy_(data)
-    graph.replay()
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(slots.store.data, kept)
-
-
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next"])
 def test_the_file_and_the_class_of_a_module_stay_as_they_are(family: str) -> None:
     model = hybrid_model(family)

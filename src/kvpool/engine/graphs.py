@@ -206,9 +206,8 @@ class StepGraphs(ABC):
         if count < size:
             captured.slots[:, count:] = -1
         if captured.states is not None and plan.states is not None and runner.states is not None:
-            num_sequences = len(plan.sequences)
-            captured.states[:, :num_sequences] = runner.upload(np.stack(plan.states).astype(np.int64))
-            captured.states[:, num_sequences:] = runner.states.spare
+            captured.states[:, :count] = runner.upload(np.stack(plan.states).astype(np.int64))
+            captured.states[:, count:] = runner.states.spare
         num_logits = self._choose_logits(captured, plan)
         for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
             runner.backend.plan(kind.spec, batch, buffers)
@@ -222,10 +221,6 @@ class StepGraphs(ABC):
     @abstractmethod
     def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
         """Tells the graph of which tokens to compute logits; returns how many."""
-
-    def _state_step(self, slots: StateSlots, sources: Tensor, targets: Tensor, size: int) -> StateStep:
-        """What modules that keep a state compute in a graph of so many tokens."""
-        return StateStep.decoding(slots, sources, targets)
 
     def _kept(self, logits: Tensor) -> Tensor:
         """The tensor that holds the logits until they are sampled from: here, memory of the graph itself."""
@@ -260,8 +255,8 @@ class StepGraphs(ABC):
 
         places = states = None
         if runner.states is not None:
-            places = torch.full((2, num_sequences), runner.states.spare, dtype=torch.int64, device=device)
-            states = self._state_step(runner.states, places[0], places[1], size)
+            places = torch.full((2, size), runner.states.spare, dtype=torch.int64, device=device)
+            states = StateStep.decoding(runner.states, *places)
 
         def step() -> Tensor:
             return self._kept(forward(runner.model, token_ids, positions, keep, attend, states))
@@ -291,33 +286,6 @@ class DecodeGraphs(StepGraphs):
 
     def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
         return plan.num_tokens
-
-
-class TailGraphs(StepGraphs):
-    """Steps with some tokens of one sequence behind its state: what is left of a prompt whose prefix was cached.
-
-    Modules that keep a state compute each number of tokens otherwise, so each has a graph of its own.
-    """
-
-    def fits(self, plan: BatchPlan) -> bool:
-        """Whether there is a graph of exactly so many tokens, and a state before them."""
-        if len(plan.sequences) > 1 or plan.num_tokens not in self._sizes or plan.states is None:
-            return False
-        return int(plan.states.sources[0]) >= 0 and len(plan.logits_indices) <= 1
-
-    def max_sequences(self, size: int) -> int:
-        """One."""
-        return 1
-
-    def _size_for(self, plan: BatchPlan) -> int:
-        return plan.num_tokens
-
-    def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
-        captured.keep[:] = plan.num_tokens - 1
-        return len(plan.logits_indices)
-
-    def _state_step(self, slots: StateSlots, sources: Tensor, targets: Tensor, size: int) -> StateStep:
-        return StateStep.continuing(slots, sources, targets, size)
 
 
 class MixedGraphs(StepGraphs):

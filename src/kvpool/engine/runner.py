@@ -21,7 +21,6 @@ from kvpool.engine.graphs import (
     DecodeGraphs,
     MixedGraphs,
     Recorder,
-    TailGraphs,
     capture,
     decode_sizes,
     mixed_sizes,
@@ -112,7 +111,7 @@ class ModelRunner:
                 self.kinds.append(kind)
             self.kind_of_layer.append(self.kinds.index(kind))
         self.graphs: DecodeGraphs | None = None
-        self.mixed_graphs: MixedGraphs | TailGraphs | None = None  # of steps with prompts
+        self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
         self.captured = CaptureReport(0, 0.0, 0)
         self.graphs_required = cuda_graphs is True
@@ -123,8 +122,6 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
             if self.states is None and (sizes := mixed_sizes(max_tokens)):
                 self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences)
-            if self.states is not None:
-                self.mixed_graphs = TailGraphs(self, self._recorder, range(2, config.block_size + 1))
 
     def _can_have_graphs(self, recorder: Recorder | None) -> bool:
         if not (self.device.type == "cuda" or recorder is not None):
@@ -148,12 +145,11 @@ class ModelRunner:
         if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
             try:
                 self._note(capture(self.mixed_graphs, self._recorder))
-            except (UnsupportedAttentionError, CaptureError) as error:
-                if isinstance(error, CaptureError) and self.states is None:
-                    self._give_up_graphs(error)
-                else:  # modules that keep a state compute several tokens otherwise than one
-                    log.warning("steps with prompts run without CUDA graphs: %s", error)
-                    self.mixed_graphs = None
+            except UnsupportedAttentionError as error:
+                log.warning("steps with prompts run without CUDA graphs: %s", error)
+                self.mixed_graphs = None
+            except CaptureError as error:
+                self._give_up_graphs(error)
         if self.graphs is not None:
             try:
                 self._note(capture(self.graphs, self._recorder))

@@ -129,13 +129,6 @@ class StateStep:
         """
         return cls(slots, [_EqualSequences(len(targets), 1, sources, targets)])
 
-    @classmethod
-    def continuing(cls, slots: StateSlots, source: Tensor, target: Tensor, num_tokens: int) -> StateStep:
-        """A step with some tokens of one sequence that has a state, as `decoding`: for a CUDA graph of so many tokens."""
-        starts = torch.tensor([0, num_tokens], device=slots.device)
-        packed = _PackedSequences((num_tokens,), starts, source, target)
-        return cls(slots, [_EqualSequences(1, num_tokens, source, target)], packed)
-
     def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs:
         """What a module makes of the packed tokens `hidden`, [1, token, ...]; the states are in their slots afterwards."""
         ordered = hidden[0] if self._order is None else hidden[0].index_select(0, self._order)
