@@ -348,9 +348,8 @@ class WindowReaders:
         waiting = [g for g in self.windowed if g.pool == pool.index and self.leftovers[g.index]]
         for group in sorted(waiting, key=lambda g: self.leftovers[g.index][0].tick):
             if freed < num_blocks:
-                oldest = (
-                    math.inf if group.keeps_state else until
-                )  # a checkpoint inside a run is worth less than any run
+                # A checkpoint inside a run is worth less than any run
+                oldest = math.inf if group.keeps_state else until
                 freed += self._evict_queue(
                     self.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason
                 )
