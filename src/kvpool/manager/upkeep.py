@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager.arguments import check_scope
-from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
@@ -29,6 +28,9 @@ from kvpool.sequences.state import CacheState
 from kvpool.sequences.swap import RunMover
 from kvpool.stats import EvictionReason
 
+if TYPE_CHECKING:
+    from kvpool.manager.compaction import Compaction
+
 
 class CacheUpkeep:
     """Verbs of operators and background tasks. Like those of the manager, each happens completely or changes nothing."""
@@ -39,7 +41,6 @@ class CacheUpkeep:
         self._guard = guard
         self._quotas = TenantQuotas(state.cache)
         self._moves = RunMover(state, admissions)
-        self._compaction = Compaction(state)
         self._invalidation = Invalidator(state, self.pins)
 
     # --- what stays, what goes ---------------------------------------------------------------------------------------
@@ -204,6 +205,13 @@ class CacheUpkeep:
             return moved
 
     # --- the pools ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _compaction(self) -> Compaction:
+        """What moves blocks; few programs ever load it."""
+        from kvpool.manager.compaction import Compaction
+
+        return Compaction(self._state)
 
     def defragment(self, tier: Tier = Tier.GPU) -> int:
         """Plans the fewest moves that leave every pool's live blocks at its lowest ids; returns how many."""

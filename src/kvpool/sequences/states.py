@@ -32,7 +32,6 @@ class RowStates:
         self.state = state
         self.rows = state.rows
         self.group = group
-        self.block_size = group.block_size
         self.table_of = group.index
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -44,7 +43,7 @@ class RowStates:
         """
         rows = self.rows
         num_blocks = rows.num_blocks[row_list]
-        takes: BoolArray = rows.reserved[row_list] == num_blocks * self.block_size
+        takes: BoolArray = rows.reserved[row_list] == num_blocks * self.group.block_size
         takes |= rows.tables[self.table_of][row_list, num_blocks - 1] < 0  # it was narrowed
         return takes
 
@@ -59,7 +58,7 @@ class RowStates:
 
     def write(self, row: int, start: int, stop: int) -> None:
         """One step wrote tokens `start..stop` of a row: what stands at places where it did not end is no checkpoint."""
-        first, last = start // self.block_size, (stop - 1) // self.block_size
+        first, last = start // self.group.block_size, (stop - 1) // self.group.block_size
         if first < last:
             self._give_back(row, first, last)
 
@@ -80,7 +79,7 @@ class RowStates:
 
     def of_step(self, batch: SequenceBatch, start: Int64Array, stop: Int64Array) -> StatePlaces:
         """Where a step reads and writes that writes the tokens `start..stop` of each sequence."""
-        size, table = self.block_size, self.rows.tables[self.table_of]
+        size, table = self.group.block_size, self.rows.tables[self.table_of]
         if (start >= stop).any():
             raise InvalidArgumentError(
                 f"a step writes at least one token of each sequence; asked for {start.tolist()[:8]}..{stop.tolist()[:8]}"
@@ -107,12 +106,12 @@ class RowStates:
 
     def check_rewind(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Refuses to go back to where no state was kept."""
-        written, column = self.rows.written.item(row), (length - 1) // self.block_size
+        written, column = self.rows.written.item(row), (length - 1) // self.group.block_size
         if not 0 < length < written:
             return
         is_kept = self._columns(row)[column] >= 0 or column < self.rows.window_start[self.table_of, row]
-        if length % self.block_size or not is_kept:
-            kept = [(c + 1) * self.block_size for c in np.flatnonzero(self._columns(row) >= 0).tolist()]
+        if length % self.group.block_size or not is_kept:
+            kept = [(c + 1) * self.group.block_size for c in np.flatnonzero(self._columns(row) >= 0).tolist()]
             at = ", ".join(str(end) for end in kept if end < written) or "none"
             raise SequenceStateError(
                 f"request {handle.request_id!r} cannot be rewound to {length} tokens: its layers keep a state, and states "
@@ -145,7 +144,7 @@ class RowStates:
         States are kept where prompts parted so far, behind the last full block of a prompt but its last token, and at
         multiples of `checkpoint_every`.
         """
-        every, size = self.state.config.checkpoint_every, self.block_size
+        every, size = self.state.config.checkpoint_every, self.group.block_size
         stops = [handle.parted_at, (handle.num_prompt_tokens - 1) // size * size]
         if every is not None:
             following = (start // every + 1) * every
