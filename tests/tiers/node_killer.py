@@ -99,16 +99,20 @@ def ended(child: int, number: int) -> int:
 
 
 def settled(tier: NodeTier) -> dict[str, object]:
-    """Statistics of the node once no engine holds anything."""
+    """Statistics of the node once no engine holds anything, and no fetch from the disk for one that is gone does.
+
+    What is lost stays lost: it is still there when the patience ends.
+    """
     until = time.monotonic() + PATIENCE
     while True:
         try:
             stats = tier.node_stats()
-            if stats["num_clients"] == 1 and not stats["waiting_bytes"]:
+            is_late = time.monotonic() > until
+            if stats["num_clients"] == 1 and not stats["waiting_bytes"] and (is_late or not leaked(stats)):
                 return stats
         except (OSError, LostNodeError):
             pass
-        if time.monotonic() > until:
+        if time.monotonic() > until + 1.0:
             raise TimeoutError("the node does not come to rest")
         time.sleep(0.01)
 

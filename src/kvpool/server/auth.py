@@ -55,7 +55,7 @@ class Access:
         self._share = share
         self.quotas = dict(quotas or {})  # by tenant
         if share and self.quotas:
-            raise ConfigError(f"--share-cache excludes quotas, but tenant {min(self.quotas)!r} has one")
+            raise ConfigError(f"tenants that share one cache have no quotas of it, but {min(self.quotas)!r} has one")
 
     @property
     def is_open(self) -> bool:
