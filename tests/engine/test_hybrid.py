@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 from fake_graphs import FakeRecorder, ReplanningBackend
 from hybrids import HYBRIDS, VOCABULARY, hybrid_model
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 SERVED = sorted(set(HYBRIDS) - {"inkling_text"})  # whose attention adds a bias that no paged cache can see
 SOME = ["qwen3_next", "falcon_h1", "mamba2"]  # attention and states in turn, both in each layer, states alone
 LENGTHS = (37, 5, 50, 21)
