@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -239,12 +237,13 @@ def test_the_common_prefix_of_bytes_equals_brute_force(left: bytes, right: bytes
 
 
 def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_their_prompts() -> None:
-    logits = {(length, b"tail"[: length % 4]): length for length in (4, 7, 8, 11, 12, 15)}
-    node: Any = SimpleNamespace(logits=dict(logits))
-    upper: Any = SimpleNamespace(logits=None)
+    root = make_root()
+    node, upper, bare = (make_node(root, number) for number in range(3))
+    node.logits = {(length, b"tail"[: length % 4]): (length, ()) for length in (4, 7, 8, 11, 12, 15)}
     divide_logits(node, upper, 2, 4)
-    assert sorted(upper.logits.values()) == [4, 7, 8, 11]
-    assert sorted(node.logits.values()) == [12, 15]
-    bare: Any = SimpleNamespace(logits=None)
+    assert upper.logits is not None
+    assert node.logits is not None
+    assert sorted(length for length, _ in upper.logits.values()) == [4, 7, 8, 11]
+    assert sorted(length for length, _ in node.logits.values()) == [12, 15]
     divide_logits(bare, upper, 2, 4)
     assert bare.logits is None

@@ -358,11 +358,11 @@ class KVCacheManager:
 
     def step_end(self, handle: KVCacheHandle, start: int, stop: int) -> int:
         """Where a step should end that begins at `start` and may go up to `stop`, so that it leaves a state worth keeping."""
-        if self._states is None:
-            return stop
+        start, stop = as_count(start, "start"), as_count(stop, "stop")
         with self._guard.lock:
             self._state.any_row_of(handle)
-            return min(stop, self._states.next_stop(handle, start) or stop)
+            following = None if self._states is None else self._states.next_stop(handle, start)
+            return stop if following is None else min(stop, following)
 
     def writable_blocks(self, group: int = 0) -> BoolArray:
         """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
