@@ -96,6 +96,7 @@ class KVCacheConfig:
     group_of_layer: tuple[int, ...] = field(init=False, repr=False, compare=False)
     bytes_per_token: int = field(init=False, repr=False, compare=False)  # over all groups
     block_bytes: int = field(init=False, repr=False, compare=False)  # one block of every group
+    state_group: LayerGroup | None = field(init=False, repr=False, compare=False)  # of all layers that keep a state
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -104,6 +105,7 @@ class KVCacheConfig:
         self._check_states()
         groups = build_groups(self.layers, self.block_size)
         self._put("groups", groups)
+        self._put("state_group", next((group for group in groups if group.kind is GroupKind.STATE), None))
         group_of = {layer: group.index for group in groups for layer in group.layers}
         self._put("group_of_layer", tuple(group_of[layer] for layer in range(len(self.layers))))
         self._put("bytes_per_token", sum(group.bytes_per_token for group in groups))
@@ -150,11 +152,6 @@ class KVCacheConfig:
         if not self._has_cross:
             return 0
         return self.planned_tokens if self.plan_cross_tokens is None else self.plan_cross_tokens
-
-    @property
-    def state_group(self) -> LayerGroup | None:
-        """The group of all layers that keep a state; None if there are none."""
-        return next((group for group in self.groups if group.kind is GroupKind.STATE), None)
 
     def attention_layer(self, layer: int) -> LayerSpec:
         """What a layer keeps of each token; refused if it keeps a state instead."""
