@@ -243,7 +243,9 @@ class StateGroup(WindowedGroup):
         return int(num_reused > 0) + int(num_blocks > num_reused)
 
     def column_of(self, table_row: Int32Array, num_tokens: int) -> int:
-        """The column that has the state behind `num_tokens` (at least one), or will have it; -1 if there is none."""
+        """The column that has the state behind `num_tokens`, or will have it; -1 if there is none, as behind no token."""
+        if not num_tokens:
+            return -1
         first = (num_tokens - 1) // self.block_size
         found = np.flatnonzero(table_row[first:] >= 0)
         return first + int(found[0]) if len(found) else -1

@@ -300,22 +300,28 @@ class WindowReaders:
 
         The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
         """
+        if group.keeps_state:
+            return self._last_checkpoint(node, group)
         size = self.context.block_size
         last = node
         while last.children is not None and len(last.children) == 1 and not last.num_remainders:
             (last,) = last.children.values()
-            if group.keeps_state:
-                self.context.sync(last)
-                if (last.ids[group.index] >= 0).any():  # requests that come by go on from there
-                    return node.end
-            elif group.first_read(last.start * size) >= node.end:
+            if group.first_read(last.start * size) >= node.end:
                 return node.end
-        if group.keeps_state:
-            self.context.sync(node)
-            kept = np.flatnonzero(node.ids[group.index] >= 0)
-            return node.start + int(kept[-1]) if len(kept) else node.end
         self.context.sync(last)
         return group.first_read(last.start * size + len(last.tokens))
+
+    def _last_checkpoint(self, node: Node, group: Group) -> int:
+        """The depth of the last checkpoint in this run; its end if there is none, or if all requests find a later one."""
+        last = node
+        while last.children is not None and len(last.children) == 1 and not last.num_remainders:
+            (last,) = last.children.values()
+            self.context.sync(last)
+            if (last.ids[group.index] >= 0).any():
+                return node.end
+        self.context.sync(node)
+        kept = np.flatnonzero(node.ids[group.index] >= 0)
+        return node.start + int(kept[-1]) if len(kept) else node.end
 
     def needed(self, node: Node, group: Group, first: int = 0) -> BoolArray:
         """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""

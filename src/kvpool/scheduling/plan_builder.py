@@ -148,7 +148,7 @@ class PlanBuilder:
     def _withdraw(self, sequence: ScheduledSequence) -> int:
         """Gives back what this step planned for a running sequence; returns how many of its places that was.
 
-        Its row in `decode` stays for now. `Planner` removes such rows together once the whole step is decided.
+        Its row in `decode` stays until the whole step is decided. `Planner` then removes such rows together.
         """
         num_planned = 0
         chunk = self.chunks.pop(sequence, None)

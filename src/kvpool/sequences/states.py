@@ -70,8 +70,7 @@ class RowStates:
 
     def live_column(self, row: int) -> int:
         """The column that has the state behind all tokens written so far; -1 if none are, or if it was given up."""
-        written = self.rows.written.item(row)
-        return self.group.column_of(self._columns(row), written) if written else -1
+        return self.group.column_of(self._columns(row), self.rows.written.item(row))
 
     def _columns(self, row: int) -> Int32Array:
         columns: Int32Array = self.rows.tables[self.table_of][row, : self.rows.num_blocks.item(row)]
@@ -92,7 +91,7 @@ class RowStates:
         for index in np.flatnonzero((targets < 0) | passed | ((sources < 0) & (start > 0))).tolist():
             row = self._columns(batch.rows.item(index))
             target = self.group.column_of(row, stop.item(index))
-            source = self.group.column_of(row, start.item(index)) if start[index] else -1
+            source = self.group.column_of(row, start.item(index))
             if target < 0 or passed[index] or (source < 0 < start[index]):
                 raise SequenceStateError(
                     f"request {batch.handles[index].request_id!r} has no state behind its first {start[index]} tokens: they "

@@ -71,8 +71,7 @@ class Swapper:
                 ids = rows.visible_blocks(group.index, row).copy()
                 written = int(rows.written[row])
                 if isinstance(group, StateGroup):
-                    live = group.column_of(ids, written) if written else -1
-                    ids[np.arange(len(ids)) != live] = -1
+                    ids[np.arange(len(ids)) != group.column_of(ids, written)] = -1
                 elif group.grows:
                     ids[ceil_div(written, size) :] = -1
                 of_group.append(ids)
