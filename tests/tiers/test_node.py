@@ -252,12 +252,18 @@ def test_given_a_node_that_is_not_there_then_calls_find_nothing_and_it_is_used_o
 def test_given_a_node_that_hangs_then_a_call_ends_at_its_deadline(folder: Path) -> None:
     with node_thread(folder) as server, tier_of(folder) as tier:
         store(tier, [1])
-        hanging = threading.Event()
-        server._post(lambda: hanging.wait(30))
+        hanging, released = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            hanging.set()
+            released.wait(30)
+
+        server._post(hang)
+        assert hanging.wait(30)
         began = time.monotonic()
         assert tier.load([key(1)], [bytearray(VALUE_BYTES)], timeout=0.2) == [Outcome.LATE]
         assert time.monotonic() - began < 20
-        hanging.set()
+        released.set()
         eventually(lambda: load(tier, [1]) == ([Outcome.OK], [value(1)]), "the node is used again")
 
 
