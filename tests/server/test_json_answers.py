@@ -117,3 +117,17 @@ def test_given_a_tokenizer_that_cannot_write_json_then_the_answer_says_so(client
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "w5"}], response_format={"type": "json_object"}
         )
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("schema", [_nested(300), {"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}])
+def test_given_a_schema_without_an_end_then_it_is_refused(writer: Any, schema: Any) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="no answer can be held to this JSON schema"):
+        writer.chat.completions.create(model="tiny", messages=TALK, response_format=form)

@@ -148,6 +148,14 @@ def test_given_the_list_of_models_then_it_names_them(client: Any) -> None:
         (dict(prompt=[999]), "the vocabulary has 160"),
         (dict(stop=[""]), "stop"),
         (dict(suffix="w1"), "suffix is not supported"),
+        (dict(extra_body={"foo_bar": 1}), "foo_bar: this server has no such field"),
+        (
+            dict(extra_body={"guided_json": {}}),
+            "guided_json: this server has no such field or cannot do what it asks for",
+        ),
+        (dict(extra_body={"min_tokens": 3}), "min_tokens: this server"),
+        (dict(best_of=2), "best_of: this server"),
+        (dict(extra_body={"retention": [{"pin": True, "tll_seconds": 5}]}), "retention.0.tll_seconds: this server"),
     ],
 )
 def test_given_a_wrong_field_then_it_is_named(client: Any, wrong: dict[str, Any], words: str) -> None:
@@ -163,6 +171,15 @@ def test_given_null_then_a_field_is_as_if_it_were_not_there(client: Any) -> None
     )
     answer = client.completions.create(model="tiny", prompt=PROMPT, extra_body={**nothing, "seed": 3.0})
     assert (answer.usage.completion_tokens, len(answer.choices)) == (16, 1)
+
+
+def test_given_labels_and_values_that_ask_for_nothing_then_they_are_taken(client: Any) -> None:
+    answer = client.chat.completions.create(
+        **dict(model="tiny", messages=MESSAGES, max_completion_tokens=1, user="u", metadata={"a": "b"}, store=False),
+        **dict(service_tier="auto", prompt_cache_key="k", modalities=["text"], verbosity="medium"),
+        extra_body={"min_tokens": 0, "length_penalty": 1, "best_of": 1},
+    )
+    assert answer.usage.completion_tokens == 1
 
 
 def test_given_a_choice_of_tools_then_none_hides_them_and_a_forced_call_is_refused(client: Any) -> None:

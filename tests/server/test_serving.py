@@ -42,7 +42,7 @@ def test_given_keys_then_only_their_holders_are_answered(serve: Callable[..., Li
 def asked_as(live: Live, path: str, host: str, **headers: str) -> int:
     """The status of a request that a page in a browser makes under a name of its own for this machine."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
-    body = None if path == "/metrics" else json.dumps({"prompt": PROMPT, "max_tokens": 1})
+    body = None if path == "/metrics" else json.dumps({"prompt": PROMPT})
     sent = {"content-type": "application/json", "host": host, **headers}
     connection.request("GET" if body is None else "POST", path, body, sent)
     status = connection.getresponse().status
@@ -236,8 +236,16 @@ def test_given_a_cached_prompt_then_it_can_be_asked_for_kept_and_forgotten(live:
     assert refusal(live, f"/v1/cache/pin/{pin['id']}", method="DELETE")[0] == 404
     assert call(live, "/v1/cache/invalidate", {"prompt": PROMPT})["removed_blocks"] == 1  # from its last whole block on
     assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 4
-    assert call(live, "/v1/cache/invalidate", {})["removed_blocks"] == 1
+    assert call(live, "/v1/cache/invalidate", {"everything": True})["removed_blocks"] == 1
     assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("body", [{}, {"sesion_id": "s1"}, {"tenant": ""}, {"session_id": "s1", "everything": True}])
+def test_given_a_misspelt_or_empty_invalidation_then_nothing_is_forgotten(live: Live, body: Any) -> None:
+    call(live, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "session_id": "s1"})
+    status, error = refusal(live, "/v1/cache/invalidate", body)
+    assert (status, error["param"]) == (400, "sesion_id" if "sesion_id" in body else "everything")
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] > 0
 
 
 def test_given_a_session_then_what_it_computed_can_be_forgotten(client: Any, live: Live) -> None:
@@ -275,8 +283,9 @@ def test_given_an_answer_that_calls_a_tool_then_the_policy_is_told_without_being
         "/v1/responses": {"type": "function", **function},
     }[path]
     said = [{"role": "user", "content": " ".join(f"w{number}" for number in range(9))}]
-    body = {"model": "tiny", "stop_token_ids": list(range(160)), "tools": [tool], "max_tokens": 4}
-    call(live, path, body | ({"input": said} if path == "/v1/responses" else {"messages": said}))
+    body = {"model": "tiny", "stop_token_ids": list(range(160)), "tools": [tool]}
+    said_as, length = ("input", "max_output_tokens") if path == "/v1/responses" else ("messages", "max_tokens")
+    call(live, path, body | {said_as: said, length: 4})
     (root,) = engine.manager._state.cache.tree.roots.values()
     assert {node.hint for node in root.children.values()} == {ReuseHint("tool_calls").code}
 
@@ -287,7 +296,7 @@ def test_given_tenants_then_each_sees_and_changes_its_own_cache_only(serve: Call
     pin = call(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-a")
     assert call(live, "/v1/cache/query", {"prompt": PROMPT}, "sk-b")["cached_tokens"] == 0
     assert refusal(live, f"/v1/cache/pin/{pin['id']}", None, "sk-b", "DELETE")[0] == 404
-    assert call(live, "/v1/cache/invalidate", {}, "sk-b")["removed_blocks"] == 0
+    assert call(live, "/v1/cache/invalidate", {"everything": True}, "sk-b")["removed_blocks"] == 0
     assert call(live, "/v1/cache/query", {"prompt": PROMPT}, "sk-a")["cached_tokens"] == 8
     assert refusal(live, "/v1/cache/stats", None, "sk-a")[0] == 403
     assert "tiny" in call(live, "/v1/cache/stats", None, "sk-root")
@@ -334,7 +343,7 @@ def test_given_pins_that_ended_by_themselves_then_the_server_forgets_them(serve:
     brief = [call(live, "/v1/cache/pin", {"prompt": PROMPT, "ttl_seconds": 1e-9})["id"] for _ in range(5)]
     assert [refusal(live, f"/v1/cache/pin/{name}", method="DELETE")[0] for name in brief] == [404] * 5
     lasting = call(live, "/v1/cache/pin", {"prompt": PROMPT})["id"]
-    call(live, "/v1/cache/invalidate", {})
+    call(live, "/v1/cache/invalidate", {"everything": True})
     assert refusal(live, f"/v1/cache/pin/{lasting}", method="DELETE")[0] == 404
 
 
@@ -354,11 +363,11 @@ def test_given_everything_of_a_tenant_is_forgotten_then_its_salts_are_too_and_ot
     warm()
     assert call(live, "/v1/cache/invalidate", {"cache_salt": "x"}, "sk-a") == {"removed_blocks": 2}
     assert [cached("a"), cached("a", "x"), cached("a", "y"), cached("b")] == [8, 0, 8, 8]
-    assert call(live, "/v1/cache/invalidate", {}, "sk-a") == {"removed_blocks": 4}
+    assert call(live, "/v1/cache/invalidate", {"everything": True}, "sk-a") == {"removed_blocks": 4}
     assert [cached("a"), cached("a", "y"), cached("b")] == [0, 0, 8]
     warm()
     assert refusal(live, "/v1/cache/invalidate", {"tenant": "a"}, "sk-b")[0] == 403
-    assert call(live, "/v1/cache/invalidate", {"tenant": "a"}, "sk-root") == {"removed_blocks": 6}
+    assert call(live, "/v1/cache/invalidate", {"tenant": "a", "everything": True}, "sk-root") == {"removed_blocks": 6}
     assert [cached("a"), cached("a", "x"), cached("b")] == [0, 0, 8]
 
 

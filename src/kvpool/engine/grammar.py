@@ -79,12 +79,13 @@ class JsonGrammars:
             raise InvalidArgumentError(f"this is no JSON schema: {error}") from None
         library, tokenizer = self._library()
         options = {"whitespace_pattern": _WHITESPACE}
-        grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=options)
-        matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            reason = " ".join(str(matcher.get_error()).split())
-            raise InvalidArgumentError(f"no answer can be held to this JSON schema: {reason}")
-        return _Compiled(matcher)
+        try:
+            grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=options)
+            compiled = _Compiled(library.LLMatcher(tokenizer, grammar, log_level=0))
+            compiled.start().fill(np.zeros(num_words(self._vocabulary), np.int32))  # some errors show only here
+        except (ValueError, StepError) as error:  # a ValueError is of schemas that are nested too deep
+            raise InvalidArgumentError(f"no answer can be held to this JSON schema: {_reason(error)}") from None
+        return compiled
 
     def _library(self) -> tuple[Any, Any]:
         try:
@@ -153,6 +154,11 @@ class _Matching:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            # What follows "<state>" is for the developers of llguidance.
-            reason, _, _ = str(self._matcher.get_error()).partition("<state>")
-            raise StepError(f"the answer could not be kept in the form that was asked for: {' '.join(reason.split())}")
+            raise StepError(
+                f"the answer could not be kept in the form that was asked for: {_reason(self._matcher.get_error())}"
+            )
+
+
+def _reason(error: object) -> str:
+    """An error of llguidance in one line. What follows "<state>" is for its developers."""
+    return " ".join(str(error).partition("<state>")[0].split())

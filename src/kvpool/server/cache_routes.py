@@ -64,11 +64,19 @@ class CacheRoutes:
         return {"pins": await self._pins.of(caller.tenant)}
 
     async def invalidate(self, body: Invalidation, model: ServedModel, caller: Caller) -> dict[str, Any]:
-        """Forgets a prompt from its last whole block on, or what a session computed, or everything (of a salt)."""
+        """Forgets a prompt from its last whole block on, or what a session computed, or all of a salt, or everything."""
         if body.tenant is not None and body.tenant != caller.tenant:
             if not caller.is_admin:
                 raise Problem(403, "the cache of another tenant needs an admin key", code="forbidden", param="tenant")
             caller = caller._replace(tenant=body.tenant)
+        named = body.prompt is not None or body.messages is not None or body.session_id is not None or body.cache_salt
+        if bool(named) == body.everything:
+            raise Problem(
+                400,
+                "give a prompt, messages, a session_id or a cache_salt, or else everything: true",
+                code="invalid_value",
+                param="everything",
+            )
         engine = model.engine
         if body.session_id is not None:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))

@@ -74,12 +74,21 @@ def problem_of_body(errors: Sequence[Mapping[str, Any]], body: Any) -> Problem:
     if isinstance(body, (bytes, str)):
         words = "the body is no JSON object: send one, with 'content-type: application/json'"
         return Problem(400, words, code="invalid_value")
-    placed = [(_place(error["loc"], body), str(error["msg"])) for error in errors]
+    placed = [(_place(error["loc"], body), _message(error)) for error in errors]
     furthest = max((place for place, _ in placed), key=len)
     messages = dict.fromkeys(message for place, message in placed if place == furthest)
     where = ".".join(str(part) for part in furthest)
     what = " or ".join(messages)
     return Problem(400, f"{where}: {what}" if where else what, code="invalid_value", param=where or None)
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    """What is wrong with a field, in words."""
+    if error.get("type") == "extra_forbidden":
+        name = str(error["loc"][-1])
+        remedy = "use response_format" if name.startswith(("guided_", "structured_outputs")) else "see /openapi.json"
+        return f"this server has no such field or cannot do what it asks for: {remedy}"
+    return str(error["msg"])
 
 
 def _place(location: Sequence[str | int], body: Any) -> list[str | int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,6 +39,7 @@ class CacheControl(Body):
 class TextBlock(Body):
     """A part of a message. Parts that are no text are refused, and the error names their type."""
 
+    model_config = ConfigDict(extra="allow")
     type: str
     text: str | None = None
     cache_control: CacheControl | None = None

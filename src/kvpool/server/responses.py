@@ -37,6 +37,8 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
+    description: str = ""
+    strict: bool = True
     of: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     def as_response_format(self) -> ResponseFormat:
@@ -49,6 +51,7 @@ class TextOptions(Body):
     """Options for the text of a response."""
 
     format: TextFormat | None = None
+    verbosity: Literal["medium"] = "medium"
 
 
 class ResponseTool(Function):
@@ -70,6 +73,7 @@ class Responses(Sampling):
     previous_response_id: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     text: TextOptions | None = None
 
 

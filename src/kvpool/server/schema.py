@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -27,11 +28,9 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """Values must have the documented types: "1" is no number. Unknown fields are ignored, as other servers do, because
-    clients send many.
-    """
+    """Values must have the documented types: "1" is no number. Unknown fields are refused: nothing is ignored silently."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=(), strict=True)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -58,12 +57,15 @@ class StreamOptions(Body):
     """What a stream says besides the text."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding that OpenAI adds to events; there is none here
 
 
 class JsonSchema(Body):
-    """A schema that the answer keeps to, and its name."""
+    """A schema that the answer keeps to, and its name. It is always enforced, whether `strict` or not."""
 
     name: str = ""
+    description: str = ""
+    strict: bool = True
     of: Annotated[dict[str, Any], Field(alias="schema")]
 
 
@@ -89,9 +91,25 @@ class KeptTokens(Body):
     pin: bool = False
 
 
-class Sampling(Body):
-    """What completions and chats share."""
+# Values of fields of OpenAI's, Anthropic's and vLLM's servers that ask for what every answer here is anyway. Other values of
+# these fields are refused.
+PLAIN: Mapping[str, Any] = {
+    **{"background": False, "best_of": 1, "include": [], "modalities": ["text"], "truncation": "disabled"},
+    **{"verbosity": "medium", "thinking": {"type": "disabled"}, "skip_special_tokens": True, "use_beam_search": False},
+    **{"length_penalty": 1.0, "min_tokens": 0, "add_generation_prompt": True, "include_stop_str_in_output": False},
+}
 
+
+class Sampling(Body):
+    """What completions and chats share. Labels of a request (`user`, `metadata`, ...) may be sent and change nothing."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     model: str = ""
     n: Annotated[Int, Field(ge=1, le=2**16)] = 1
     stream: bool = False
@@ -111,7 +129,6 @@ class Sampling(Body):
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
-    user: str | None = None
     # kvpool's own
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -119,6 +136,14 @@ class Sampling(Body):
     expected_seconds: Annotated[float, Field(ge=0, le=1e9)] | None = None
     deadline_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     retention: Annotated[list[KeptTokens], Field(max_length=64)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_plain_values(cls, data: Any) -> Any:
+        """Drops fields that ask for what every answer is anyway."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if name not in PLAIN or value != PLAIN[name]}
 
 
 class Completions(Sampling):
@@ -167,6 +192,7 @@ class ChatCompletions(Sampling):
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -206,8 +232,9 @@ class PromptForOthers(CacheQuery):
 
 
 class Invalidation(CacheQuery):
-    """`POST /v1/cache/invalidate`; admin keys may name another tenant than their own."""
+    """`POST /v1/cache/invalidate`; admin keys may name another tenant than their own. `everything` is all of a tenant."""
 
+    everything: bool = False
     tenant: Annotated[str, Field(max_length=256)] | None = None
 
 
