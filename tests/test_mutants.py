@@ -1,4 +1,4 @@
-"""`make mutants`: changes are found where behaviour is, drawn by seed, tried in a copy, and told apart by the tests."""
+"""`make mutants`: changes are found where behaviour is, drawn by seed, tried one at a time, and told apart by the tests."""
 
 from __future__ import annotations
 
@@ -107,14 +107,12 @@ def test_given_words_and_lines_then_only_those_are_changed() -> None:
     }
 
 
-def test_given_a_module_then_its_own_tests_come_first_and_the_machines_last() -> None:
-    path = next(mutant.path for mutant in tool.all_mutants(tool.ROOT, ["/pool.py"]))
-    tests = tool.tests_for(tool.ROOT, path)
-    assert tests[0].endswith("test_pool.py")
-    assert "stateful" in tests[-1]
-    assert "tests/manager/test_manager.py" in tests
-    assert len(tests) == len(set(tests))
-    assert all((tool.ROOT / test).is_file() for test in tests)
+def test_given_modules_then_the_tests_of_their_packages_and_of_what_they_are_part_of_are_collected() -> None:
+    places = tool.places_of(tool.ROOT, ["src/kvpool/scheduling/queues.py", "src/kvpool/pools/pool.py"])
+    assert {"tests/scheduling", "tests/pools", "tests/manager", "tests/stateful/test_wild_machine.py"} <= set(places)
+    assert not any(place.startswith("tests/tiers") for place in places)
+    assert len(places) == len(set(places))
+    assert all((tool.ROOT / place).exists() for place in places)
 
 
 @pytest.fixture
@@ -150,8 +148,60 @@ def test_given_a_project_then_what_no_test_notices_survives_and_the_project_stay
     assert [(outcome["line"], outcome["result"]) for outcome in comparisons] == [(2, "killed"), (6, "survived")]
     killed, survived = comparisons
     assert killed["killer"] == "tests/test_ages.py::test_adult"
+    assert (killed["num_tests"], survived["num_tests"]) == (1, 1)  # each meets the tests that call it
     assert survived["diff"] in printed
     assert "4 mutants: 3 killed, 0 timed out, 1 survived; 75 % noticed" in printed
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "new"),
+    [
+        ("LIMIT = 18\n\ndef adult(age):\n    return age >= LIMIT\n", "assert adult(18)", b"19"),
+        ("def adult(age, limit=18):\n    return age >= limit\n", "assert adult(18)", b"19"),
+        (
+            "def adult(age):\n    def limit():\n        return 18\n    return age >= limit()\n",
+            "assert adult(18)",
+            b"19",
+        ),
+        (
+            "class Limit:\n    def __init__(self):\n        self.age = 18\n\n"
+            "class Later(Limit):\n    def __init__(self):\n        super().__init__()\n\n"
+            "def adult(age):\n    return age >= Later().age\n",
+            "assert adult(18)",
+            b"pass",
+        ),
+    ],
+    ids=["constant", "default", "inner function", "free variable"],
+)
+def test_given_a_change_anywhere_in_a_module_then_the_tests_meet_it(
+    project: Path, source: str, test: str, new: bytes
+) -> None:
+    (project / "src" / "small" / "ages.py").write_text(source)
+    (project / "tests" / "test_ages.py").write_text(f"from small.ages import adult\n\ndef test_adult():\n    {test}\n")
+    mutants = [mutant for mutant in tool.all_mutants(project) if mutant.new == new]
+    for outcome in tool.run_all(project, mutants, processes=1):
+        assert (outcome.result, outcome.killer) == ("killed", "tests/test_ages.py::test_adult")
+
+
+def test_given_a_function_that_no_test_calls_then_its_mutants_survive_at_once(project: Path) -> None:
+    with (project / "src" / "small" / "ages.py").open("a") as file:
+        file.write("\n\ndef old(age):\n    return age > 99\n")
+    mutants = tool.all_mutants(project, ["ages.py:10"])
+    assert {(o.result, o.num_tests) for o in tool.run_all(project, mutants, processes=2)} == {("survived", 0)}
+
+
+def test_given_a_fixture_that_several_tests_share_then_all_of_them_meet_a_change_of_what_it_calls(
+    project: Path,
+) -> None:
+    (project / "tests" / "test_ages.py").write_text(
+        "import pytest\nfrom small.ages import adult\n\n"
+        "@pytest.fixture(scope='module')\ndef is_adult():\n    return adult(18, 18)\n\n"
+        "def test_first(is_adult):\n    pass\n\n"
+        "def test_second(is_adult):\n    assert is_adult\n"
+    )
+    [mutant] = [mutant for mutant in tool.all_mutants(project, ["ages.py:2"]) if mutant.kind == "comparison"]
+    [outcome] = tool.run_all(project, [mutant], processes=1)
+    assert (outcome.result, outcome.killer, outcome.num_tests) == ("killed", "tests/test_ages.py::test_second", 2)
 
 
 def test_given_a_seed_then_the_sample_is_the_same_every_time(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,8 +251,8 @@ def test_given_no_more_minutes_then_no_mutant_is_begun(project: Path) -> None:
 def test_given_a_file_for_measurements_then_tests_are_measured_once_in_the_same_tree(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    took = project / "took.json"
-    words = ["--root", str(project), "--module", "ages.py:2", "--processes", "1", "--measured", str(took)]
+    kept = project / "kept.json"
+    words = ["--root", str(project), "--module", "ages.py:2", "--processes", "1", "--measured", str(kept)]
     with (project / "tests" / "test_ages.py").open("a") as file:
         file.write("\ndef test_broken():\n    assert False\n")
 
@@ -214,11 +264,12 @@ def test_given_a_file_for_measurements_then_tests_are_measured_once_in_the_same_
         return printed
 
     said()
-    kept = json.loads(took.read_text())
-    assert list(kept["measured"]) == ["tests/test_ages.py"]
-    kept["measured"]["tests/test_ages.py"][0] = 777.0
-    took.write_text(json.dumps(kept))
-    assert "1 test files take 777 s" in said()
+    found = json.loads(kept.read_text())
+    [(_, usual)] = found["files"].values()
+    assert usual["tests/test_ages.py::test_broken"][1] is False
+    usual["tests/test_ages.py::test_adult"][0] = 777.0
+    kept.write_text(json.dumps(found))
+    assert "2 tests take 777 s" in said()
     with (project / "src" / "small" / "ages.py").open("a") as source:
         source.write("\n\ndef old():\n    return 99\n")
-    assert "1 test files take 777 s" not in said()
+    assert "2 tests take 777 s" not in said()

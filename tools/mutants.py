@@ -4,40 +4,32 @@
                             [--measured FILE] [--json FILE]
 
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
-the control plane, the tiers and the engine. First every test file that the sample needs runs once without a mutant: that
-says how long it takes, and which tests fail here because something is not installed; those are left out. `--measured` keeps
-that for the next run of the same tree, since it may take longer than the mutants. Then each mutant
-meets the tests of its module, then those of its package and of the manager, the quick ones first, in a copy of the tree
-and under a time limit. What survives is printed with its diff: a test is missing, the code is not needed, or the change
-changes nothing. At the end stands how many were killed, by folder.
+the control plane, the tiers and the engine. The tests of those packages are collected and run once without a mutant; those
+that fail here, because something is not installed, are left out. `--measured` keeps what they call for the next run. Then
+each mutant meets every test that calls the changed function, the quick ones first, in a forked process (`mutant_trials.py`).
+What survives is printed with its diff: a test is missing, the code is not needed, or the change changes nothing. At the end
+stands how many were killed, by folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import compileall
 import difflib
-import hashlib
 import json
 import math
 import os
-import py_compile
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 # What draws, serves or runs on a GPU. Name one with --module to change it all the same.
@@ -56,10 +48,7 @@ GENERAL = (  # tests of the whole manager
     *("manager", "sequences", "prefix", "pools", "events", "eviction/test_order_of_eviction.py", "test_rules.py"),
     *("test_stats.py", "stateful/test_wild_machine.py"),
 )
-NOT_COPIED = (".git", ".venv", ".wheels", "build", "dist", "htmlcov", "__pycache__", ".*_cache", ".hypothesis", "*.so")
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
-SLACK = 30.0  # seconds that a mutant may take beyond twice the time of its tests
-MOST_SECONDS = 300.0  # for one test file without a mutant; one that takes longer is left out
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
@@ -91,6 +80,7 @@ class Outcome(NamedTuple):
     result: str
     seconds: float
     killer: str  # the first test that failed
+    num_tests: int  # that call it
 
 
 # --- mutants of a source ----------------------------------------------------------------------------------------------
@@ -260,128 +250,16 @@ def _chosen_lines(path: str, inner: str, modules: Sequence[str]) -> set[int] | N
     return set() if any(not line for _, _, line in matching) else {int(line) for _, _, line in matching}
 
 
-def tests_for(root: Path, path: str) -> list[str]:
-    """Test files for a module: those of its name first, those of its package, then those of the whole manager."""
-    _, _, *folders, name = path.split("/")
-    stem, tests = name.removesuffix(".py"), root / "tests"
-    found = sorted({*tests.rglob(f"test_{stem}.py"), *tests.rglob(f"test_{stem}_*.py")})
-    package = folders[0] if folders else ""
-    for place in filter(None, (package, *APART.get(package, GENERAL))):
-        found += sorted((tests / place).glob("test_*.py")) if not place.endswith(".py") else [tests / place]
-    return [file.relative_to(root).as_posix() for file in dict.fromkeys(found) if file.exists()]
-
-
-def names_module(test: str, path: str) -> bool:
-    """Whether a test file is named after a module."""
-    return f"{Path(test).stem}_".startswith(f"test_{Path(path).stem}_")
+def places_of(root: Path, paths: Iterable[str]) -> list[str]:
+    """Folders and files of tests for these modules: those of their packages, and those of the whole manager."""
+    packages = dict.fromkeys(Path(path).parts[2].removesuffix(".py") for path in paths)
+    places = [place for package in packages for place in (package, *APART.get(package, GENERAL))]
+    names = [f"tests/{place}" for place in dict.fromkeys(places)]
+    found = [name for name in names if (root / name).exists()]
+    return found or ["tests"]
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
-
-
-class Usual(NamedTuple):
-    """What a test file does without a mutant."""
-
-    seconds: float
-    failing: tuple[str, ...]  # beginnings of test names
-
-
-class Workplace:
-    """A copy of the tree in which one mutant after the other is tried."""
-
-    def __init__(self, root: Path, folder: Path) -> None:
-        self.folder = folder
-        shutil.copytree(root, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        # Compiled files that are found by their content: by their time, those of a mutant would be taken for the source.
-        compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-        self._environment = {
-            **os.environ,
-            "CI": "true",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder / "src"), os.environ.get("PYTHONPATH")))),
-            "OMP_NUM_THREADS": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to start than most mutants to be noticed
-            "CUDA_VISIBLE_DEVICES": "",
-            "TRITON_INTERPRET": "1",  # many processes at once
-        }
-
-    def pytest(self, limit: float, *words: str) -> tuple[int, str] | None:
-        """Runs tests; returns how pytest ended and what it said, or None if it took too long."""
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
-        command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow", *words]
-        with subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=self._environment,
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that tests have started
-        return process.returncode, said
-
-    def measure(self, test: str) -> Usual:
-        """Runs a test file without a mutant."""
-        started = time.monotonic()
-        done = self.pytest(MOST_SECONDS, test)
-        seconds = time.monotonic() - started
-        if done is None or done[0] not in (0, 1, 5):  # 5: no tests
-            return Usual(seconds, (test,))
-        return Usual(seconds, tuple(_failures(done[1])))
-
-    def test(self, mutant: Mutant, tests: Sequence[str], left_out: Sequence[str], limit: float) -> Outcome:
-        """Tries a mutant and takes it back."""
-        file = self.folder / mutant.path
-        source, started = file.read_bytes(), time.monotonic()
-        file.write_bytes(mutant.apply(source))
-        try:
-            done = self.pytest(limit, "-x", *(f"--deselect={name}" for name in left_out), *tests)
-        finally:
-            file.write_bytes(source)
-        seconds = time.monotonic() - started
-        if done is None:
-            return Outcome(mutant, TIMED_OUT, seconds, "")
-        code, said = done
-        killer = next(_failures(said), f"pytest ended with {code}: {said[-500:]}")
-        return Outcome(mutant, SURVIVED if code == 0 else KILLED, seconds, "" if code == 0 else killer)
-
-
-def _failures(said: str) -> Iterator[str]:
-    """The tests that failed, by what pytest said; of names with a space only what stands before it."""
-    for found in re.finditer(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE):
-        yield found[1]
-
-
-_T = TypeVar("_T")
-
-
-class Workplaces(ThreadPoolExecutor):
-    """So many copies of the tree, each with a thread of its own."""
-
-    def __init__(self, root: Path, folder: Path, count: int) -> None:
-        super().__init__(count)
-        self._free: SimpleQueue[Workplace] = SimpleQueue()
-        for place in self.map(lambda number: Workplace(root, folder / str(number)), range(count)):
-            self._free.put(place)
-
-    def each(self, tasks: Sequence[Callable[[Workplace], _T]]) -> Iterator[_T]:
-        """What the tasks return, in the order in which they end."""
-        for done in as_completed([self.submit(self._run, task) for task in tasks]):
-            yield done.result()
-
-    def _run(self, task: Callable[[Workplace], _T]) -> _T:
-        place = self._free.get()
-        try:
-            return task(place)
-        finally:
-            self._free.put(place)
 
 
 def run_all(
@@ -393,71 +271,81 @@ def run_all(
     measured: Path | None = None,
 ) -> Iterator[Outcome]:
     """What becomes of each mutant that is begun within so many minutes. Raises `RuntimeError` where no test passes."""
-    end = time.monotonic() + minutes * 60
-    tests_of = {path: tests_for(root, path) for path in dict.fromkeys(mutant.path for mutant in mutants)}
-    with tempfile.TemporaryDirectory(prefix="mutants") as folder, Workplaces(root, Path(folder), processes) as places:
-        kept = None if measured is None else Kept(measured, root)
-        usual = _measure(places, sorted({test for tests in tests_of.values() for test in tests}), kept)
-
-        def try_one(mutant: Mutant, place: Workplace) -> Outcome | None:
-            if time.monotonic() > end:
-                return None
-            tests = [test for test in tests_of[mutant.path] if test in usual]
-            tests.sort(key=lambda test: (not names_module(test, mutant.path), usual[test].seconds))
-            failing = [name for test in tests for name in usual[test].failing]
-            most = limit or sum(usual[test].seconds for test in tests) * 2 + SLACK
-            return place.test(mutant, tests, failing, most)
-
-        for outcome in places.each([partial(try_one, mutant) for mutant in mutants]):
-            if outcome is not None:
-                yield outcome
-
-
-class Kept:
-    """What earlier runs measured in this very tree: with any other source, other tests may fail without a mutant."""
-
-    def __init__(self, path: Path, root: Path) -> None:
-        self._path = path
-        digest = hashlib.sha256()
-        for file in sorted(file for folder in ("src", "tests") for file in (root / folder).rglob("*.py")):
-            digest.update(repr((file.relative_to(root).as_posix(), file.read_bytes())).encode())
-        self._tree = digest.hexdigest()
-
-    def read(self) -> dict[str, Usual]:
-        """By test file; nothing if the tree was another one."""
-        found = json.loads(self._path.read_text()) if self._path.exists() else {}
-        measured = found["measured"] if found.get("tree") == self._tree else {}
-        return {test: Usual(seconds, tuple(failing)) for test, (seconds, failing) in measured.items()}
-
-    def write(self, measured: dict[str, Usual]) -> None:
-        """Replaces what is there."""
-        self._path.write_text(json.dumps({"tree": self._tree, "measured": measured}, indent=2) + "\n")
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        out, task = Path(folder, "out"), Path(folder, "task")
+        out.touch()
+        words = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        words += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow"]
+        words += ["-p", "mutant_trials"]
+        changes = [(m.path, m.start, m.end, m.new.decode()) for m in mutants]
+        task.write_text(
+            json.dumps(
+                dict(root=str(root), words=words, out=str(out), mutants=changes, processes=processes, limit=limit)
+                | dict(minutes=minutes, measured=measured and str(measured.resolve()))
+            )
+        )
+        command = [sys.executable, "-m", "pytest", *words, *places_of(root, [mutant.path for mutant in mutants])]
+        with (
+            Path(folder, "log").open("w") as log,
+            subprocess.Popen(
+                command,
+                cwd=root,
+                env=_environment(root, task),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            ) as session,
+        ):
+            try:
+                yield from _outcomes(mutants, _lines(out, session))
+            finally:
+                session.send_signal(signal.SIGINT)
+            if session.wait():
+                raise RuntimeError(f"without a mutant no test can be run: {Path(folder, 'log').read_text()[-2000:]}")
 
 
-def _measure(places: Workplaces, tests: Sequence[str], kept: Kept | None) -> dict[str, Usual]:
-    """What test files do without a mutant, those with a test that can tell something; says what is left out."""
-    known = {} if kept is None else kept.read()
+def _outcomes(mutants: Sequence[Mutant], lines: Iterable[str]) -> Iterator[Outcome]:
+    for line in lines:
+        said = json.loads(line)
+        if "mutant" in said:
+            yield Outcome(mutants[said.pop("mutant")], **said)
+        elif "left_out" in said:
+            print(f"left out, for without a mutant it fails or takes too long: {said['left_out']}", flush=True)
+        elif said["tests"]:
+            print("{tests} tests take {take:.0f} s, measured in {seconds:.0f} s".format(**said), flush=True)
+        else:
+            raise RuntimeError("without a mutant no test passes")
 
-    def measure(test: str, place: Workplace) -> tuple[str, Usual]:
-        return test, place.measure(test)
 
-    started = time.monotonic()
-    for test, of_test in places.each([partial(measure, test) for test in tests if test not in known]):
-        known[test] = of_test
-        if kept is not None:
-            kept.write(known)
-    usual: dict[str, Usual] = {}
-    for test in tests:
-        failing = known[test].failing
-        if failing:
-            print(f"left out, for without a mutant it fails or takes too long: {', '.join(failing)}", flush=True)
-        if test not in failing:
-            usual[test] = known[test]
-    if not usual:
-        raise RuntimeError("without a mutant no test passes")
-    total = sum(of_test.seconds for of_test in usual.values())
-    print(f"{len(usual)} test files take {total:.0f} s, measured in {time.monotonic() - started:.0f} s", flush=True)
-    return usual
+def _environment(root: Path, task: Path) -> dict[str, str]:
+    paths = (str(root / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    return {
+        **os.environ,
+        "MUTANTS_TASK": str(task),
+        "CI": "true",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to start than most mutants to be noticed
+        "KVPOOL_LOCK_WATCH": "0",  # it watches threads that are traced here
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",  # many processes at once
+    }
+
+
+def _lines(file: Path, session: subprocess.Popen[bytes]) -> Iterator[str]:
+    """The lines of a file until the process that writes it has ended."""
+    with file.open() as lines:
+        text, ended = "", False
+        while not ended:
+            ended = session.poll() is not None
+            while part := lines.readline():
+                text += part
+                if text.endswith("\n"):
+                    yield text
+                    text = ""
+            if not ended:
+                time.sleep(0.05)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -468,13 +356,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--module", action="append", default=[], metavar="WORD[:LINE]", help="only files with this in their path"
     )
-    parser.add_argument(
-        "--processes", type=int, default=2, help="mutants tried at once (2), each in a copy of the tree"
-    )
-    parser.add_argument("--limit", type=float, help="seconds for a mutant; default: twice what its tests take")
+    parser.add_argument("--processes", type=int, default=2, help="mutants tried at once (2)")
+    parser.add_argument("--limit", type=float, help="seconds for a mutant; default: ten times what its tests take")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many minutes")
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="keep what tests take without a mutant, and measure them once"
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="keep what tests do without a mutant, and measure those of a file once",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
@@ -508,7 +397,7 @@ def _report(outcome: Outcome, source: bytes) -> None:
         f"{outcome.result:>9}  {outcome.seconds:5.0f} s  {mutant.path}:{mutant.line}  {mutant.kind}  {outcome.killer[:100]}"
     )
     if outcome.result == SURVIVED:
-        print(mutant.diff(source))
+        print(f"{outcome.num_tests} tests call it\n{mutant.diff(source)}")
     sys.stdout.flush()
 
 
@@ -541,6 +430,7 @@ def _plain(outcome: Outcome, sources: dict[str, bytes]) -> dict[str, Any]:
         "result": outcome.result,
         "seconds": round(outcome.seconds, 1),
         "killer": outcome.killer,
+        "num_tests": outcome.num_tests,
         "diff": mutant.diff(sources[mutant.path]),
     }
 
