@@ -78,6 +78,18 @@ def test_given_an_engine_that_does_not_tell_what_landed_then_nobody_is_held_back
     assert engine.scheduler.stats.arrival_waits == 0
 
 
+@pytest.mark.parametrize("num_new", [2, 3, 4])
+def test_given_a_request_that_waits_for_its_prefix_then_it_holds_no_block_for_the_rest_of_its_prompt(
+    num_new: int,
+) -> None:
+    engine = decoding_engine()
+    before = engine.manager.stats().pool().referenced
+    add(engine, request("new", 16 + num_new, 3))
+    engine.step()
+    assert engine.scheduler.num_arriving == 1
+    assert engine.manager.stats().pool().referenced == before + 4  # those of the prefix
+
+
 def test_given_two_requests_with_one_prefix_on_its_way_then_it_comes_once_and_both_wait_for_it() -> None:
     engine = decoding_engine()
     add(engine, request("first", 20, 3), request("second", 18, 3))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support import add, make_engine, request
 
@@ -71,6 +73,20 @@ def test_given_a_scheduler_when_it_is_told_step_times_then_its_cost_model_learns
     plan = engine.step()
     engine.scheduler.observe(plan, 0.5)
     assert plan.seconds(costs, engine.manager.config) == pytest.approx(0.5)
+    engine.scheduler.observe(plan, 0)  # a clock that did not move says nothing
+    assert plan.seconds(costs, engine.manager.config) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("seconds", [-0.5, float("inf"), float("nan"), True, "1", None])
+def test_given_a_step_time_that_is_none_then_it_is_refused_and_nothing_is_learned(seconds: Any) -> None:
+    costs = LinearCostModel(smoothing=1.0)
+    engine = make_engine(costs=costs)
+    add(engine, request("a", 8))
+    plan = engine.step()
+    before = plan.seconds(costs, engine.manager.config)
+    with pytest.raises(InvalidArgumentError, match="seconds must be the time that a step took"):
+        engine.scheduler.observe(plan, seconds)
+    assert plan.seconds(costs, engine.manager.config) == before
 
 
 def test_given_a_cost_model_of_ones_own_then_three_methods_are_enough() -> None:

@@ -110,6 +110,20 @@ def test_given_fair_share_when_one_tenant_floods_then_the_others_take_turns_with
     assert order_of_admission(engine) == ["f0", "q0", "f1", "q1", "f2", "f3"]
 
 
+def test_given_fair_share_when_one_tenant_has_no_more_requests_then_the_others_come_in_the_same_step() -> None:
+    engine = make_engine(policy="fair_share")
+    add(engine, of_tenant("one", "o"), *(of_tenant("many", f"m{i}") for i in range(3)))
+    assert names(engine.step().admitted) == ["m0", "o", "m1", "m2"]
+
+
+def test_given_fair_share_when_a_request_is_cancelled_before_it_ran_then_its_tenant_gets_no_credit() -> None:
+    engine = make_engine(max_sequences=1, policy="fair_share")
+    add(engine, of_tenant("a", "a0"), of_tenant("b", "b0"), of_tenant("b", "b1"), of_tenant("a", "a1"))
+    add(engine, of_tenant("a", "cancelled", max_new_tokens=40))
+    engine.scheduler.cancel("cancelled")
+    assert order_of_admission(engine) == ["a0", "b0", "a1", "b1"]
+
+
 def test_given_fair_share_with_weights_then_the_heavier_tenant_gets_more() -> None:
     engine = make_engine(max_sequences=1, policy=lambda: FairShare({"heavy": 3.0}))
     add(engine, *(of_tenant("heavy", f"h{i}") for i in range(4)), *(of_tenant("light", f"l{i}") for i in range(2)))

@@ -6,9 +6,9 @@ import pytest
 from support import add, make_engine, names, request, tokens_of
 from toy_engine import ToyEngine
 
-from kvpool import CopyKind
+from kvpool import CopyKind, LayerSpec
 from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, Request, SchedulerStats, SequenceState
-from managers import make_manager
+from managers import FULL, make_manager
 
 FAST_LINK = LinearCostModel(transfer_bytes_per_second=1e15, transfer_latency=0.0)
 SLOW_LINK = LinearCostModel(transfer_bytes_per_second=1.0)
@@ -123,6 +123,92 @@ def test_given_two_that_lose_as_much_then_the_younger_gives_way() -> None:
     assert names(until_preempted(engine).preempted) == ["c"]
 
 
+def test_given_two_samples_of_one_request_that_lose_as_much_then_the_later_one_gives_way() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8))
+    add(engine, request("oldest", 8, 12), request("samples", 4, 12, first=50, n=2))
+    [victim] = until_preempted(engine).preempted
+    assert (victim.request.id, victim.index) == ("samples", 1)
+
+
+class TokensAsSeconds:
+    """A token takes a second to compute, and a copy half of `swap`, whatever it copies."""
+
+    def __init__(self, swap: float) -> None:
+        self.swap = swap
+
+    def prefill_seconds(self, num_tokens: int, context: int) -> float:
+        return num_tokens
+
+    def decode_seconds(self, num_sequences: int, context: int) -> float:
+        return num_sequences
+
+    def transfer_seconds(self, num_bytes: int) -> float:
+        return self.swap / 2
+
+
+@pytest.mark.parametrize(
+    ("swap", "state"), [(11.5, SequenceState.SWAPPED), (12.0, SequenceState.WAITING), (12.5, SequenceState.WAITING)]
+)
+def test_given_a_victim_of_twelve_tokens_then_it_is_swapped_if_that_takes_less_than_to_compute_all_of_them_again(
+    swap: float, state: SequenceState
+) -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), costs=TokensAsSeconds(swap))
+    add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
+    [victim] = until_preempted(engine).preempted
+    assert len(victim.tokens) == 13  # the newest one has no keys and values yet
+    assert victim.state is state
+
+
+def test_given_a_sample_with_siblings_then_it_loses_what_it_generated_itself_and_not_the_prompt_that_they_keep() -> (
+    None
+):
+    engine = make_engine(make_manager(gpu_blocks=11), costs=TokensAsSeconds(swap=1e9))
+    add(engine, request("oldest", 3, 30), request("samples", 4, 30, first=50, n=2))
+    while len(engine.scheduler.token_ids(engine.scheduler.sequences("samples")[0])) < 12:
+        engine.step()
+    add(engine, request("short", 1, 30, first=100))
+    assert names(until_preempted(engine).preempted) == ["short"]  # 8 tokens are more than it has
+
+
+def test_given_preempted_and_new_requests_then_the_waiting_are_listed_with_the_preempted_first() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), preemption="recompute")
+    add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
+    until_preempted(engine)
+    add(engine, request("new", 12, first=100), request("newer", 12, first=150))
+    assert names(engine.scheduler.waiting(3)) == ["young", "new", "newer"]
+    assert names(engine.scheduler.waiting(2)) == ["young", "new"]
+    assert engine.scheduler.waiting(0) == []
+
+
+def test_given_a_request_on_the_host_then_it_is_not_listed_as_waiting() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), preemption="swap")
+    add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
+    until_preempted(engine)
+    add(engine, request("new", 12, first=100))
+    assert names(engine.scheduler.waiting(9)) == ["new"]
+
+
+def test_given_an_urgent_request_that_misses_one_block_then_a_less_urgent_one_with_one_block_gives_way() -> None:
+    engine = make_engine(make_manager(gpu_blocks=2), policy="priority")
+    add(engine, request("low", 2, 2))
+    engine.step()
+    add(engine, request("high", 5, 2, first=50, priority=1))
+    plan = engine.step()
+    assert (names(plan.preempted), names(plan.admitted)) == (["low"], ["high"])
+
+
+def test_given_a_prompt_with_room_for_one_of_its_last_two_tokens_then_that_one_is_computed() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4), max_chunk_tokens=3)
+    requests = [request("old", 3, 12), request("young", 5, 2, first=50)]
+    add(engine, requests[0])
+    while len(engine.scheduler.token_ids(engine.scheduler.sequences("old")[0])) < 8:
+        engine.step()
+    add(engine, requests[1])
+    assert [tokens_of(engine.step()) for _ in range(2)] == [{"old": 1, "young": 3}, {"old": 1, "young": 1}]
+    engine.drain()
+    engine.assert_right(*requests)
+
+
 def test_given_sequences_at_and_off_a_blocks_end_and_forks_then_the_needy_are_those_without_a_place() -> None:
     engine = make_engine(make_manager(gpu_blocks=32), max_sequences=16)
     add(engine, *(request(f"{n}", n, 9, first=20 * n) for n in range(2, 9)), request("forked", 6, 9, first=300, n=2))
@@ -195,6 +281,16 @@ def test_given_an_urgent_request_when_all_lanes_are_taken_then_a_less_urgent_one
 
 def test_given_an_urgent_request_that_would_not_fit_even_then_nobody_is_preempted_in_vain() -> None:
     engine = make_engine(make_manager(gpu_blocks=8), policy="priority")
+    add(engine, request("first", 20, 6, priority=2), request("calm", 4, 4, first=50))
+    engine.step()
+    add(engine, request("urgent", 20, 2, first=80, priority=1))
+    assert names(engine.step().preempted) == []
+    engine.drain()
+
+
+def test_given_an_urgent_request_that_would_fit_into_one_pool_of_two_then_nobody_is_preempted_in_vain() -> None:
+    wide = LayerSpec(kv_heads=1, head_dim=32)
+    engine = make_engine(make_manager(FULL, wide, gpu_blocks=[16, 8]), policy="priority")
     add(engine, request("first", 20, 6, priority=2), request("calm", 4, 4, first=50))
     engine.step()
     add(engine, request("urgent", 20, 2, first=80, priority=1))

@@ -220,3 +220,10 @@ def test_given_something_that_is_no_request_then_it_is_refused() -> None:
 def test_given_an_unknown_id_then_the_error_names_it(verb: str) -> None:
     with pytest.raises(UnknownRequestError, match="'ghost'"):
         getattr(make_engine().scheduler, verb)("ghost")
+
+
+@pytest.mark.parametrize("verb", ["propose", "token_ids"])
+def test_given_something_that_is_no_sequence_then_it_is_refused(verb: str) -> None:
+    arguments = ([1],) if verb == "propose" else ()
+    with pytest.raises(InvalidArgumentError, match="sequence"):
+        getattr(make_engine().scheduler, verb)("a", *arguments)

@@ -89,14 +89,14 @@ class Queues:
         """
         lanes = self.running.lanes
         leaves_by_itself = lanes.generated + lanes.in_flight >= lanes.limit
-        best, least = None, (float("inf"), 0)
+        best, least = None, (float("inf"), 0, 0)
         for sequence in self.running.members:
             ranks_lower = sequence.urgency > above.urgency if only_less_urgent else sequence.rank > above.rank
             if not ranks_lower or leaves_by_itself[sequence.lane]:
                 continue
             if above.request.steered and sequence.group is above.group:  # beams of one request need each other
                 continue
-            loss = (self.loss(sequence), -sequence.seniority)
+            loss = (self.loss(sequence), -sequence.seniority, -sequence.index)
             if loss < least:
                 best, least = sequence, loss
         return best
