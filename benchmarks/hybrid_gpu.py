@@ -34,7 +34,8 @@ from kvpool.kernels.states import convolve, convolve_one, delta_rule_one, select
 from kvpool.model.hook import AttentionCall, use_kvpool_attention
 from kvpool.model.probing import forward, run_probe
 from kvpool.model.state_probing import use_kvpool_states
-from kvpool.model.states import StateStep, own_states, state_specs
+from kvpool.model.state_steps import StateStep
+from kvpool.model.states import own_states, state_specs
 from kvpool.storage import StateSlots
 
 LAYERS = 4  # whose states the kernels update in turn: more than a cache holds

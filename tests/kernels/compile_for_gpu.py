@@ -21,14 +21,15 @@ from paged_cases import poisoned_layer, spec
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
+from kvpool.kernels.convolution_triton import convolve_one_triton, convolve_triton
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
-from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates
+from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates, SteppedStates
 from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.kernels.states_triton import (
-    convolve_one_triton,
-    convolve_triton,
     delta_rule_one_triton,
+    delta_rule_steps_triton,
     select_one_triton,
+    select_steps_triton,
 )
 from kvpool.kernels.write_triton import write_slots_triton
 
@@ -101,7 +102,7 @@ def copy() -> None:
 
 
 def update_states() -> None:
-    """One token of a layer of Qwen3-Next and of one of Falcon-H1, and a chunk of a prompt through their convolution."""
+    """One token and some tokens of a layer of Qwen3-Next and of one of Falcon-H1; a chunk through their convolution."""
     half, rows = {"dtype": torch.bfloat16}, torch.zeros(2, dtype=torch.int64)
 
     def states(*shape: int, dtype: torch.dtype = torch.float32) -> SlotStates:
@@ -111,13 +112,19 @@ def update_states() -> None:
     convolve_one_triton(x, inputs, taps, None, True)
     packed = PackedStates(inputs.stored, rows, rows, torch.zeros(3, dtype=torch.int64), (100, 1))
     convolve_triton(x, packed, taps, taps[:, 0], True)
+
+    def stepped(*shape: int) -> SteppedStates:
+        return SteppedStates(torch.zeros(3, *shape), rows, rows, torch.zeros(3, dtype=torch.int64), rows)
+
     heads, numbers = torch.zeros(2, 32, 128, **half), torch.zeros(2, 32)
     for decay in (numbers, torch.zeros(2, 32, 128)):
         delta_rule_one_triton(heads, heads, heads, decay, numbers, states(32, 128, 128), True)
+        delta_rule_steps_triton(heads, heads, heads, decay, numbers, stepped(32, 128, 128), True)
     channels, b = torch.zeros(1, 1).expand(24, 128), torch.zeros(2, 2, 256, **half)
     a, dt = channels[:, :, None].expand(-1, -1, 256), channels.expand(2, -1, -1)
     x = torch.zeros(2, 24, 128, **half)
     select_one_triton(x, Selection(dt, a, b, b, channels, channels, True), states(24, 128, 256), x)
+    select_steps_triton(x.float(), Selection(dt, a, b, b, channels, None, False), stepped(24, 128, 256))
     a, b, channels = torch.zeros(1, 8192, 16), torch.zeros(2, 1, 16, **half), torch.zeros(2, 1, 8192, **half)
     select_one_triton(channels, Selection(channels, a, b, b, None, None, True), states(1, 8192, 16), None)
 

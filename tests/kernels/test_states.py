@@ -14,19 +14,22 @@ pytest.importorskip("triton")
 from torch.nn.functional import conv1d, silu, softplus  # noqa: E402
 
 from kvpool.kernels import states_triton  # noqa: E402
-from kvpool.kernels.layout import PackedStates, Selection, SlotStates  # noqa: E402
+from kvpool.kernels.convolution_triton import convolve_one_triton, convolve_triton  # noqa: E402
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates, SteppedStates  # noqa: E402
 from kvpool.kernels.states import (  # noqa: E402
     convolve_one_reference,
     convolve_reference,
     delta_rule_one_reference,
+    delta_rule_steps_reference,
     select,
     select_one_reference,
+    select_steps_reference,
 )
 from kvpool.kernels.states_triton import (  # noqa: E402
-    convolve_one_triton,
-    convolve_triton,
     delta_rule_one_triton,
+    delta_rule_steps_triton,
     select_one_triton,
+    select_steps_triton,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -240,6 +243,58 @@ def test_the_kernel_updates_a_state_space_model(chosen: Selection, targets: list
     states = slot_states(heads, channels, size, targets=targets)
     for given in (gate, None):
         assert_same(select_one_triton, select_one_reference, [x, chosen, states, given], device)
+
+
+# Sequences of a graph: one leaves its state behind its first token and has two drafts, one has no tokens, one begins. Two
+# tokens belong to nobody.
+STARTS, ENDS, NUM_TOKENS = [0, 3, 3, 8], [1, 3, 8], 10
+
+
+def stepped_states(*shape: int, sources: Any = (4, 1, -1), targets: Any = (4, 1, 0), **options: Any) -> Any:
+    states = slot_states(*shape, sources=list(sources), targets=list(targets), **options)
+    return SteppedStates(states.stored, states.sources, states.targets, torch.tensor(STARTS), torch.tensor(ENDS))
+
+
+def mamba_2_tokens(heads: int, channels: int, size: int, groups: int) -> Selection:
+    chosen, dt = mamba_2(heads, channels, size, groups), torch.rand(NUM_TOKENS, heads, 1).expand(-1, -1, channels)
+    b, c = torch.randn(NUM_TOKENS, groups, size), torch.randn(NUM_TOKENS, groups, size)
+    return replace(chosen, dt=dt, b=b, c=c, dt_bias=None, softplus=False)
+
+
+def test_steps_move_states_on_up_to_their_ends_and_drafts_change_none() -> None:
+    states = stepped_states(2, 8, 6)
+    before = states.stored.clone()
+    q, k, v = (torch.randn(NUM_TOKENS, 2, size) for size in (8, 8, 6))
+    decay, beta = -torch.rand(NUM_TOKENS, 2), torch.rand(NUM_TOKENS, 2)
+    found = delta_rule_steps_reference(q, k, v, decay, beta, states, True)
+    for source, target, start, stop, end in ((4, 4, 0, 3, 1), (-1, 0, 3, 8, 8)):
+        state = before[source : source + 1].clone() if source >= 0 else torch.zeros(1, 2, 8, 6)
+        row = SlotStates(state, torch.tensor([0]), torch.tensor([0]))
+        for i in range(start, stop):
+            tokens = (x[i : i + 1] for x in (q, k, v, decay, beta))
+            torch.testing.assert_close(found[i : i + 1], delta_rule_one_reference(*tokens, row, True))
+            if i + 1 == end:
+                torch.testing.assert_close(states.stored[target], state[0])
+    assert not found[8:].any()
+    assert torch.equal(states.stored[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("targets", [(4, 1, 0), (5, 2, 0)], ids=["in place", "elsewhere"])
+def test_the_kernels_compute_tokens_step_by_step(targets: tuple[int, ...], device: str) -> None:
+    x = torch.randn(70, NUM_TOKENS).T
+    arguments = [x, stepped_states(70, 4, targets=targets), torch.randn(70, 4), torch.randn(70), True]
+    assert_same(convolve_triton, convolve_reference, arguments, device)
+    q, k, v = (torch.randn(NUM_TOKENS, 2, size) for size in (12, 12, 8))
+    for decay in (-torch.rand(NUM_TOKENS, 2), -torch.rand(NUM_TOKENS, 2, 12)):
+        arguments = [q, k, v, decay, torch.rand(NUM_TOKENS, 2), stepped_states(2, 12, 8, targets=targets), True]
+        assert_same(delta_rule_steps_triton, delta_rule_steps_reference, arguments, device)
+    arguments = [
+        torch.randn(NUM_TOKENS, 4, 12),
+        mamba_2_tokens(4, 12, 16, 2),
+        stepped_states(4, 12, 16, targets=targets),
+    ]
+    assert_same(select_steps_triton, select_steps_reference, arguments, device)
 
 
 @pytest.mark.gpu

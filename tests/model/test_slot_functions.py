@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -19,7 +20,8 @@ from kvpool.model.hook import use_kvpool_attention
 from kvpool.model.probing import run_probe
 from kvpool.model.slot_functions import forward_on_slots
 from kvpool.model.state_probing import use_kvpool_states
-from kvpool.model.states import StateModule, StateStep, keeping_states, state_specs
+from kvpool.model.state_steps import StateStep, keeping_states
+from kvpool.model.states import StateModule, state_specs
 from kvpool.storage import StateSlots
 
 ON_SLOTS = sorted(set(HYBRIDS) - {"inkling_text", "zaya"})
@@ -105,6 +107,70 @@ def test_chunks_of_several_sequences_are_one_call_and_give_what_copies_give(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for place, states in slots.store.states(0).items():
         torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+
+
+def stepping(
+    slots: StateSlots, lengths: list[int], sources: list[int], targets: list[int], kept: list[int]
+) -> StateStep:
+    """The step of a graph that has room for one sequence more."""
+    starts = np.cumsum([0, *lengths, 0])
+    ends = [*(starts[:-2] + kept), starts[-1]]
+    given = (torch.tensor(array, device=slots.device) for array in ([*sources, 0], [*targets, 0], starts, ends))
+    return StateStep.stepping(slots, *given)
+
+
+@pytest.mark.parametrize("family", PACKED, indirect=True)
+def test_a_step_in_a_graph_gives_what_it_gives_without_one_and_drafts_leave_no_state(
+    modules: list[StateModule],
+) -> None:
+    """The third sequence has two drafts, of which its state knows nothing. The graph has two tokens too many."""
+    slots, copied = random_slots(modules), random_slots(modules)
+    hidden = torch.randn(1, 17, 64)
+    plan = [1, 7, 6, 1], [3, -1, 1, 0], [3, 2, 1, 4], [1, 7, 4, 1]
+    with keeping_states(StateStep.of(copied, *plan)), torch.no_grad():
+        expected = modules[0].module(hidden[:, :15])
+    with keeping_states(stepping(slots, *plan)), torch.no_grad():
+        found = modules[0].module(hidden)
+    torch.testing.assert_close(found[:, :15], expected, rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.states(0).items():
+        torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_leave_the_state_that_the_tokens_before_them_leave(modules: list[StateModule]) -> None:
+    slots, alone = random_slots(modules), random_slots(modules)
+    hidden = torch.randn(1, 9, 64)
+    with keeping_states(StateStep.of(slots, [5, 4], [3, 1], [3, 2], [2, 1])), torch.no_grad():
+        found = modules[0].module(hidden)
+    with keeping_states(StateStep.of(alone, [2, 1], [3, 1], [3, 2])), torch.no_grad():
+        expected = modules[0].module(hidden[:, [0, 1, 5]])
+    torch.testing.assert_close(found[:, [0, 1, 5]], expected, rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.states(0).items():
+        torch.testing.assert_close(states, alone.store.states(0)[place], rtol=1e-4, atol=1e-4)
+    with keeping_states(StateStep.of(alone, [3, 3], [3, 2], [3, 2])), torch.no_grad():
+        after = modules[0].module(hidden[:, [2, 3, 4, 6, 7, 8]])
+    torch.testing.assert_close(found[:, [2, 3, 4, 6, 7, 8]], after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", PACKED)
+def test_a_step_in_a_graph_on_a_gpu(family: str) -> None:
+    model = hybrid_model(family)
+    modules = modules_of(model)
+    expected_slots = random_slots(modules)
+    data = {place: states.clone() for place, states in expected_slots.store.states(0).items()}
+    hidden, plan = torch.randn(1, 15, 64), ([1, 7, 6, 1], [3, -1, 1, 0], [3, 2, 1, 4], [1, 7, 4, 1])
+    with keeping_states(StateStep.of(expected_slots, *plan)), torch.no_grad():
+        expected = modules[0].module(hidden)
+    modules = modules_of(model.to("cuda"))
+    slots = StateSlots.allocate(state_specs(modules), 6, "cuda")
+    for place, states in slots.store.states(0).items():
+        states.copy_(data[place])
+    with keeping_states(stepping(slots, *plan)), torch.no_grad():
+        found = modules[0].module(hidden.to("cuda")).cpu()
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    for place, states in slots.store.states(0).items():
+        kept = expected_slots.store.states(0)[place]
+        assert (states.cpu() - kept).norm() < 1e-3 * kept.norm()
 
 
 @pytest.mark.gpu

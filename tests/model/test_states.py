@@ -24,7 +24,8 @@ from kvpool.model.hook import use_kvpool_attention
 from kvpool.model.probing import forward, inspect_model, run_probe
 from kvpool.model.self_check import ContiguousAttention
 from kvpool.model.state_probing import use_kvpool_states
-from kvpool.model.states import StateStep, keeping_states, keeps_indexer, own_states, state_specs
+from kvpool.model.state_steps import StateStep, keeping_states
+from kvpool.model.states import keeps_indexer, own_states, state_specs
 from kvpool.storage import BlockStore, StateLayout, StateSlots, TransferEngine
 
 NUM_SLOTS = 8

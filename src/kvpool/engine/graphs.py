@@ -28,7 +28,8 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import whole_device
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import forward
-from kvpool.model.states import StateStep
+from kvpool.model.state_steps import StateStep
+from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage import DataPlane, StateSlots
 
@@ -36,6 +37,9 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320
 # Matrix products are computed in tiles of 64 or 128 rows, so rows up to the next multiple cost little. Above the largest
 # size, the GPU takes longer than launching does.
 MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
+# Where layers keep a state, kernels compute the tokens of a sequence one after another (about a microsecond for a token and
+# layer on an H200, against 20 ms of launches for a step without a graph). Chunks of prompts are computed together, without.
+STEPPED_SIZES = (16, 32, 64, 128)
 SHARERS = 4  # sequences that share a block, on average, for which block lists have room
 
 
@@ -150,7 +154,7 @@ class _Captured(NamedTuple):
     positions: Tensor
     slots: Tensor  # [layer group, token]
     keep: Tensor  # tokens whose logits are computed
-    states: Tensor | None  # [source or target, sequence]: slots of states
+    states: Tensor | None  # where sequences have their states: see `_state_inputs`
     buffers: list[PlanBuffers]
     alive: Any  # other objects that the graph reads: they must live as long as the graph
 
@@ -205,9 +209,8 @@ class StepGraphs(ABC):
         captured.slots[:, :count] = slots.tensor
         if count < size:
             captured.slots[:, count:] = -1
-        if captured.states is not None and plan.states is not None and runner.states is not None:
-            captured.states[:, :count] = runner.upload(np.stack(plan.states).astype(np.int64))
-            captured.states[:, count:] = runner.states.spare
+        if captured.states is not None and runner.states is not None:
+            captured.states.copy_(runner.upload(self._state_inputs(size, runner.states, plan)))
         num_logits = self._choose_logits(captured, plan)
         for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
             runner.backend.plan(kind.spec, batch, buffers)
@@ -221,6 +224,14 @@ class StepGraphs(ABC):
     @abstractmethod
     def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
         """Tells the graph of which tokens to compute logits; returns how many."""
+
+    @abstractmethod
+    def _state_inputs(self, size: int, slots: StateSlots, plan: BatchPlan | None) -> Int64Array:
+        """What the graph of a size reads about the states of a step, one kind of number in each row; None: of no step."""
+
+    @abstractmethod
+    def _state_step(self, slots: StateSlots, inputs: Tensor) -> StateStep:
+        """The step that modules with a state compute in a graph which reads these numbers."""
 
     def _kept(self, logits: Tensor) -> Tensor:
         """The tensor that holds the logits until they are sampled from: here, memory of the graph itself."""
@@ -253,10 +264,10 @@ class StepGraphs(ABC):
             runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
             return runner.attention(call, plans)
 
-        places = states = None
+        inputs = states = None
         if runner.states is not None:
-            places = torch.full((2, size), runner.states.spare, dtype=torch.int64, device=device)
-            states = StateStep.decoding(runner.states, *places)
+            inputs = torch.from_numpy(self._state_inputs(size, runner.states, None)).to(device)
+            states = self._state_step(runner.states, inputs)
 
         def step() -> Tensor:
             return self._kept(forward(runner.model, token_ids, positions, keep, attend, states))
@@ -265,7 +276,7 @@ class StepGraphs(ABC):
             recorded = self._recorder.record(step)
         except CaptureError as error:
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
-        return _Captured(recorded, token_ids, positions, slots, keep, places, buffers, plans)
+        return _Captured(recorded, token_ids, positions, slots, keep, inputs, buffers, plans)
 
 
 class DecodeGraphs(StepGraphs):
@@ -286,6 +297,16 @@ class DecodeGraphs(StepGraphs):
 
     def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
         return plan.num_tokens
+
+    def _state_inputs(self, size: int, slots: StateSlots, plan: BatchPlan | None) -> Int64Array:
+        """Sources and targets. Rows that only fill the graph up have the slot that nobody uses."""
+        inputs = np.full((2, size), slots.spare, np.int64)
+        if plan is not None and plan.states is not None:
+            inputs[:, : plan.num_tokens] = plan.states
+        return inputs
+
+    def _state_step(self, slots: StateSlots, inputs: Tensor) -> StateStep:
+        return StateStep.decoding(slots, *inputs)
 
 
 class MixedGraphs(StepGraphs):
@@ -318,6 +339,21 @@ class MixedGraphs(StepGraphs):
             captured.keep[: len(chosen)] = self._runner.upload(chosen)
         return len(chosen)
 
+    def _state_inputs(self, size: int, slots: StateSlots, plan: BatchPlan | None) -> Int64Array:
+        """Sources, targets, first tokens, and where states are left. Sequences that are not there have no tokens."""
+        inputs = np.zeros((4, self.max_sequences(size) + 1), np.int64)
+        if plan is not None and plan.states is not None:
+            num = len(plan.sequences)
+            inputs[:2, :num] = plan.states
+            inputs[2:] = plan.num_tokens
+            inputs[2, :num] = plan.query_start[:-1]
+            inputs[3, :num] = plan.query_start[1:]
+        return inputs
+
+    def _state_step(self, slots: StateSlots, inputs: Tensor) -> StateStep:
+        sources, targets, starts, ends = inputs
+        return StateStep.stepping(slots, sources[:-1], targets[:-1], starts, ends[:-1])
+
     def _kept(self, logits: Tensor) -> Tensor:
         if self._logits is None or len(self._logits) < len(logits):  # the largest graph comes first
             self._logits = torch.empty_like(logits)
@@ -334,14 +370,14 @@ def decode_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
     return [size for size in DECODE_SIZES if smallest <= size < largest] + [largest]
 
 
-def mixed_sizes(max_tokens: int) -> list[int]:
+def mixed_sizes(max_tokens: int, sizes: Sequence[int] = MIXED_SIZES) -> list[int]:
     """The numbers of tokens that get a graph each, for steps of up to `max_tokens`; very large steps need none.
 
     >>> mixed_sizes(200), mixed_sizes(10**6)[-3:], mixed_sizes(1)
     ([64, 128, 192, 200], [1792, 1920, 2048], [])
     """
-    largest = min(max_tokens, MIXED_SIZES[-1])
-    return [size for size in MIXED_SIZES if size < largest] + [largest] if largest > 1 else []
+    largest = min(max_tokens, sizes[-1])
+    return [size for size in sizes if size < largest] + [largest] if largest > 1 else []
 
 
 def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config.layers import ceil_div
 from kvpool.engine.graphs import (
+    MIXED_SIZES,
+    STEPPED_SIZES,
     AttentionKind,
     CaptureError,
     CaptureReport,
@@ -29,7 +31,8 @@ from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.model.faster_layers import compile_each_layer
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape, forward
-from kvpool.model.states import StateStep
+from kvpool.model.state_steps import StateStep
+from kvpool.model.states import state_modules
 from kvpool.scheduling import BatchPlan, Scheduler
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
@@ -120,7 +123,8 @@ class ModelRunner:
         if wanted and self._can_have_graphs(recorder):
             self._recorder = recorder or CudaRecorder(self.device)
             self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
-            if self.states is None and (sizes := mixed_sizes(max_tokens)):
+            sizes = mixed_sizes(max_tokens, MIXED_SIZES if self.states is None else STEPPED_SIZES)
+            if sizes and all(module.packs for module in state_modules(model)):
                 self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences)
 
     def _can_have_graphs(self, recorder: Recorder | None) -> bool:
@@ -145,11 +149,12 @@ class ModelRunner:
         if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
             try:
                 self._note(capture(self.mixed_graphs, self._recorder))
-            except UnsupportedAttentionError as error:
-                log.warning("steps with prompts run without CUDA graphs: %s", error)
-                self.mixed_graphs = None
-            except CaptureError as error:
-                self._give_up_graphs(error)
+            except (UnsupportedAttentionError, CaptureError) as error:
+                if isinstance(error, CaptureError) and (self.states is None or self.graphs_required):
+                    self._give_up_graphs(error)
+                else:  # modules with a state compute several tokens by other functions than one
+                    log.warning("steps with prompts run without CUDA graphs: %s", error)
+                    self.mixed_graphs = None
         if self.graphs is not None:
             try:
                 self._note(capture(self.graphs, self._recorder))

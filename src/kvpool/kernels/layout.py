@@ -116,10 +116,35 @@ class PackedStates(SlotStates):
     starts: Tensor  # int64 on the device
     lengths: tuple[int, ...]  # the same on the host; all are positive
 
+    @property
+    def ends(self) -> Tensor:
+        """Each sequence leaves its state behind the tokens before this one: behind all that it has."""
+        return self.starts[1:]
+
     def gather(self) -> Tensor:
         """A copy of the states that are read, and zeros for sequences that begin."""
-        copies = self.stored.index_select(0, self.sources.clamp(min=0))
-        return copies.masked_fill_((self.sources < 0).view(-1, *[1] * (copies.dim() - 1)), 0)
+        return _gather_or_zero(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedStates(SlotStates):
+    """The same, where only the device knows how many tokens a sequence has: in a graph that is filled for every step.
+
+    Kernels compute the tokens of a sequence one after another. The state is left behind the tokens before `ends[i]`; those
+    after it (drafts) change no state. A sequence without tokens is skipped.
+    """
+
+    starts: Tensor
+    ends: Tensor  # [sequence]
+
+    def gather(self) -> Tensor:
+        """A copy of the states that are read, and zeros for sequences that begin."""
+        return _gather_or_zero(self)
+
+
+def _gather_or_zero(states: SlotStates) -> Tensor:
+    copies = states.stored.index_select(0, states.sources.clamp(min=0))
+    return copies.masked_fill_((states.sources < 0).view(-1, *[1] * (copies.dim() - 1)), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from kvpool.kernels.layout import PackedStates, Selection, SlotStates, current
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates, SteppedStates, current
 
 _CHUNK = 128  # tokens that a matrix product takes in one
 
@@ -18,7 +21,7 @@ def convolve_one(x: Tensor, states: SlotStates, weight: Tensor, bias: Tensor | N
     newest input last: it moves on by one. `activate` applies SiLU.
     """
     if x.is_cuda:
-        from kvpool.kernels.states_triton import convolve_one_triton
+        from kvpool.kernels.convolution_triton import convolve_one_triton
 
         with current(x.device):
             return convolve_one_triton(x, states, weight, bias, activate)
@@ -36,18 +39,26 @@ def convolve_one_reference(
     return (silu(out) if activate else out).to(x.dtype)
 
 
-def convolve(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
+def convolve(
+    x: Tensor, states: PackedStates | SteppedStates, weight: Tensor, bias: Tensor | None, activate: bool
+) -> Tensor:
     """The same for the next tokens of every sequence; `x` and the result are [token, channel]."""
     if x.is_cuda:
-        from kvpool.kernels.states_triton import convolve_triton
+        from kvpool.kernels.convolution_triton import convolve_triton
 
         with current(x.device):
             return convolve_triton(x, states, weight, bias, activate)
     return convolve_reference(x, states, weight, bias, activate)
 
 
-def convolve_reference(x: Tensor, states: PackedStates, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
+def convolve_reference(
+    x: Tensor, states: PackedStates | SteppedStates, weight: Tensor, bias: Tensor | None, activate: bool
+) -> Tensor:
     """What `convolve` does, with torch, one sequence after another."""
+    if isinstance(states, SteppedStates):
+        return _step_by_step(
+            x, states, states.dtype, lambda token, copy: convolve_one_reference(x[token], copy, weight, bias, activate)
+        )
     taps, outputs, kept = weight.float().T, [], []
     for before, tokens in zip(states.gather(), torch.split(x, list(states.lengths)), strict=True):
         inputs = torch.cat([before.T, tokens.to(states.dtype)])  # [input, channel]
@@ -95,6 +106,44 @@ def delta_rule_one_reference(
     return torch.einsum("nhkv,nhk->nhv", state, queries * q.shape[-1] ** -0.5).to(v.dtype)
 
 
+def delta_rule_steps(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: SteppedStates, normalize: bool
+) -> Tensor:
+    """`delta_rule_one` for some tokens of every sequence, one after another: [token, ...] instead of [sequence, ...]."""
+    if q.is_cuda:
+        from kvpool.kernels.states_triton import delta_rule_steps_triton
+
+        with current(q.device):
+            return delta_rule_steps_triton(q, k, v, decay, beta, states, normalize)
+    return delta_rule_steps_reference(q, k, v, decay, beta, states, normalize)
+
+
+def delta_rule_steps_reference(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: SteppedStates, normalize: bool
+) -> Tensor:
+    """What `delta_rule_steps` does, with torch."""
+
+    def one(token: slice, states: SlotStates) -> Tensor:
+        return delta_rule_one_reference(q[token], k[token], v[token], decay[token], beta[token], states, normalize)
+
+    return _step_by_step(v, states, torch.float32, one)
+
+
+def _step_by_step(
+    like: Tensor, states: SteppedStates, dtype: torch.dtype, one: Callable[[slice, SlotStates], Tensor]
+) -> Tensor:
+    """Calls `one` for each token of each sequence, with a copy of its state that moves on from call to call."""
+    out, copies, alone = torch.zeros_like(like), states.gather().to(dtype), torch.zeros(1, dtype=torch.int64)
+    starts, ends = states.starts.tolist(), states.ends.tolist()
+    for row, (start, stop, end) in enumerate(zip(starts[:-1], starts[1:], ends, strict=True)):
+        copy = SlotStates(copies[row : row + 1], alone, alone)
+        for token in range(start, stop):
+            out[token : token + 1] = one(slice(token, token + 1), copy)
+            if token + 1 == end:
+                states.stored[states.targets[row]] = copy.stored[0].to(states.dtype)
+    return out
+
+
 def select_one(x: Tensor, selection: Selection, states: SlotStates, gate: Tensor | None) -> Tensor:
     """A state space model (Mamba 1 and 2) for one more token of every sequence.
 
@@ -121,6 +170,26 @@ def select_one_reference(x: Tensor, selection: Selection, states: SlotStates, ga
     out = (state * c).sum(-1)
     out = out if selection.d is None else out + x.float() * selection.d.float()
     return (out if gate is None else out * silu(gate.float())).to(x.dtype)
+
+
+def select_steps(x: Tensor, selection: Selection, states: SteppedStates) -> Tensor:
+    """`select_one` for some tokens of every sequence, one after another: [token, ...] instead of [sequence, ...]."""
+    if x.is_cuda:
+        from kvpool.kernels.states_triton import select_steps_triton
+
+        with current(x.device):
+            return select_steps_triton(x, selection, states)
+    return select_steps_reference(x, selection, states)
+
+
+def select_steps_reference(x: Tensor, selection: Selection, states: SteppedStates) -> Tensor:
+    """What `select_steps` does, with torch."""
+
+    def one(token: slice, states: SlotStates) -> Tensor:
+        part = replace(selection, **{name: getattr(selection, name)[token] for name in ("dt", "b", "c")})
+        return select_one_reference(x[token], part, states, None)
+
+    return _step_by_step(x, states, torch.float32, one)
 
 
 def select(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: PackedStates) -> Tensor:

@@ -25,15 +25,8 @@ from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
-from kvpool.model.states import (
-    StateModule,
-    StateStep,
-    keeping_states,
-    keeps_indexer,
-    modules_with_state,
-    own_states,
-    state_specs,
-)
+from kvpool.model.state_steps import StateStep, keeping_states
+from kvpool.model.states import StateModule, keeps_indexer, modules_with_state, own_states, state_specs
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HYBRID_LAYER_TYPES = _KNOWN_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}

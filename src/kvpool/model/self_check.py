@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpool.config import StateSpec
 from kvpool.errors import UnsupportedModelError
 from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
-from kvpool.model.states import StateStep
+from kvpool.model.state_steps import StateStep
 from kvpool.storage import StateSlots
 
 # How much logits may differ from those of eager attention, as a share of their spread, and for which share of the tokens. In

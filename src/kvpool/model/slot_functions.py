@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kvpool.kernels.layout import PackedStates, Selection, SlotStates
-from kvpool.kernels.states import convolve, convolve_one, delta_rule_one, select, select_one
+from kvpool.kernels.layout import PackedStates, Selection, SlotStates, SteppedStates
+from kvpool.kernels.states import (
+    convolve,
+    convolve_one,
+    delta_rule_one,
+    delta_rule_steps,
+    select,
+    select_one,
+    select_steps,
+)
 
 
 def _convolve(
@@ -73,7 +81,7 @@ class _Inputs(NamedTuple):
     """What a convolution of packed sequences is given: its new inputs, and where the earlier ones are."""
 
     new: Tensor  # [1, channel, token]
-    earlier: PackedStates
+    earlier: PackedStates | SteppedStates
 
 
 def take_inputs(layer: Any) -> Callable[..., _Inputs]:
@@ -100,11 +108,15 @@ def _delta_rule_packed(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: PackedStates,
+    initial_state: PackedStates | SteppedStates,
     output_final_state: bool = True,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[Tensor, PackedStates]:
+) -> tuple[Tensor, SlotStates]:
+    if isinstance(initial_state, SteppedStates):
+        q, k, v, decay, rate = (x[0] for x in (query, key, value, g, beta))
+        out = delta_rule_steps(q, k, v, decay, rate, initial_state, use_qk_l2norm_in_kernel)
+        return out.unsqueeze(0), initial_state
     tokens, before = (query, key, value, g, beta), initial_state.gather()
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if query.is_cuda and query.dtype.itemsize == 2 and (packed := _of_fla(by_key=g.dim() == 4)) is not None:
@@ -149,16 +161,21 @@ def _select_packed(
     chunk_size: int,
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    initial_states: PackedStates | None = None,
+    initial_states: PackedStates | SteppedStates | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **_: Any,
-) -> tuple[Tensor, PackedStates]:
+) -> tuple[Tensor, SlotStates]:
     if initial_states is None:
         raise TypeError("a chunk of a prompt has no states to begin with")
     steps = dt[0].float() if dt_bias is None else dt[0].float() + dt_bias.float()
     steps = (softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     x = hidden_states[0]
+    if isinstance(initial_states, SteppedStates):
+        channels, size = x.shape[2], B.shape[-1]
+        a, d = A[:, None, None].expand(-1, channels, size), None if D is None else D[:, None].expand(-1, channels)
+        selection = Selection(steps.unsqueeze(-1).expand(-1, -1, channels), a, B[0], C[0], d, None, False)
+        return select_steps(x.float(), selection, initial_states).unsqueeze(0), initial_states
     out = select(x, steps, A, B[0], C[0], initial_states)
     out = out if D is None else out + x.float() * D.float().unsqueeze(-1)
     return out.unsqueeze(0), initial_states

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpool.config import StateSpec
 from kvpool.errors import ConfigError, UnsupportedModelError
+from kvpool.model.state_steps import StateStep, keeping_states
 from kvpool.model.states import (
     Arguments,
     Outputs,
     StateModule,
-    StateStep,
     joined_calls,
-    keeping_states,
     modules_with_state,
     own_states,
     parts_of,
@@ -73,7 +73,9 @@ def _choose_ways(module: StateModule, hidden: Tensor, arguments: Arguments) -> N
     module.continues = _continues(module, hidden, arguments)
     module.packs &= module.continues
     module.on_slots = _same(module, "on_slots", [1, 1], [0, 1], hidden, arguments)
-    module.packs = _same(module, "packs", [hidden.shape[1] - 1, 1], [0, -1], hidden, arguments)
+    packed = [hidden.shape[1] - 1, 1], [0, -1]
+    module.packs = _same(module, "packs", *packed, hidden, arguments)
+    module.packs = _same(module, "packs", *packed, hidden, arguments, in_graph=True)
 
 
 @torch.no_grad()
@@ -94,7 +96,14 @@ def _continues(module: StateModule, hidden: Tensor, arguments: Arguments) -> boo
 
 @torch.no_grad()
 def _same(
-    module: StateModule, way: str, lengths: Sequence[int], sources: Sequence[int], hidden: Tensor, arguments: Arguments
+    module: StateModule,
+    way: str,
+    lengths: Sequence[int],
+    sources: Sequence[int],
+    hidden: Tensor,
+    arguments: Arguments,
+    *,
+    in_graph: bool = False,
 ) -> bool:
     """Whether a module gives with a way what it gives without it, tried with random states in the first two slots."""
     if not getattr(module, way):
@@ -108,6 +117,10 @@ def _same(
             for states in slots.store.states(0).values():
                 states.copy_(torch.randn(states.shape, generator=generator))
             step = StateStep.of(slots, lengths, sources, [2, 1])
+            if chosen and in_graph:
+                borders = np.cumsum([0, *lengths])
+                given = (torch.tensor(array, device=hidden.device) for array in (sources, [2, 1], borders, borders[1:]))
+                step = StateStep.stepping(slots, *given)
             outputs = step.run(module, hidden[:, : sum(lengths)], arguments)
             found.append([_flat(outputs), *(states.float() for states in slots.store.states(0).values())])
     except (AttributeError, TypeError):  # it does something else with a state than calling the functions
