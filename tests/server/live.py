@@ -22,7 +22,7 @@ from live_app import Live
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}{# <tool_call> #}"
 )
 WORDS = 160
 

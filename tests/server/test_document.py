@@ -31,7 +31,7 @@ def test_given_the_document_then_every_path_says_how_it_refuses_and_nothing_says
         for operation in path.values():
             assert {"200", "4XX", "5XX"} == set(operation["responses"])
     refusal = document["components"]["schemas"]["RefusalDetails"]["properties"]
-    assert set(refusal) == {"message", "type", "param", "code"}
+    assert set(refusal) == {"message", "type", "param", "code", "details"}
 
 
 def test_given_keys_then_the_document_asks_for_them_and_else_does_not(document: Any) -> None:

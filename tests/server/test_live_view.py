@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from live import Live
 
 ADMIN, PLAIN = {"authorization": "Bearer sk-admin"}, {"authorization": "Bearer sk-acme"}
-QUESTION = [{"role": "user", "content": " ".join(f"w{number}" for number in range(40, 60))}]
+QUESTION = [{"role": "user", "content": " ".join(f"w{number}" for number in range(55, 75))}]
 
 
 def access() -> Access:

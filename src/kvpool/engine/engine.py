@@ -24,7 +24,7 @@ from kvpool.config import Tier
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
-from kvpool.engine.grammar import Grammar, JsonGrammars
+from kvpool.engine.grammar import Grammar, Grammars
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.loop import EngineLoop
@@ -84,7 +84,7 @@ class Engine:
         self._closing = threading.Lock()
         self._thread = EngineThread(self._loop, inbox)  # which does not hold the engine
         self._requests = self._make_requests()
-        self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
+        self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
 
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
@@ -343,7 +343,11 @@ class Engine:
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
         """A grammar for `SamplingParams(grammar=...)`: the answer is JSON by this schema; without one, any JSON object."""
-        return self._grammars.make(schema)
+        return self._grammars.from_schema(schema)
+
+    def grammar(self, rules: str) -> Grammar:
+        """A grammar for `SamplingParams(grammar=...)` from rules in the form of Lark, as llguidance takes them."""
+        return self._grammars.from_rules(rules)
 
     def invalidate(
         self,

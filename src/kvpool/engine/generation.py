@@ -110,12 +110,15 @@ class Generation:
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
         *,
+        eos_ids: frozenset[int] = frozenset(),
         cancel: Callable[[Generation], None] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.id = request_id
         self.prompt = prompt
         self.params = params
+        # tokens that end a sample and are not part of its text
+        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0
@@ -227,7 +230,7 @@ class Generation:
         text, taken = "", 0
         for token in tokens:
             taken += 1
-            if stream is not None and token not in self.params.stop_token_ids:
+            if stream is not None and token not in self.stop_ids:
                 text += stream.push(token)
                 if stream.stopped is not None:
                     break
@@ -301,7 +304,8 @@ class Generation:
             return None
         stream = self._streams.get(index)
         if stream is None:
-            stream = self._streams[index] = TextStream(self._tokenizer, tuple(self.params.stop))
+            params = self.params
+            stream = self._streams[index] = TextStream(self._tokenizer, tuple(params.stop), params.skip_special_tokens)
         return stream
 
     def _deliver(self, chunk: Chunk) -> None:

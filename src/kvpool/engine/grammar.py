@@ -1,8 +1,8 @@
 """Answers in a given form: a grammar says which tokens may follow, with one bit per token of the vocabulary. No torch.
 
 Requests that want the same form share a `Grammar`. `start` gives the state of one sample, which is told every token of it.
-Sampling asks the states of a step for their masks and applies all of them at once. `JsonGrammars` makes grammars from JSON
-schemas with `llguidance`. A class of your own that implements the two protocols works as well.
+Sampling asks the states of a step for their masks and applies all of them at once. `Grammars` makes grammars from JSON
+schemas and from rules with `llguidance`. A class of your own that implements the two protocols works as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -56,7 +56,7 @@ _WHITESPACE = r"\n? {0,8}"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-class JsonGrammars:
+class Grammars:
     """Makes grammars for the vocabulary of one model. The first takes about a second, to sort the vocabulary."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: Collection[int]) -> None:
@@ -66,7 +66,7 @@ class JsonGrammars:
         self._lock = threading.Lock()
         self._prepared: Any = None
 
-    def make(self, schema: Mapping[str, Any] | None = None) -> Grammar:
+    def from_schema(self, schema: Mapping[str, Any] | None = None) -> Grammar:
         """A grammar of the texts that are valid by a JSON schema; without one, of every JSON object.
 
         A schema with rules that it cannot enforce (`uniqueItems`, `not`, ...) is refused.
@@ -77,21 +77,27 @@ class JsonGrammars:
             text = json.dumps(_ANY_OBJECT if schema is None else dict(schema))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"this is no JSON schema: {error}") from None
-        library, tokenizer = self._library()
         options = {"whitespace_pattern": _WHITESPACE}
+        return self._compiled("JSON schema", lambda made: made.grammar_from_json_schema(text, overrides=options))
+
+    def from_rules(self, rules: str) -> Grammar:
+        """A grammar from rules as llguidance takes them: Lark's, with `%json` for JSON schemas. It begins with `start`."""
+        return self._compiled("grammar", lambda made: made.grammar_from_lark(rules))
+
+    def _compiled(self, what: str, grammar: Callable[[Any], str]) -> Grammar:
+        library, tokenizer = self._library()
         try:
-            grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=options)
-            compiled = _Compiled(library.LLMatcher(tokenizer, grammar, log_level=0))
+            compiled = _Compiled(library.LLMatcher(tokenizer, grammar(library.LLMatcher), log_level=0))
             compiled.start().fill(np.zeros(num_words(self._vocabulary), np.int32))  # some errors show only here
         except (ValueError, StepError) as error:  # a ValueError is of schemas that are nested too deep
-            raise InvalidArgumentError(f"no answer can be held to this JSON schema: {_reason(error)}") from None
+            raise InvalidArgumentError(f"no answer can be held to this {what}: {_reason(error)}") from None
         return compiled
 
     def _library(self) -> tuple[Any, Any]:
         try:
             library = importlib.import_module("llguidance")
         except ModuleNotFoundError:
-            raise ConfigError("answers by a JSON schema need llguidance: pip install 'kvpool[server]'") from None
+            raise ConfigError("answers in a given form need llguidance: pip install 'kvpool[server]'") from None
         with self._lock:
             if self._prepared is None:
                 described = _described(self._tokenizer)

@@ -19,6 +19,7 @@ _KINDS: dict[str, type] = {
     "stop": Iterable,
     "stop_token_ids": Iterable,
     "ignore_eos": bool,
+    "skip_special_tokens": bool,
     "early_stopping": bool,
 }
 _MAY_BE_NONE = frozenset({*MODEL_FIELDS, "seed", "logprobs"})
@@ -51,6 +52,7 @@ class SamplingParams:
     stop: str | Iterable[str] = ()
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # whether the text leaves out special tokens
     grammar: Grammar | None = None
     logprobs: int | None = None
     n: int = 1

@@ -64,7 +64,8 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
     for message in spoken:
         _unicode(str(message.get("content", "")))
     try:
-        rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True, **template)
+        begins = not template.get("continue_final_message")
+        rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=begins, tokenize=True, **template)
     # A template is a program and may fail in many ways.
     except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         roles = ", ".join(str(message.get("role")) for message in spoken)
@@ -177,9 +178,8 @@ class RequestMaker:
             check_hint(hint)
         looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
-        generation = Generation(
-            next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, cancel=self.cancel, notes=notes
-        )
+        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
+        generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
         request = Request(
             generation.id,
             tokens,
@@ -187,7 +187,7 @@ class RequestMaker:
             n=max(params.n, params.num_beams),
             priority=priority,
             scope=ReuseScope() if scope is None else scope,
-            stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            stop_token_ids=generation.stop_ids,
             deadline=None if deadline is None else self.clock() + deadline,
             steered=params.num_beams > 1,
             session=session,

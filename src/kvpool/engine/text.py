@@ -95,7 +95,7 @@ class TextStream:
             at, self.stopped = min(found)
             self._held = ""
             return self._show(pending[:at])
-        keep = max(_overlap(pending, stop) for stop in self._stop)
+        keep = max(overlap(pending, stop) for stop in self._stop)
         self._held = pending[len(pending) - keep :]
         return self._show(pending[: len(pending) - keep])
 
@@ -104,7 +104,7 @@ class TextStream:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
+from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part, read_whole
 from kvpool.server.errors import Problem
+from kvpool.server.tool_forms import ToolCall
+from kvpool.server.tools import new_call_id
 
 HOLE = "\0"
 """The text that an `EventForm` fills in."""
@@ -113,9 +117,46 @@ class _Answer:
 
 
 class ChatAnswer(_Answer):
-    """`chat.completion` and its chunks."""
+    """`chat.completion` and its chunks. With a reader, thoughts and calls have fields of their own."""
 
     prefix, kind, kind_of_part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        piece: Piece,
+        include_usage: bool = False,
+        make_reader: Callable[[], AnswerReader] | None = None,
+    ) -> None:
+        super().__init__(model, piece, include_usage)
+        self._make_reader = make_reader
+        self._readers: dict[int, ChunkReader] = {}
+        self._num_calls: Counter[int] = Counter()
+
+    def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
+        """The events for what one step added to a sample."""
+        if self._make_reader is None:
+            return super().part(index, chunk, generation)
+        events: list[dict[str, Any]] = []
+        if index not in self._readers:
+            self._readers[index] = ChunkReader(self._make_reader)
+            events.append(self._opening(index))
+        deltas = [self._delta(index, part) for part in self._readers[index].parts(chunk)]
+        if chunk.finish_reason is not None or (chunk.logprobs and not deltas):
+            deltas.append({})
+        for number, delta in enumerate(deltas):
+            is_last = number == len(deltas) - 1
+            reason = _why(chunk.finish_reason, self._num_calls[index]) if is_last else None
+            events.append(self._part(index, delta, None if number else self._logprobs(chunk.logprobs), reason))
+        return b"".join(as_event(event) for event in events)
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        """A part of an answer as the change that a chunk brings."""
+        if part.call is None:
+            return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        return {"tool_calls": [{"index": number, **called(part.call)}]}
 
     def _opening(self, index: int) -> dict[str, Any]:
         """The role of the speaker."""
@@ -130,9 +171,20 @@ class ChatAnswer(_Answer):
         return self._frame(self.kind_of_part, [choice])
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
-        logprobs = self._logprobs(sample.logprobs)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish(sample.finish_reason)}
+        read = read_whole(self._make_reader, sample.text)
+        content = None if read.calls and not read.content else read.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["tool_calls"] = [called(call) for call in read.calls]
+        reason = _why(sample.finish_reason, len(read.calls))
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(sample.logprobs),
+            "finish_reason": reason,
+        }
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not entries:
@@ -183,6 +235,17 @@ class TextAnswer(_Answer):
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [{self._piece(token): value for token, value in entry.top} for entry in entries],
         }
+
+
+def called(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's form, with a new id."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": new_call_id(), "type": "function", "function": function}
+
+
+def _why(reason: str | None, num_calls: int) -> str | None:
+    """Why a sample ended, in OpenAI's words, if it may have called tools."""
+    return "tool_calls" if reason == "stop" and num_calls else finish(reason)
 
 
 def finish(reason: str | None) -> str | None:

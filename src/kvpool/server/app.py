@@ -26,7 +26,7 @@ from kvpool.server.errors import Problem, problem_of, problem_of_body
 from kvpool.server.exchange import RequestContext
 from kvpool.server.limits import Gate, InTurns, Limits
 from kvpool.server.live_view import LiveViews
-from kvpool.server.messages import Messages, converse
+from kvpool.server.messages import CountTokens, Messages, converse, count_tokens
 from kvpool.server.metrics import Metrics
 from kvpool.server.pins import TenantPins
 from kvpool.server.responses import Responses, respond
@@ -269,6 +269,11 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def messages(request: Request, body: Messages, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as Anthropic's endpoint does."""
         return await converse(request, body, server.model(body.model), caller, server.context)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: CountTokens, caller: Caller = caller_of) -> dict[str, int]:
+        """How many tokens a conversation has, as Anthropic's endpoint does."""
+        return await count_tokens(body, server.model(body.model))
 
     @app.post("/v1/prefill", responses=STREAMED)
     async def prefill_prompt(request: Request, body: PromptForOthers, caller: Caller = caller_of) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from inspect import signature
@@ -21,6 +22,7 @@ from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
 from kvpool.server.served_model import ServedModel
+from kvpool.server.tools import Dialogue, ToolUse, tool_use
 
 FILL_CONTEXT = 2**31 - 1  # tokens; the engine cuts this to what the context has room for
 
@@ -51,26 +53,29 @@ async def chat(
     request: Request, body: ChatCompletions, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a conversation."""
-    tools = offered([tool.model_dump() for tool in body.tools or ()], body.tool_choice)
-    prompt = await conversation_tokens(model, body.messages, tools, body.chat_template_kwargs)
+    offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
+    template = {**(body.chat_template_kwargs or {})}
+    begun = await dialogue(model, body.messages, use, template, continues=body.continue_final_message)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    params = await sampling_params(body, model, context.gate.limits, most, wanted)
-    answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body))
+    params = await sampling_params(body, model, context.gate.limits, most, wanted, begun)
+    answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun))
     exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([prompt], params, offers_tools=bool(tools))
+    return await exchange.run([begun.prompt], params, offers_tools=bool(use.offered))
 
 
-def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
-    """The tools for the chat template. The model decides whether it calls one; nothing can force it."""
-    if choice is None or choice in ("auto", "none"):
-        return [] if choice == "none" else tools
-    raise Problem(
-        400,
-        "tool_choice can be 'auto' or 'none': the model sees the tools and decides",
-        code="unsupported",
-        param="tool_choice",
-    )
+async def dialogue(
+    model: ServedModel,
+    messages: Sequence[Message],
+    use: ToolUse,
+    template: dict[str, Any] | None = None,
+    *,
+    continues: bool = False,
+) -> Dialogue:
+    """A conversation with its tools, ready for the model. If it `continues`, the answer goes on with the last message."""
+    model.answers.check(use)
+    return Dialogue(await conversation_tokens(model, messages, use.offered, template, continues=continues), use)
 
 
 async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequence[Message] | None) -> Int32Array:
@@ -88,12 +93,16 @@ async def conversation_tokens(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] = (),
     template: dict[str, Any] | None = None,
+    *,
+    continues: bool = False,
 ) -> Int32Array:
     """The token ids of a conversation. Text parts of a message are joined."""
     spoken = []
     for number, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
         turn["content"] = _text_of(message.content, number)
+        if "tool_calls" in turn:
+            turn["tool_calls"] = _calls_for_template(turn["tool_calls"], number)
         spoken.append(turn)
     for name in template or ():
         if name in _reserved():
@@ -104,7 +113,27 @@ async def conversation_tokens(
                 param="chat_template_kwargs",
             )
     more = {**(template or {}), **({"tools": list(tools)} if tools else {})}
+    if continues:
+        more["continue_final_message"] = True
     return await model.chat_tokens(spoken, **more)
+
+
+def _calls_for_template(calls: Any, number: int) -> list[dict[str, Any]]:
+    """Calls of an earlier answer. Clients send their arguments as JSON text, templates read them as objects."""
+    try:
+        read = []
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            read.append({**call, "function": {**call["function"], "arguments": dict(arguments)}})
+        return read
+    except (TypeError, KeyError, ValueError):
+        raise Problem(
+            400,
+            f"message {number} has tool_calls that are no calls: each needs function.name and, as JSON, function.arguments",
+            code="invalid_value",
+            param=f"messages.{number}.tool_calls",
+        ) from None
 
 
 @lru_cache

@@ -28,8 +28,10 @@ class Problem(Exception):
         param: str | None = None,
         retry_after: int | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
+        self.details = details
         self.status = status
         self.code = code
         self.param = param
@@ -46,7 +48,7 @@ class Problem(Exception):
     def body(self) -> dict[str, Any]:
         """The body of the answer: OpenAI's form, with the top-level `type` of Anthropic's."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"type": "error", "error": error}
+        return {"type": "error", "error": error if self.details is None else {**error, "details": self.details}}
 
 
 def problem_of(error: KVPoolError) -> Problem:

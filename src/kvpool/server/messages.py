@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -15,16 +16,19 @@ from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
 from kvpool.server.answers import HOLE, EventForm, as_event
 from kvpool.server.auth import Caller
-from kvpool.server.completions import conversation_tokens, offered
+from kvpool.server.completions import conversation_tokens, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import Body, Count, Message, Sampling, Stop
 from kvpool.server.served_model import ServedModel
+from kvpool.server.tools import Dialogue, new_call_id, tool_use
 
 KEPT_PRIORITY = 90
+MAX_MARKS = 4
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "deadline": "max_tokens", "refused": "max_tokens"}
 
@@ -36,12 +40,18 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class TextBlock(Body):
-    """A part of a message. Parts that are no text are refused, and the error names their type."""
+class ContentBlock(Body):
+    """A part of a message: text, a thought, a call of a tool, or what a tool returned. Others are refused by their type."""
 
     model_config = ConfigDict(extra="allow")
     type: str
     text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[dict[str, Any]] | None = None
     cache_control: CacheControl | None = None
 
 
@@ -49,15 +59,17 @@ class Turn(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+    content: str | Annotated[list[ContentBlock], Field(min_length=1)]
 
 
 class MessageTool(Body):
     """A tool in the form of this endpoint."""
 
+    type: Literal["custom"] = "custom"
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str = ""
     input_schema: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
         """The tool in the form that chat templates read."""
@@ -66,73 +78,158 @@ class MessageTool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model may call a tool."""
+    """Whether the model may or must call a tool."""
 
-    type: str = "auto"
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    def as_openai(self) -> Any:
+        """The choice in OpenAI's form."""
+        if self.type == "tool":
+            return {"type": "function", "name": self.name}
+        return "required" if self.type == "any" else self.type
 
 
-class Messages(Sampling):
-    """`POST /v1/messages`."""
+class Spoken(Body):
+    """What a conversation consists of."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
-    max_tokens: Count
-    system: str | list[TextBlock] | None = None
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: ToolChoice | None = None
+
+
+class CountTokens(Spoken):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str = ""
+
+
+class Messages(Spoken, Sampling):
+    """`POST /v1/messages`."""
+
+    max_tokens: Count
+    thread: dict[str, Any] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+
+
+class _Conversation(NamedTuple):
+    """A conversation in the form of chat templates; `ends` has the number of messages up to the end of each turn."""
+
+    turns: list[Turn]
+    spoken: list[Message]
+    ends: list[int]
+    tool_marks: list[CacheControl]
+    begun: Dialogue
 
 
 async def converse(
     request: Request, body: Messages, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a conversation as Anthropic's endpoint does."""
-    turns = [*([] if not body.system else [Turn(role="system", content=body.system)]), *body.messages]
-    spoken = [Message(role=turn.role, content=_text_of(turn, number)) for number, turn in enumerate(turns)]
-    choice = None if body.tool_choice is None else body.tool_choice.type
-    tools = offered([tool.as_function() for tool in body.tools or ()], choice)
-    prompt = await conversation_tokens(model, spoken, tools)
+    if body.thread is not None:
+        raise Problem(
+            400,
+            "conversations are not kept here: send all messages, without thread",
+            code="unsupported",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},  # clients then do so
+        )
+    talk = await _conversation(body, model)
     body.stop, body.n = body.stop_sequences, 1
-    params = await sampling_params(body, model, context.gate.limits, body.max_tokens, None)
-    retention = await _retention(turns, spoken, prompt, model, tools)
+    params = await sampling_params(body, model, context.gate.limits, body.max_tokens, dialogue=talk.begun)
+    retention = await _retention(talk, model)
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
-    answer = MessageAnswer(model.name)
+    num_marked = 0 if retention is None else int(retention.ranges[-1].end or 0)
+    answer = MessageAnswer(model.name, model.answers.reader(talk.begun), num_marked)
     exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([prompt], params, retention=retention, offers_tools=bool(tools))
+    return await exchange.run(
+        [talk.begun.prompt], params, retention=retention, offers_tools=bool(talk.begun.use.offered)
+    )
 
 
-def _text_of(turn: Turn, number: int) -> str:
+async def count_tokens(body: CountTokens, model: ServedModel) -> dict[str, int]:
+    """How many tokens a conversation has."""
+    return {"input_tokens": len((await _conversation(body, model)).begun.prompt)}
+
+
+async def _conversation(body: Spoken, model: ServedModel) -> _Conversation:
+    """Reads a conversation. If the assistant spoke last, the answer goes on with what it said."""
+    turns = [*([] if not body.system else [Turn(role="system", content=body.system)]), *body.messages]
+    names: dict[str, str] = {}  # of the tools, by the ids of calls
+    spoken: list[Message] = []
+    ends = []
+    for number, turn in enumerate(turns):
+        spoken += _messages_of(turn, number, names)
+        ends.append(len(spoken))
+    choice = body.tool_choice or ToolChoice()
+    offered = [tool.as_function() for tool in body.tools or ()]
+    use = tool_use(offered, choice.as_openai(), not choice.disable_parallel_tool_use)
+    continues = turns[-1].role == "assistant" and not getattr(spoken[-1], "tool_calls", None)
+    begun = await dialogue(model, spoken, use, continues=continues)
+    tool_marks = [tool.cache_control for tool in body.tools or () if tool.cache_control]
+    return _Conversation(turns, spoken, ends, tool_marks, begun)
+
+
+def _messages_of(turn: Turn, number: int, names: dict[str, str]) -> list[Message]:
+    """The messages for a chat template that say what a turn says: results of tools first, each a message of its own."""
     if isinstance(turn.content, str):
-        return turn.content
+        return [Message(role=turn.role, content=turn.content)]
+    results: list[Message] = []
+    calls: list[dict[str, Any]] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
     for part in turn.content:
-        if part.type != "text" or part.text is None:
+        if part.type == "text" and part.text is not None:
+            texts.append(part.text)
+        elif part.type == "tool_use" and turn.role == "assistant" and part.name and part.id:
+            names[part.id] = part.name
+            function = {"name": part.name, "arguments": part.input or {}}
+            calls.append({"id": part.id, "type": "function", "function": function})
+        elif part.type == "tool_result" and turn.role == "user" and part.tool_use_id:
+            told = {"tool_call_id": part.tool_use_id, "name": names.get(part.tool_use_id)}
+            results.append(Message.model_validate({"role": "tool", "content": part.content or "", **told}))
+        elif part.type == "thinking" and turn.role == "assistant":
+            thoughts.append(part.thinking or "")
+        elif part.type != "redacted_thinking":
             raise Problem(
                 400,
-                f"message {number} has a part of type {part.type!r}; this model reads text only",
+                f"message {number} has a part of type {part.type!r} that is not complete or that a turn of the "
+                f"{turn.role} cannot have; this model reads text only",
                 code="unsupported",
             )
-    return "".join(part.text or "" for part in turn.content)
+    if results and not texts:
+        return results
+    said: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
+    if calls:
+        said["tool_calls"] = calls
+    if thoughts:
+        said["reasoning_content"] = "".join(thoughts)
+    return [*results, Message.model_validate(said)]
 
 
-async def _retention(
-    turns: Sequence[Turn],
-    spoken: Sequence[Message],
-    prompt: Int32Array,
-    model: ServedModel,
-    tools: Sequence[dict[str, Any]],
-) -> Retention | None:
-    """The marks of a conversation as ranges of tokens. A mark inside a message covers the whole message."""
+async def _retention(talk: _Conversation, model: ServedModel) -> Retention | None:
+    """The marks of a conversation as ranges of tokens. A mark inside a message covers the whole message.
+
+    A mark of a tool covers the first message, because templates write tools beside it.
+    """
     ranges: list[TokenRange] = []
-    start = 0
-    for number, turn in enumerate(turns):
+    start, num_marks = 0, 0
+    for number, (turn, end_of_turn) in enumerate(zip(talk.turns, talk.ends, strict=True)):
         marks = [part.cache_control for part in turn.content if not isinstance(part, str) and part.cache_control]
+        marks = marks if number else [*talk.tool_marks, *marks]
+        num_marks += len(marks)
+        if num_marks > MAX_MARKS:
+            raise Problem(400, f"a request has at most {MAX_MARKS} cache_control marks", code="invalid_value")
         if not marks:
             continue
         try:
-            beginning = await conversation_tokens(model, spoken[: number + 1], tools)
+            beginning = await conversation_tokens(model, talk.spoken[:end_of_turn], talk.begun.use.offered)
         except Problem:  # a template that refuses so short a conversation
             continue
-        end = _common(beginning, prompt)
+        end = _common(beginning, talk.begun.prompt)
         if end > start:
             ranges.append(TokenRange(start, end, KEPT_PRIORITY, _SECONDS[marks[-1].ttl]))
             start = end
@@ -149,21 +246,38 @@ def _common(one: Int32Array, other: Int32Array) -> int:
 _DELTA = EventForm(
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": HOLE}}, "content_block_delta"
 )
+_EMPTY = {"content": {"type": "text", "text": ""}, "reasoning": {"type": "thinking", "thinking": "", "signature": ""}}
 
 
 class MessageAnswer:
-    """A `message`, whole or as Anthropic's events."""
+    """A `message`, whole or as Anthropic's events. Texts, thoughts and calls are blocks of its content."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, make_reader: Callable[[], AnswerReader] | None = None, num_marked: int = 0) -> None:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
+        self._reader = ChunkReader(make_reader)
+        self._num_marked = num_marked  # tokens of the prompt that a mark asked to keep
         self._begun = False
+        self._num_blocks = 0
+        self._open = ""  # the kind of the block under way
+        self._calls = False
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The answer to a request that is over."""
         (generation,) = generations
-        content = [{"type": "text", "text": generation.samples[0].text}]
-        return {**self._message(generation), "content": content, **self._reason(generation)}
+        content: list[dict[str, Any]] = []
+        last = ""
+        for part in self._reader.parts(Chunk(0, generation.samples[0].text, (), finish_reason="stop")):
+            field = "thinking" if part.kind == "reasoning" else "text"
+            if part.call is not None:
+                content.append({**_called(part), "input": part.call.arguments})
+                self._calls = True
+            elif part.kind == last:
+                content[-1][field] += part.text
+            else:
+                content.append({**_EMPTY[part.kind], field: part.text})
+            last = part.kind
+        return {**self._message(generation), "content": content or [_EMPTY["content"]], **self._reason(generation)}
 
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
         """The events for what one step added. The first ones begin with the event that opens the message."""
@@ -171,16 +285,48 @@ class MessageAnswer:
         if not self._begun:
             self._begun = True
             start = {"type": "message_start", "message": {**self._message(generation), "content": []}}
-            block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-            events = as_event(start, "message_start") + as_event(block, "content_block_start")
-        return events + _DELTA.filled(chunk.text) if chunk.text else events
+            events = as_event(start, "message_start")
+        return events + b"".join(self._added(part) for part in self._reader.parts(chunk))
+
+    def _added(self, part: Part) -> bytes:
+        """The events of one part. It goes on with the open block, or begins one."""
+        if part.call is not None:
+            self._calls = True
+            events = self._closed() + self._opened("call", {**_called(part), "input": {}})
+            arguments = json.dumps(part.call.arguments, ensure_ascii=False)
+            return events + self._delta({"type": "input_json_delta", "partial_json": arguments}) + self._closed()
+        events = b"" if self._open == part.kind else self._closed() + self._opened(part.kind, _EMPTY[part.kind])
+        if part.kind == "reasoning":
+            return events + self._delta({"type": "thinking_delta", "thinking": part.text})
+        if self._num_blocks == 1:
+            return events + _DELTA.filled(part.text)
+        return events + self._delta({"type": "text_delta", "text": part.text})
+
+    def _opened(self, kind: str, block: dict[str, Any]) -> bytes:
+        self._open = kind
+        self._num_blocks += 1
+        start = {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
+        return as_event(start, "content_block_start")
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        event = {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+        return as_event(event, "content_block_delta")
+
+    def _closed(self) -> bytes:
+        """The event that ends the open block, if one is open."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return as_event({"type": "content_block_stop", "index": self._num_blocks - 1}, "content_block_stop")
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """The events at the end: why the message ended, and its usage."""
         (generation,) = generations
-        delta = {"type": "message_delta", "delta": self._reason(generation), "usage": _usage(generation)}
+        events = b"" if self._num_blocks else self._opened("content", _EMPTY["content"])
+        delta = {"type": "message_delta", "delta": self._reason(generation), "usage": self._usage(generation)}
         return (
-            as_event({"type": "content_block_stop", "index": 0}, "content_block_stop")
+            events
+            + self._closed()
             + as_event(delta, "message_delta")
             + as_event({"type": "message_stop"}, "message_stop")
         )
@@ -197,21 +343,28 @@ class MessageAnswer:
             "model": self._model,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(generation),
+            "usage": self._usage(generation),
         }
 
     def _reason(self, generation: Generation) -> dict[str, Any]:
         sample = generation.samples[0]
         if sample.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_string}
-        return {"stop_reason": _REASONS.get(sample.finish_reason or "", "end_turn"), "stop_sequence": None}
+        reason = _REASONS.get(sample.finish_reason or "", "end_turn")
+        return {"stop_reason": "tool_use" if self._calls and reason == "end_turn" else reason, "stop_sequence": None}
+
+    def _usage(self, generation: Generation) -> dict[str, int]:
+        """Tokens read from the cache, tokens that marks put there, and the rest."""
+        cached = generation.num_cached_tokens
+        created = max(0, self._num_marked - cached)
+        return {
+            "input_tokens": len(generation.prompt) - cached - created,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": created,
+            "output_tokens": sum(len(sample.token_ids) for sample in generation.samples.values()),
+        }
 
 
-def _usage(generation: Generation) -> dict[str, int]:
-    cached = generation.num_cached_tokens
-    return {
-        "input_tokens": len(generation.prompt) - cached,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": sum(len(sample.token_ids) for sample in generation.samples.values()),
-    }
+def _called(part: Part) -> dict[str, Any]:
+    assert part.call is not None
+    return {"type": "tool_use", "id": new_call_id(), "name": part.call.name}

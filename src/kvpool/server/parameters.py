@@ -16,20 +16,27 @@ from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Limits
 from kvpool.server.schema import KeptTokens, ResponseFormat, Sampling
 from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.server.tools import Dialogue
 
 SESSION_HEADER = "x-session-id"
 MAX_NAME = 256  # characters, as of the field `session_id`
 
 
 async def sampling_params(
-    body: Sampling, model: ServedModel, limits: Limits, max_new_tokens: int, logprobs: int | None
+    body: Sampling,
+    model: ServedModel,
+    limits: Limits,
+    max_new_tokens: int,
+    logprobs: int | None = None,
+    dialogue: Dialogue | None = None,
 ) -> SamplingParams:
-    """How the tokens of an answer are chosen."""
+    """How the tokens of an answer are chosen. That of a dialogue may call tools."""
     if body.n > limits.samples:
         raise Problem(
             400, f"n={body.n} is over this server's limit of {limits.samples}", code="invalid_value", param="n"
         )
-    grammar = None if body.response_format is None else await _grammar(body.response_format, model)
+    grammar = await _grammar(body.response_format or ResponseFormat(), model, dialogue)
+    keeps_marks = dialogue is not None and not model.answers.skips_special_tokens
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     try:
         return SamplingParams(
@@ -46,6 +53,7 @@ async def sampling_params(
             stop=stop,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
+            skip_special_tokens=body.skip_special_tokens and not keeps_marks,
             grammar=grammar,
             logprobs=logprobs,
             n=body.n,
@@ -54,10 +62,8 @@ async def sampling_params(
         raise problem_of(error) from error
 
 
-async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None:
+async def _grammar(wanted: ResponseFormat, model: ServedModel, dialogue: Dialogue | None) -> Grammar | None:
     """The grammar for the form of the answer. It is compiled in a thread, because the first one takes a second."""
-    if wanted.type == "text":
-        return None
     if wanted.type == "json_schema" and wanted.json_schema is None:
         raise Problem(
             400,
@@ -66,10 +72,19 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None
             param="response_format",
         )
     schema = None if wanted.json_schema is None else wanted.json_schema.of
+    rules = None
+    if dialogue is not None:
+        form: Mapping[str, Any] | None = None if wanted.type == "text" else schema or {"type": "object"}
+        rules = model.answers.rules(dialogue, form)
+    if rules is None and wanted.type == "text":
+        return None
     try:
+        if rules is not None:
+            return await asyncio.to_thread(model.engine.grammar, rules)
         return await asyncio.to_thread(model.engine.json_grammar, schema)
     except InvalidArgumentError as error:
-        raise Problem(400, str(error), code="invalid_json_schema", param="response_format") from error
+        where = "response_format" if rules is None else "tools"
+        raise Problem(400, str(error), code="invalid_json_schema", param=where) from error
     except KVPoolError as error:
         raise problem_of(error) from error
 

@@ -1,26 +1,27 @@
-"""`/v1/responses`: OpenAI's newer form of a conversation, for text."""
+"""`/v1/responses`: OpenAI's newer form of a conversation."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
+from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
 from kvpool.server.answers import as_event
 from kvpool.server.auth import Caller
-from kvpool.server.completions import FILL_CONTEXT, conversation_tokens, offered
+from kvpool.server.completions import FILL_CONTEXT, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import (
     Body,
-    Conversation,
     Count,
     Function,
     JsonSchema,
@@ -30,6 +31,8 @@ from kvpool.server.schema import (
     Text,
 )
 from kvpool.server.served_model import ServedModel
+from kvpool.server.tool_forms import ToolCall
+from kvpool.server.tools import new_call_id, tool_use
 
 
 class TextFormat(Body):
@@ -64,10 +67,23 @@ class ResponseTool(Function):
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
+class ResponseItem(BaseModel):
+    """One item of an input: a message, a call of a tool, what the tool returned, or a thought of an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str = "message"
+    role: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+
+
 class Responses(Sampling):
     """`POST /v1/responses`."""
 
-    input: Text | Conversation
+    input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     previous_response_id: str | None = None
@@ -88,67 +104,95 @@ async def respond(
             code="unsupported",
             param="previous_response_id",
         )
-    turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _turns(body.input)
     if body.instructions:
         turns = [Message(role="system", content=body.instructions), *turns]
     body.n = 1
     if body.text is not None and body.text.format is not None:
         body.response_format = body.text.format.as_response_format()
-    params = await sampling_params(body, model, context.gate.limits, body.max_output_tokens or FILL_CONTEXT, None)
-    tools = offered([tool.as_function() for tool in body.tools or ()], body.tool_choice)
-    prompt = await conversation_tokens(model, turns, tools)
-    exchange = Exchange(request, body, model, caller, context, ResponseAnswer(model.name, body))
-    return await exchange.run([prompt], params, offers_tools=bool(tools))
+    use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
+    begun = await dialogue(model, turns, use)
+    most = body.max_output_tokens or FILL_CONTEXT
+    params = await sampling_params(body, model, context.gate.limits, most, dialogue=begun)
+    answer = ResponseAnswer(model.name, body, model.answers.reader(begun))
+    exchange = Exchange(request, body, model, caller, context, answer)
+    return await exchange.run([begun.prompt], params, offers_tools=bool(use.offered))
+
+
+def _turns(items: Sequence[ResponseItem]) -> list[Message]:
+    """The messages of an input. Calls and thoughts belong to the message of the assistant that follows or surrounds them."""
+    turns: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+
+    def of_assistant() -> dict[str, Any]:
+        if not turns or turns[-1]["role"] != "assistant":
+            turns.append({"role": "assistant", "content": ""})
+        return turns[-1]
+
+    for number, item in enumerate(items):
+        if item.type == "message" and item.role is not None:
+            speaks_on = item.role == "assistant" and turns and turns[-1]["role"] == "assistant"
+            if speaks_on and not turns[-1]["content"]:
+                turns[-1]["content"] = item.content
+            else:
+                turns.append({"role": item.role, "content": item.content})
+        elif item.type == "function_call" and item.name and item.call_id:
+            names[item.call_id] = item.name
+            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            of_assistant().setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output" and item.call_id:
+            told = {"tool_call_id": item.call_id, "name": names.get(item.call_id)}
+            turns.append({"role": "tool", "content": item.output or "", **told})
+        elif item.type == "reasoning":
+            thought = item.content if isinstance(item.content, list) else []
+            of_assistant()["reasoning_content"] = "".join(str(part.get("text", "")) for part in thought)
+        else:
+            raise Problem(
+                400,
+                f"input.{number} is of type {item.type!r}, or not complete: an input has messages with a role, "
+                "function_call, function_call_output and reasoning",
+                code="unsupported",
+                param=f"input.{number}",
+            )
+    return [Message.model_validate(turn) for turn in turns]
+
+
+_TYPES = {"content": "output_text", "reasoning": "reasoning_text"}  # the type of the one part that an item holds
 
 
 class ResponseAnswer:
-    """A `response`, whole or as its events."""
+    """A `response`, whole or as its events. Texts, thoughts and calls are items of its output."""
 
-    def __init__(self, model: str, body: Responses) -> None:
+    def __init__(self, model: str, body: Responses, make_reader: Callable[[], AnswerReader] | None = None) -> None:
         self._id = f"resp_{uuid.uuid4().hex}"
-        self._item = f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._body = body
+        self._reader = ChunkReader(make_reader)
         self._number = -1
+        self._items: list[dict[str, Any]] = []
+        self._open = ""  # the kind of the last item, while it grows
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The answer to a request that is over."""
-        (generation,) = generations
-        is_cut = generation.samples[0].finish_reason not in ("stop", None)
-        status = "incomplete" if is_cut else "completed"
-        return {
-            **self._response(status, [self._message(status, generation.samples[0].text)]),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": _usage(generation),
-        }
+        self._added(self._reader.parts(Chunk(0, generations[0].samples[0].text, (), finish_reason="stop")))
+        return self._ended(generations)[1]
 
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
         """The events for what one step added. The first ones begin with the events that open the response."""
         events = b""
         if self._number < 0:
             blank = self._response("in_progress", [])
-            events += self._event("response.created", response=blank) + self._event(
-                "response.in_progress", response=blank
-            )
-            item = self._message("in_progress", None)
-            events += self._event("response.output_item.added", output_index=0, item=item)
-            events += self._event("response.content_part.added", **self._place, part=_text(""))
-        if chunk.text:
-            events += self._event("response.output_text.delta", **self._place, delta=chunk.text, logprobs=[])
-        return events
+            events += self._event("response.created", response=blank)
+            events += self._event("response.in_progress", response=blank)
+        return events + self._added(self._reader.parts(chunk))
 
     def end(self, generations: Sequence[Generation]) -> bytes:
-        """The events at the end: the whole text, and its usage."""
-        whole = self.whole(generations)
-        (item,), text = whole["output"], generations[0].samples[0].text
+        """The events at the end: the last item, and the response with its usage."""
+        events, whole = self._ended(generations)
         kind = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-        return (
-            self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-            + self._event("response.content_part.done", **self._place, part=_text(text))
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(kind, response=whole)
-        )
+        return events + self._event(kind, response=whole)
 
     def failed(self, problem: Problem) -> bytes:
         """The end of a stream that fails."""
@@ -156,17 +200,84 @@ class ResponseAnswer:
         response = {**self._response("failed", []), "error": error}
         return self._event("error", **error, param=problem.param) + self._event("response.failed", response=response)
 
+    def _ended(self, generations: Sequence[Generation]) -> tuple[bytes, dict[str, Any]]:
+        """The last events, and the whole response."""
+        (generation,) = generations
+        is_cut = generation.samples[0].finish_reason not in ("stop", None)
+        status = "incomplete" if is_cut else "completed"
+        events = self._closed(status) if self._items else self._opened("content") + self._closed(status)
+        whole = {
+            **self._response(status, self._items),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": _usage(generation),
+        }
+        return events, whole
+
+    def _added(self, parts: Sequence[Part]) -> bytes:
+        """The events of parts. A text goes on with the open item, or begins one; a call is an item."""
+        events = b""
+        for part in parts:
+            if part.call is not None:
+                events += self._closed() + self._called(part.call)
+                continue
+            if self._open != part.kind:
+                events += self._closed() + self._opened(part.kind)
+            self._items[-1]["content"][0]["text"] += part.text
+            logprobs = _logprobs(part.kind)
+            events += self._event(f"response.{_TYPES[part.kind]}.delta", **self._place, delta=part.text, **logprobs)
+        return events
+
+    def _opened(self, kind: str) -> bytes:
+        """Begins an item that holds one text."""
+        self._open = kind
+        item: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "status": "in_progress",
+        }
+        if kind == "reasoning":
+            item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "status": "in_progress"}
+        self._items.append({**item, "content": [_text("", kind)]})
+        blank = {**item, "content": []}
+        events = self._event("response.output_item.added", output_index=len(self._items) - 1, item=blank)
+        return events + self._event("response.content_part.added", **self._place, part=_text("", kind))
+
+    def _closed(self, status: str = "completed") -> bytes:
+        """Ends the open item, if one is open."""
+        if not self._open:
+            return b""
+        kind, item, self._open = self._open, self._items[-1], ""
+        item["status"] = status
+        (part,) = item["content"]
+        logprobs = _logprobs(kind)
+        return (
+            self._event(f"response.{_TYPES[kind]}.done", **self._place, text=part["text"], **logprobs)
+            + self._event("response.content_part.done", **self._place, part=part)
+            + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        )
+
+    def _called(self, call: ToolCall) -> bytes:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        named = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": new_call_id(), "name": call.name}
+        item = {**named, "arguments": arguments, "status": "completed"}
+        self._items.append(item)
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        blank, at = {**named, "arguments": "", "status": "in_progress"}, place["output_index"]
+        return (
+            self._event("response.output_item.added", output_index=at, item=blank)
+            + self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            + self._event("response.function_call_arguments.done", **place, name=call.name, arguments=arguments)
+            + self._event("response.output_item.done", output_index=at, item=item)
+        )
+
     @property
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return as_event({"type": kind, "sequence_number": self._number, **fields}, kind)
-
-    def _message(self, status: str, text: str | None) -> dict[str, Any]:
-        content = [] if text is None else [_text(text)]
-        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
@@ -181,18 +292,24 @@ class ResponseAnswer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": {},
-            "parallel_tool_calls": False,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tool_choice": "auto",
+            "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "usage": None,
         }
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text(text: str, kind: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": []} if kind == "content" else {}
+    return {"type": _TYPES[kind], "text": text, **more, **_logprobs(kind)}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    """The field for log probabilities that every form of a text has, and no form of a thought."""
+    return {"logprobs": []} if kind == "content" else {}
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class KeptTokens(Body):
 # these fields are refused.
 PLAIN: Mapping[str, Any] = {
     **{"background": False, "best_of": 1, "include": [], "modalities": ["text"], "truncation": "disabled"},
-    **{"verbosity": "medium", "thinking": {"type": "disabled"}, "skip_special_tokens": True, "use_beam_search": False},
+    **{"verbosity": "medium", "thinking": {"type": "disabled"}, "use_beam_search": False},
     **{"length_penalty": 1.0, "min_tokens": 0, "add_generation_prompt": True, "include_stop_str_in_output": False},
 }
 
@@ -128,6 +128,7 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     # kvpool's own
     cache_salt: Annotated[str, Field(max_length=256)] = ""
@@ -193,6 +194,7 @@ class ChatCompletions(Sampling):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -248,6 +250,7 @@ class RefusalDetails(BaseModel):
     type: str
     param: str | None
     code: str | None
+    details: dict[str, Any] | None = None
 
 
 class Refusal(BaseModel):

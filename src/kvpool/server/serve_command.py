@@ -60,6 +60,12 @@ def serve(
         typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
     ] = None,
     max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes calls of tools, where its chat template does not tell: docs/server.md."
+        ),
+    ] = None,
     on_ray: Annotated[
         bool,
         typer.Option(
@@ -98,6 +104,7 @@ def serve(
         engine_options = engine_options.changed(model=called)
     given = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
     given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
+    given |= {"tool_parser": tool_parser}
     settings, models = read_serve(engine_options, host_memory, name, given)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
@@ -115,7 +122,7 @@ def serve(
         served = []
         for model in models:
             opt.tell(f"loading {model.name} ...", quiet)
-            served.append(ServedModel(model.name, stack.enter_context(model.make_engine())))
+            served.append(ServedModel(model.name, stack.enter_context(model.make_engine()), model.tool_parser))
         config = uvicorn.Config(
             create_app(served, access, settings.limits, tracing, any_name=settings.insecure),
             log_level="warning",

@@ -26,12 +26,13 @@ from kvpool.engine.options import limits as engine_limits
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits
+from kvpool.server.tools import check_tool_parser
 from kvpool.tiers.settings import read_toml
 
 # The keys of a model in a file, and the fields of `EngineOptions` that they set.
 _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
 _MODEL_KINDS: dict[str, type] = {
-    **{"name": str, "model": str, "host_memory": str, "max_sequences": int},
+    **{"name": str, "model": str, "host_memory": str, "max_sequences": int, "tool_parser": str},
     **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
 }
 CPU_PROMPT_TOKENS = 256  # prompt tokens of one step on a CPU, besides one token for each sequence
@@ -47,6 +48,7 @@ _SERVER_KINDS: dict[str, type] = {
         "share_cache": bool,
         "insecure": bool,
         "max_sequences": int,
+        "tool_parser": str,
     },
     **dict.fromkeys(_LIMITS, int),
 }
@@ -54,12 +56,13 @@ _SERVER_KINDS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A model and what clients call it; `options` make its engine."""
+    """A model and what clients call it; `options` make its engine. `tool_parser` is as of `ServedModel`."""
 
     name: str
     options: EngineOptions
     host_memory: str | None
     max_sequences: int
+    tool_parser: str = ""
 
     def make_engine(self) -> Engine:
         """Makes the engine of this model."""
@@ -78,6 +81,7 @@ class ServeSettings:
     share_cache: bool = False
     insecure: bool = False
     max_sequences: int = 256
+    tool_parser: str = ""
     limits: Limits = Limits()  # noqa: RUF009 - it is frozen
 
 
@@ -98,16 +102,17 @@ def read_serve(
         server["keys"] = Path(server["keys"])
     check_int(server.get("port", 0), "[server] port", 0, 65535)
     settings = ServeSettings(**server, limits=Limits(**limits))
+    check_tool_parser(settings.tool_parser)
     options.tiers(host_memory)  # checks them before a model is loaded
     tables = file.get("models", [])
     if not isinstance(tables, list):
         raise ConfigError(f"{options.config}: write [[models]], once for each model")
     if options.model is not None or not tables:
         called = name or ("SmolLM2-135M-Instruct" if options.model is None else Path(options.model).resolve().name)
-        return settings, [ModelSettings(called, options, host_memory, settings.max_sequences)]
+        return settings, [ModelSettings(called, options, host_memory, settings.max_sequences, settings.tool_parser)]
     if name is not None:
         raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
-    return settings, _models(tables, options, host_memory, settings.max_sequences)
+    return settings, _models(tables, options, host_memory, settings)
 
 
 def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
@@ -119,7 +124,7 @@ def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
 
 
 def _models(
-    tables: list[Any], options: EngineOptions, host_memory: str | None, max_sequences: int
+    tables: list[Any], options: EngineOptions, host_memory: str | None, settings: ServeSettings
 ) -> list[ModelSettings]:
     """The models of a file. A disk tier belongs to one engine, so each model gets its own directory in that of `[tiers]`."""
     found: list[ModelSettings] = []
@@ -140,11 +145,11 @@ def _models(
             own.setdefault("disk", str(Path(shared_disk) / keys["name"]))
         engine = options.changed(**own)
         engine.tiers(host_memory)  # checks those of its own
-        found.append(
-            ModelSettings(
-                keys["name"], engine, keys.get("host_memory", host_memory), keys.get("max_sequences", max_sequences)
-            )
-        )
+        tool_parser = keys.get("tool_parser", settings.tool_parser)
+        check_tool_parser(tool_parser)
+        max_sequences = keys.get("max_sequences", settings.max_sequences)
+        host = keys.get("host_memory", host_memory)
+        found.append(ModelSettings(keys["name"], engine, host, max_sequences, tool_parser))
     return found
 
 

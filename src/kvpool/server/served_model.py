@@ -16,6 +16,7 @@ from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
+from kvpool.server.tools import AnswerForm
 
 _T = TypeVar("_T")
 _SHORT = 2048  # characters or tokens; shorter texts take less than a millisecond
@@ -23,11 +24,12 @@ _TURN = 16  # requests that are woken before the event loop does other things
 
 
 class ServedModel:
-    """An engine under the name that clients use."""
+    """An engine under the name that clients use. `tool_parser` names how its model calls tools (`tool_forms.FORMS`)."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str, engine: Engine, tool_parser: str = "") -> None:
         self.name = name
         self.engine = engine
+        self.answers = AnswerForm(engine.tokenizer, tool_parser)
         self._notifier: LoopNotifier | None = None
 
     async def tokens(self, prompt: Prompt) -> Int32Array:

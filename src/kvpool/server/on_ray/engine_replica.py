@@ -155,7 +155,9 @@ class EngineReplica:
         model = placed(plan.model, plan.host or ray.util.get_node_ip_address(), context.rank.local_rank)
         self._engine = model.make_engine()
         self._tracing = None if plan.traces is None else Tracing.to(plan.traces)
-        self._app = create_app([ServedModel(model.name, self._engine)], plan.access, plan.limits, self._tracing)
+        self._app = create_app(
+            [ServedModel(model.name, self._engine, model.tool_parser)], plan.access, plan.limits, self._tracing
+        )
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What Ray tells routers about this replica. A hook of Ray Serve."""
