@@ -98,7 +98,7 @@ def test_given_a_prompt_that_is_cached_when_the_chat_box_asks_then_its_pieces_an
     with openai_client(live, "sk-acme") as client:
         first = httpx.post(f"{live.url}/view/prompt", json={"messages": QUESTION}, headers=PLAIN).json()
         assert first["tiers"] == []
-        assert first["pieces"][-1] == "w59"
+        assert first["pieces"][-1] == "w74"
         usage = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=4).usage
         assert usage is not None
         again = httpx.post(f"{live.url}/view/prompt", json={"messages": QUESTION}, headers=PLAIN).json()
