@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import random_prompt, tiny_model  # noqa: E402
+from vision_models import vision_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import UnsupportedModelError  # noqa: E402
@@ -54,6 +55,15 @@ def test_given_a_compiled_model_then_who_looks_at_it_runs_its_own_code(graphs: l
     assert graphs == []
     model(inputs)
     assert graphs
+
+
+def test_given_an_image_encoder_of_as_many_layers_then_only_those_of_the_decoder_are_compiled(
+    graphs: list[Any],
+) -> None:
+    model = vision_model("llava")
+    compile_each_layer(model, 2)
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ["model.language_model.layers.0", "model.language_model.layers.1"]
 
 
 def test_given_a_model_without_a_list_of_its_layers_then_it_is_refused_by_name() -> None:

@@ -29,6 +29,7 @@ from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
+from kvpool.engine.pictures import PicturedPrompt, images_of_prompts, processed, processor_output
 from kvpool.engine.requests import (
     NewRequest,
     RequestMaker,
@@ -44,14 +45,15 @@ from kvpool.engine.settings import as_settings, engine_signature
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
-from kvpool.model.loading import load_model
+from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseHint, ReuseScope
 
-Prompt = str | Sequence[int] | Int32Array
+# The last two have pictures: what a processor gave for one prompt, and what `Engine.chat_prompt` returns.
+Prompt = str | Sequence[int] | Int32Array | Mapping[str, Any] | PicturedPrompt
 USUAL = SamplingParams()  # as the model says; greedy where it says nothing
 log = logging.getLogger("kvpool")
 
@@ -74,11 +76,12 @@ class Engine:
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
         self.model = loaded.model
         self.tokenizer = chosen.tokenizer if chosen.tokenizer is not None else loaded.tokenizer
+        self.processor = chosen.processor if chosen.processor is not None else load_processor(loaded)
         self.sampling_defaults = sampling_defaults(self.model) if chosen.model_defaults else USUAL
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
         parts = assemble(self.model, chosen, limits, model_tiers)
-        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox = parts
+        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder = parts
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
         self._closing = threading.Lock()
@@ -135,23 +138,26 @@ class Engine:
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = USUAL,
         *,
+        images: Sequence[Sequence[Any]] | None = None,
         on_chunk: Callable[[int, Chunk], None] | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Completes prompts (texts or token ids), all in one running batch; results in the order of the prompts.
 
-        `params` are for all prompts, or one for each. The engine's thread calls `on_chunk(i, chunk)` after every step of
-        prompt i. Options are those of `submit`. A wrong argument raises before anything runs. If prompts fail later (one
-        never fits, a step fails), the others are completed. Then the error of the first failed prompt is raised; its
-        `results` hold a Completion or an error for each prompt.
+        `params` are for all prompts, or one for each. `images` are a list for each prompt, see `submit`. The engine's thread
+        calls `on_chunk(i, chunk)` after every step of prompt i. Options are those of `submit`. A wrong argument raises before
+        anything runs. If prompts fail later (one never fits, a step fails), the others are completed. Then the error of the
+        first failed prompt is raised; its `results` hold a Completion or an error for each prompt.
         """
         chosen = list_of_prompts(prompts, params)
         check_callbacks(on_chunk)
+        seen = images_of_prompts(images, len(chosen))
         asked: list[NewRequest] = []
         for index, (prompt, wanted) in enumerate(chosen):
             watch = None if on_chunk is None else partial(on_chunk, index)
             try:
-                asked.append(self._requests.make(self.token_ids(prompt), wanted, watch, **options))
+                tokens, pictures = self._read(prompt, seen[index])
+                asked.append(self._requests.make(tokens, wanted, watch, pictures=pictures, **options))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
         generations = [generation for generation, _ in asked]
@@ -169,6 +175,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams = USUAL,
         *,
+        images: Sequence[Any] = (),
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
         priority: int = 0,
@@ -181,16 +188,22 @@ class Engine:
     ) -> Generation:
         """Queues one prompt and returns at once; `Generation.result()` waits for it.
 
+        `images` (Pillow images, arrays, or paths and bytes of files) stand behind the image tokens of a text, in this
+        order; the model's processor reads them. A prompt may also be what the processor gave: `input_ids`, `pixel_values`
+        and what the model takes with them.
+
         `deadline` is in seconds from now. `retention` says which of its tokens stay cached longer, `hint` when its
         continuation is expected. If the prompt `offers_tools` and there is no hint, the engine tells the eviction policy
         whether the answer calls a tool. If `max_new_tokens` exceeds the model's context, it is cut and `Generation.notes`
         say so. A request that can never fit ends with `NeverFitsError`.
         """
+        tokens, pictures = self._read(prompt, images)
         generation, request = self._requests.make(
-            self.token_ids(prompt),
+            tokens,
             params,
             on_chunk,
             on_end,
+            pictures=pictures,
             priority=priority,
             scope=scope,
             deadline=deadline,
@@ -218,6 +231,7 @@ class Engine:
         self,
         prompt: Prompt,
         *,
+        images: Sequence[Any] = (),
         on_progress: Callable[[int], None] | None = None,
         on_end: Callable[[], None] | None = None,
         priority: int = 0,
@@ -231,9 +245,11 @@ class Engine:
         """
         tiers = self._handing_over()
         prefill: list[Prefill] = []
+        tokens, pictures = self._read(prompt, images)
         generation, request = self._requests.make(
-            self.token_ids(prompt),
+            tokens,
             SamplingParams(max_new_tokens=1),
+            pictures=pictures,
             on_end=lambda: prefill[0].computed(),
             priority=priority,
             scope=scope,
@@ -255,7 +271,8 @@ class Engine:
         tiers, link = self._handing_over(), self._tiers
         assert link is not None
         check_callbacks(on_end)
-        _, request = self._requests.make(self.token_ids(prompt), USUAL, scope=scope)
+        tokens, pictures = self._read(prompt)
+        _, request = self._requests.make(tokens, USUAL, scope=scope, pictures=pictures)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:
@@ -285,7 +302,7 @@ class Engine:
         wanted = parent.params if params is None else params
 
         def branch() -> Generation:
-            forked, request = self._requests.make(parent.token_ids, wanted, **options)
+            forked, request = self._requests.make(parent.token_ids, wanted, pictures=parent.pictures, **options)
             forked.goes_on_from(parent)
             self._loop.fork(parent, forked, request)
             return forked
@@ -335,7 +352,20 @@ class Engine:
 
     def token_ids(self, prompt: Prompt) -> Int32Array:
         """The token ids of a prompt, checked against the vocabulary."""
-        return prompt_tokens(prompt, self.tokenizer, self.shape.vocab_size)
+        if isinstance(prompt, PicturedPrompt):
+            return prompt.token_ids
+        ids = processor_output(prompt)[0] if isinstance(prompt, Mapping) else prompt
+        return prompt_tokens(ids, self.tokenizer, self.shape.vocab_size)
+
+    def _read(self, prompt: Prompt, images: Sequence[Any] = ()) -> PicturedPrompt:
+        """The token ids of a prompt and its pictures. Raises if they do not belong together."""
+        if len(images):
+            prompt = processed(prompt, images, self.processor, self._encoder)
+        if isinstance(prompt, PicturedPrompt):
+            return prompt
+        rest = processor_output(prompt)[1] if isinstance(prompt, Mapping) else {}
+        tokens = self.token_ids(prompt)
+        return PicturedPrompt(tokens, self._encoder.pictures(tokens, rest))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
         """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`."""

@@ -8,6 +8,7 @@ from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
+from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import EngineSettings
@@ -25,6 +26,7 @@ from kvpool.model.faster_layers import (
     uncompiled,
 )
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import ModelTiers
@@ -40,6 +42,7 @@ class Parts(NamedTuple):
     tiers: TierLink | None
     loop: EngineLoop
     inbox: Inbox
+    encoder: ImageEncoder
 
 
 def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> Parts:
@@ -49,8 +52,12 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
     with whole_device, current(where):  # one engine at a time, because each measures how much memory is free
         with uncompiled(model):  # an engine before this one may have compiled its layers
             shape = _prepared(model, compile)
+            encoder = ImageEncoder(model)
+            sees = encoder.refusal is None
             if settings.kv_blocks is None and kv_bytes is None:
-                kv_bytes = kv_budget(model, shape, where, settings.memory_fraction, limits)
+                # As much as for the features again is for the work of the encoder.
+                beside = 2 * settings.encoder_bytes if sees else 0
+                kv_bytes = kv_budget(model, shape, where, settings.memory_fraction, limits, beside)
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
         if shape.states and settings.draft_tokens:
             raise InvalidArgumentError(
@@ -72,6 +79,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
             max_sequences=limits.max_sequences,
             max_tokens=limits.max_tokens_per_step,
             compile_layers=compile,
+            num_axes=encoder.num_axes,
         )
         runner.warm_up()
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
@@ -87,8 +95,9 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
             num_draft_tokens=settings.draft_tokens,
             overlap=settings.overlap,
             tiers=tiers,
+            pictures=StepPictures(encoder, settings.encoder_bytes, where) if sees else None,
         )
-    return Parts(shape, config, manager, plane, tiers, loop, inbox)
+    return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder)
 
 
 def _prepared(model: Any, compile: bool) -> ModelShape:

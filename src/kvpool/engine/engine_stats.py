@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvpool.engine.loop import EngineLoop
+from kvpool.engine.pictures import EncoderStats
 from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
 from kvpool.stats import CacheStats
@@ -22,6 +23,7 @@ class EngineStats(NamedTuple):
     num_running: int
     num_swapped: int
     tiers: TieringStats | None = None
+    encoder: EncoderStats | None = None  # of models that take images
 
 
 class WaitingRequest(NamedTuple):
@@ -43,6 +45,7 @@ def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
         scheduler.num_running,
         scheduler.num_swapped,
         None if tiers is None else tiers.stats(),
+        None if loop.pictures is None else loop.pictures.cache.stats(),
     )
 
 

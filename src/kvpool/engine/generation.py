@@ -18,6 +18,7 @@ from kvpool.engine.grammar import GrammarState, Words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
+from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 
 log = logging.getLogger("kvpool")
@@ -113,9 +114,11 @@ class Generation:
         eos_ids: frozenset[int] = frozenset(),
         cancel: Callable[[Generation], None] | None = None,
         notes: tuple[str, ...] = (),
+        pictures: Pictures | None = None,
     ) -> None:
         self.id = request_id
         self.prompt = prompt
+        self.pictures = pictures  # behind placeholders of the prompt
         self.params = params
         # tokens that end a sample and are not part of its text
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

@@ -60,6 +60,7 @@ class StepRunner(Protocol):
     kinds: list[AttentionKind]
     largest_buffers: dict[int, PlanBuffers]
     states: StateSlots | None
+    num_axes: int
 
     def layer_of(self, call: AttentionCall) -> int: ...
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
@@ -151,7 +152,7 @@ class _Captured(NamedTuple):
 
     recorded: RecordedStep
     token_ids: Tensor
-    positions: Tensor
+    positions: Tensor  # [token], or [axis, token] where the model has several
     slots: Tensor  # [layer group, token]
     keep: Tensor  # tokens whose logits are computed
     states: Tensor | None  # where sequences have their states: see `_state_inputs`
@@ -195,7 +196,7 @@ class StepGraphs(ABC):
         for size in reversed(self._sizes):
             self._captured[size] = self._capture(size, [_one_token(kind) for kind in self._runner.kinds])
 
-    def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
+    def run(self, plan: BatchPlan, token_ids: Tensor, positions: Int64Array) -> Tensor:
         """The logits of a step that fits; the next step of the same kind overwrites them."""
         runner, count = self._runner, plan.num_tokens
         size = self._size_for(plan)
@@ -205,7 +206,7 @@ class StepGraphs(ABC):
             captured = self._captured[size] = self._capture(size, batches)
         slots = runner.plane.prepare(plan.slots, plan.batch, plan.states)
         captured.token_ids[:count] = token_ids
-        captured.positions[:count] = runner.upload(plan.positions)
+        captured.positions[..., :count] = runner.upload(positions)
         captured.slots[:, :count] = slots.tensor
         if count < size:
             captured.slots[:, count:] = -1
@@ -241,7 +242,8 @@ class StepGraphs(ABC):
         runner = self._runner
         device, config = runner.device, runner.plane.config
         token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        positions = torch.zeros(size, dtype=torch.int64, device=device)
+        axes = (runner.num_axes,) if runner.num_axes > 1 else ()
+        positions = torch.zeros(*axes, size, dtype=torch.int64, device=device)
         slots = torch.full((len(config.groups), size), -1, dtype=torch.int32, device=device)
         num_sequences = self.max_sequences(size)
         keep = torch.arange(min(size, num_sequences), device=device)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
+from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, PlannedCopies
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
 from kvpool.engine.scheduled_requests import ScheduledRequests
@@ -61,6 +62,7 @@ class EngineLoop:
         num_draft_tokens: int = 0,
         overlap: bool | None = None,
         tiers: TierLink | None = None,
+        pictures: StepPictures | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -76,6 +78,7 @@ class EngineLoop:
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
         self.tiers = tiers
+        self.pictures = pictures  # None: the model reads text only
 
     @property
     def has_work(self) -> bool:
@@ -186,7 +189,8 @@ class EngineLoop:
             self._track(sequence)
         if plan.is_empty:
             return _Launched(plan, began)
-        logits = self.runner.run(plan, self._inputs(plan))
+        shown = () if self.pictures is None else self.pictures.of(plan, self._requests.generations)
+        logits = self.runner.run(plan, self._inputs(plan), *shown)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up)

@@ -16,6 +16,7 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
@@ -171,6 +172,7 @@ class RequestMaker:
         retention: Retention | None = None,
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
+        pictures: Pictures | None = None,
     ) -> NewRequest:
         """A request for all tokens that follow these; the options are those of `Engine.submit`."""
         self._check(params, deadline, on_chunk, on_end)
@@ -178,7 +180,7 @@ class RequestMaker:
             check_hint(hint)
         looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
-        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
+        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes, "pictures": pictures}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
         request = Request(
             generation.id,
@@ -193,6 +195,7 @@ class RequestMaker:
             session=session,
             retention=retention,
             hint=ToolCalls(self.tokenizer) if looks else hint,
+            multimodal=() if pictures is None else pictures.items,
         )
         return NewRequest(generation, request)
 

@@ -33,6 +33,8 @@ from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape, forward
 from kvpool.model.state_steps import StateStep
 from kvpool.model.states import state_modules
+from kvpool.model.vision import Shown
+from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling import BatchPlan, Scheduler
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
@@ -92,9 +94,11 @@ class ModelRunner:
         max_sequences: int = 256,
         max_tokens: int = 2048,
         compile_layers: bool = False,
+        num_axes: int = 1,
         recorder: Recorder | None = None,
     ) -> None:
         self.model = model
+        self.num_axes = num_axes  # of positions; images give tokens one each for time, height and width
         if compile_layers:
             compile_each_layer(model, model.config.get_text_config().num_hidden_layers)
         self.plane = plane
@@ -189,15 +193,23 @@ class ModelRunner:
             torch.cuda.default_stream(self.device).synchronize()  # the stream of every engine's thread
         self._drop_graphs()
 
-    def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
+    def run(
+        self,
+        plan: BatchPlan,
+        token_ids: Tensor,
+        positions: Int64Array | None = None,
+        shown: Shown | None = None,
+    ) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
-        The copies of the plan must have been started.
+        The copies of the plan must have been started. `positions` are by default those of the plan. A step with pictures
+        runs without a graph.
         """
+        where = plan.positions if positions is None else positions
         for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None and graphs.fits(plan):
+            if graphs is not None and shown is None and graphs.fits(plan):
                 try:
-                    return graphs.run(plan, token_ids)
+                    return graphs.run(plan, token_ids, where)
                 except CaptureError as error:
                     self._give_up_graphs(error)
                     break
@@ -207,8 +219,8 @@ class ModelRunner:
         if self.states is not None and plan.states is not None:
             sources, targets = plan.states
             states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets)
-        inputs = token_ids, self.upload(plan.positions), self.upload(plan.logits_indices)
-        return self._run(*inputs, slots, batches, states)
+        inputs = token_ids, self.upload(where), self.upload(plan.logits_indices)
+        return self._run(*inputs, slots, batches, states, shown)
 
     def _run(
         self,
@@ -218,6 +230,7 @@ class ModelRunner:
         slots: StepSlots,
         batches: Sequence[PagedBatch],
         states: StateStep | None,
+        shown: Shown | None = None,
     ) -> Tensor:
         """A step without a graph, launched operation by operation."""
         plans = [self.backend.plan(kind.spec, batch) for kind, batch in zip(self.kinds, batches, strict=True)]
@@ -226,7 +239,7 @@ class ModelRunner:
             self.plane.write(slots, call.k, call.v, self.layer_of(call))
             return self.attention(call, plans)
 
-        return forward(self.model, token_ids, positions, keep, attend, states)
+        return forward(self.model, token_ids, positions, keep, attend, states, shown)
 
     def _run_once(self) -> None:
         """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""

@@ -35,6 +35,9 @@ class EngineSettings:
     file; nobody can read prompts from it. Where `SamplingParams` say nothing, the model's `generation_config.json` counts,
     unless `model_defaults=False`.
 
+    A model that takes images gets them through `processor`, which is loaded with it where its directory has one. What its
+    encoder makes of images is kept in up to `encoder_bytes` (256 MiB).
+
     Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), or an address like
     `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many engines share (`redis://host`), `tiers`
     are `KeyedTier`s of your own. The engine asks them in the order `tiers`, `disk`, `remote`. A request waits for them
@@ -62,6 +65,8 @@ class EngineSettings:
         False, "torch.compile each layer: slower start, faster steps.", bool, "compile_layers", "compile"
     )
     draft_tokens: int = 0
+    processor: Any = None
+    encoder_bytes: int = 2**28
     scheduler: SchedulerConfig | None = None
     cache: Mapping[str, Any] | None = None
     record: str | Path | None = _shown(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
@@ -108,7 +113,14 @@ class EngineSettings:
     def _check_memory(self) -> None:
         if sum(value is not None for value in (self.kv_bytes, self.kv_blocks, self.memory_fraction)) > 1:
             raise ConfigError("give the memory of the cache once: kv_bytes, kv_blocks or memory_fraction")
-        for name, low in (("kv_bytes", 1), ("kv_blocks", 1), ("host_bytes", 0), ("block_size", 1), ("draft_tokens", 0)):
+        for name, low in (
+            ("kv_bytes", 1),
+            ("kv_blocks", 1),
+            ("host_bytes", 0),
+            ("block_size", 1),
+            ("draft_tokens", 0),
+            ("encoder_bytes", 0),
+        ):
             value = getattr(self, name)
             if not (value is None and name in ("kv_bytes", "kv_blocks")):
                 check_int(value, name, low, _MOST_BYTES)

@@ -26,12 +26,17 @@ _COSTLIEST = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, lo
 
 
 def kv_budget(
-    model: Any, shape: ModelShape, device: torch.device, fraction: float | None, limits: SchedulerConfig
+    model: Any,
+    shape: ModelShape,
+    device: torch.device,
+    fraction: float | None,
+    limits: SchedulerConfig,
+    beside: int = 0,
 ) -> int:
-    """Bytes for keys and values: `fraction` of the free memory, less what steps and their graphs need on a GPU."""
+    """Bytes for keys and values: `fraction` of the free memory, less what steps, their graphs and images need on a GPU."""
     on_gpu = device.type == "cuda"
     chosen = fraction if fraction is not None else GPU_FRACTION if on_gpu else CPU_FRACTION
-    reserved = _step_bytes(model, shape, device, limits) if on_gpu else 0
+    reserved = _step_bytes(model, shape, device, limits) + beside if on_gpu else 0
     budget = measure_budget(device, chosen, reserved)
     if budget <= 0:
         raise StorageMemoryError(

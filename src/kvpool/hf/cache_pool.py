@@ -19,6 +19,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
 from kvpool.model import rotary
+from kvpool.model.hook import set_attention
 from kvpool.model.probing import inspect_model
 from kvpool.pools.arrays import BoolArray, as_token_array
 from kvpool.scope import ReuseScope
@@ -80,7 +81,7 @@ class CachePool:
         )
         own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         shape = inspect_model(model)
-        model.set_attn_implementation(own_attention)
+        set_attention(model, own_attention)
         rotary.thaw(model)  # they change only beyond `max_positions`; without a cache the model may run longer texts
         layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}

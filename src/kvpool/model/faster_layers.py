@@ -358,7 +358,9 @@ def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> l
 
 def compile_each_layer(model: Any, num_layers: int) -> None:
     """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`)."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
+    # Among the layers of an image encoder may be as many.
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
     if not lists:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} layers; use compile=False")
     for layer in lists[0]:

@@ -60,11 +60,18 @@ def use_kvpool_attention(model: Any) -> bool:
     AttentionInterface.register(ATTENTION_NAME, _attention)
     if not model._can_set_attn_implementation():
         return False
-    model.set_attn_implementation(ATTENTION_NAME)
+    set_attention(model, ATTENTION_NAME)
     for module in model.modules():
         if _is_shared(module) and _note_layer not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_note_layer, with_kwargs=True)
     return True
+
+
+def set_attention(model: Any, name: str | None) -> None:
+    """Sets the attention of the language model. An image encoder beside it keeps its own."""
+    text = model.config.get_text_config()
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part) is text]
+    model.set_attn_implementation(dict.fromkeys(["", *parts], name))
 
 
 def _is_shared(module: Any) -> bool:

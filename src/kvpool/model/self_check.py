@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpool.config import StateSpec
 from kvpool.errors import UnsupportedModelError
-from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
+from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall, set_attention
 from kvpool.model.state_steps import StateStep
 from kvpool.storage import StateSlots
 
@@ -156,13 +156,13 @@ def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], cach
 
 def _eager_logits(model: Any, texts: Sequence[_Text], cached: CachedLayers) -> Tensor:
     """The logits of all texts, one after another, each computed whole by the model itself."""
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     try:
         with torch.no_grad():
             outputs = [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text, cached)) for text in texts]
             return torch.cat([output.logits[0] for output in outputs])
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        set_attention(model, ATTENTION_NAME)
 
 
 def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:

@@ -1,0 +1,173 @@
+"""Images in requests: prompts with pictures, the cache of what the encoder made of them, and their part in a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.checks import show
+from kvpool.engine.generation import Generation
+from kvpool.errors import InvalidArgumentError
+from kvpool.model.vision import ImageEncoder, Picture, Pictures, Shown
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.scheduling import BatchPlan
+from kvpool.storage.moving import upload
+
+
+class EncoderStats(NamedTuple):
+    """What the cache of encoded pictures holds, and how often it was of use."""
+
+    num_pictures: int
+    num_bytes: int
+    max_bytes: int
+    num_encoded: int  # how often the encoder ran
+    num_hits: int  # how often a step found a picture encoded
+
+
+class EncoderCache:
+    """Features of pictures by content, at most `max_bytes` of them; the one that was not used for longest goes first."""
+
+    def __init__(self, encoder: ImageEncoder, max_bytes: int) -> None:
+        self._encoder = encoder
+        self._max_bytes = max_bytes
+        self._features: OrderedDict[str, Tensor] = OrderedDict()
+        self._num_bytes = self._num_encoded = self._num_hits = 0
+
+    def features(self, picture: Picture) -> Tensor:
+        """The features [layer, placeholder, hidden size] of a picture."""
+        found = self._features.get(picture.key)
+        if found is not None:
+            self._features.move_to_end(picture.key)
+            self._num_hits += 1
+            return found
+        found = self._encoder.encode(picture)
+        self._num_encoded += 1
+        if found.nbytes <= self._max_bytes:
+            self._features[picture.key] = found
+            self._num_bytes += found.nbytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._features.popitem(last=False)[1].nbytes
+        return found
+
+    def stats(self) -> EncoderStats:
+        """Counts since the engine began, and what is held now."""
+        return EncoderStats(len(self._features), self._num_bytes, self._max_bytes, self._num_encoded, self._num_hits)
+
+
+class StepPictures:
+    """What pictures change in steps: positions of tokens, and embeddings of placeholders. Used by the engine's thread."""
+
+    def __init__(self, encoder: ImageEncoder, max_bytes: int, device: torch.device) -> None:
+        self.cache = EncoderCache(encoder, max_bytes)
+        self._num_axes = encoder.num_axes
+        self._device = device
+
+    def of(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> tuple[Int64Array, Shown | None]:
+        """The positions of a step's tokens ([axis, token] where the model has several), and the pictures it computes."""
+        positions = plan.positions
+        if self._num_axes > 1:
+            positions = np.broadcast_to(positions, (self._num_axes, len(positions))).copy()
+        rows: list[Int64Array] = []
+        features: list[Tensor] = []
+        for row, sequence in enumerate(plan.sequences):
+            generation = generations.get(sequence.request.id)
+            pictures = None if generation is None else generation.pictures
+            if pictures is None:
+                continue
+            begin, end = plan.query_start[row : row + 2].tolist()
+            numbers = plan.positions[begin:end]
+            if self._num_axes > 1:
+                positions[:, begin:end] = pictures.positions_at(numbers)
+            for picture in pictures.pictures:
+                first, last = np.searchsorted(picture.places, (numbers[0], numbers[-1] + 1)).tolist()
+                if first < last:
+                    rows.append(picture.places[first:last] + (begin - int(numbers[0])))
+                    features.append(self.cache.features(picture)[:, first:last])
+        if not rows:
+            return positions, None
+        return positions, Shown(upload(np.concatenate(rows), self._device), torch.cat(features, dim=1))
+
+
+class PicturedPrompt(NamedTuple):
+    """The token ids of a prompt, and the pictures behind its placeholders."""
+
+    token_ids: Int32Array
+    pictures: Pictures | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def images_of_prompts(images: object, num_prompts: int) -> list[Sequence[Any]]:
+    """The images of each prompt."""
+    if images is None:
+        return [()] * num_prompts
+    each = list(images) if isinstance(images, Sequence) and not isinstance(images, (str, bytes)) else None
+    if each is None or len(each) != num_prompts or not all(isinstance(some, Sequence) for some in each):
+        raise InvalidArgumentError(
+            f"images must be a list of images for each of the {num_prompts} prompts, got {show(images)}"
+        )
+    return each
+
+
+def processed(prompt: Any, images: Sequence[Any], processor: Any, encoder: ImageEncoder) -> Mapping[str, Any]:
+    """What the model's processor makes of a text and its images."""
+    if encoder.refusal is not None:
+        raise InvalidArgumentError(encoder.refusal)
+    if not isinstance(prompt, str):
+        raise InvalidArgumentError(
+            f"images go with a text, got {show(prompt)}; or give what the processor makes of both"
+        )
+    if processor is None:
+        raise InvalidArgumentError(
+            "this model came without a processor: use Engine(processor=...), or give input_ids and pixel_values"
+        )
+    opened = [open_image(image) for image in images]
+    try:
+        found: Mapping[str, Any] = processor(text=[prompt], images=opened, return_tensors="pt")
+    except Exception as error:  # each processor checks images in its own way
+        raise InvalidArgumentError(
+            f"the model's processor refuses this text with {len(opened)} images: {error}"
+        ) from error
+    return found
+
+
+def open_image(image: Any) -> Any:
+    """An image of a file or its bytes, decoded; anything else is left to the processor."""
+    if not isinstance(image, (str, Path, bytes)):
+        return image
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise InvalidArgumentError("reading images needs Pillow: pip install 'kvpool[vision]'") from error
+    try:
+        with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        name = "" if isinstance(image, bytes) else f" {image}"
+        raise InvalidArgumentError(f"the image{name} cannot be read: {error}") from error
+
+
+def processor_output(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The `input_ids` of one prompt, and what else a processor gave for it."""
+    rest = dict(given)
+    tokens = rest.pop("input_ids", None)
+    if tokens is None:
+        raise InvalidArgumentError(
+            f"a prompt that is a mapping is the output of a processor, with input_ids; got {show(sorted(rest))}"
+        )
+    tokens = np.asarray(tokens)
+    mask = rest.get("attention_mask")
+    if tokens.ndim == 2 and len(tokens) != 1:
+        raise InvalidArgumentError(f"input_ids of shape {tokens.shape} are several prompts; give one mapping for each")
+    if mask is not None and not np.asarray(mask).all():
+        raise InvalidArgumentError("the attention_mask hides tokens; process each prompt without padding")
+    return tokens.reshape(-1), rest

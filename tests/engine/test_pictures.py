@@ -1,0 +1,299 @@
+"""Images in the engine: tokens equal those of transformers, pictures are encoded once and cached by content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from vision_models import IMAGE, REFUSED, SERVED, VIDEO, own_answer, prompt, vision_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.engine.runner import ModelRunner  # noqa: E402
+from kvpool.errors import InvalidArgumentError  # noqa: E402
+from kvpool.scheduling import SchedulerConfig  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
+COUNT = 10
+GREEDY = SamplingParams(max_new_tokens=COUNT)
+WIDE = frozenset({8})
+BEFORE, BEHIND = [1, 2, 3], [7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """Models by family, made when they are first used."""
+
+    class Models(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            self[name] = vision_model(name)
+            return self[name]
+
+    return Models()
+
+
+def engine_of(model: Any, **options: Any) -> Engine:
+    return Engine(model, **{"kv_blocks": 64, "block_size": 4, "device": "cpu", **options})
+
+
+def several(family: str) -> list[dict[str, Any]]:
+    """Prompts with one image, another one in its place, two images of different shapes, and none."""
+    return [
+        prompt(family, BEFORE, 5, BEHIND),
+        prompt(family, BEFORE, 6, BEHIND),
+        prompt(family, [4], 5, [7], 8, [9, 11, 12], wide=WIDE),
+        prompt(family, [1, 2, 3, 4]),
+    ]
+
+
+def answers(model: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    model.set_attn_implementation("sdpa")
+    return [own_answer(model, given, COUNT) for given in prompts]
+
+
+def served(engine: Engine, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    return [result.token_ids for result in engine.generate(prompts, GREEDY)]
+
+
+# --- tokens are those of transformers ---------------------------------------------------------------------------------
+
+
+def test_given_images_then_tokens_equal_those_of_transformers(family: str, models: dict[str, Any]) -> None:
+    """With steps of 7 tokens, prompts are cut inside of pictures."""
+    prompts = several(family)
+    expected = answers(models[family], prompts)
+    assert len({*map(tuple, expected)}) == len(prompts)  # images change the answer
+
+    with engine_of(models[family], scheduler=SchedulerConfig(max_tokens_per_step=7, max_sequences=4)) as engine:
+        assert served(engine, prompts) == expected
+        assert served(engine, prompts) == expected  # from the cache
+        engine.manager.check()
+
+
+def test_given_large_steps_then_several_prompts_with_images_share_one(models: dict[str, Any]) -> None:
+    prompts = several("qwen3_vl")
+    expected = answers(models["qwen3_vl"], prompts)
+
+    with engine_of(models["qwen3_vl"]) as engine:
+        assert served(engine, prompts) == expected
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("family_name", ["llava", "qwen2_vl"])
+def test_given_too_little_memory_then_preempted_requests_end_with_the_same_tokens(
+    mode: str, family_name: str, models: dict[str, Any]
+) -> None:
+    prompts = [prompt(family_name, [number], number, BEHIND) for number in range(20, 26)]
+    expected = answers(models[family_name], prompts)
+    limits = SchedulerConfig(max_tokens_per_step=32, max_sequences=8, preemption=mode)
+    blocks = 30 if family_name == "llava" else 16
+    memory = {"kv_blocks": blocks, "host_bytes": 2**20, "cache": {"watermark": 0.0}}
+
+    with engine_of(models[family_name], scheduler=limits, **memory) as engine:
+        assert served(engine, prompts) == expected
+        assert engine.stats().scheduler.preemptions > 0
+
+
+def test_given_drafts_or_several_samples_then_positions_go_on_behind_the_image(models: dict[str, Any]) -> None:
+    prompts = several("qwen2_vl")
+    expected = answers(models["qwen2_vl"], prompts)
+
+    with engine_of(models["qwen2_vl"], draft_tokens=3) as engine:
+        assert served(engine, prompts) == expected
+    with engine_of(models["qwen2_vl"]) as engine:
+        both = SamplingParams(max_new_tokens=COUNT, n=2)
+        for result, tokens in zip(engine.generate(prompts, both), expected, strict=True):
+            assert [sample.token_ids for sample in result.samples] == [tokens, tokens]
+
+
+def test_given_a_fork_behind_an_image_then_it_goes_on_as_the_request_would(models: dict[str, Any]) -> None:
+    given = prompt("qwen2_vl", BEFORE, 5, BEHIND)
+    (expected,) = answers(models["qwen2_vl"], [given])
+
+    with engine_of(models["qwen2_vl"]) as engine:
+        first = engine.submit(given, SamplingParams(max_new_tokens=4))
+        first.result()
+        forked = engine.fork(first, SamplingParams(max_new_tokens=COUNT - 4)).result()
+    assert forked.token_ids == expected[4:]
+
+
+@pytest.mark.parametrize("family_name", ["llava", "qwen2_vl", "qwen3_vl"])
+def test_given_graphs_then_steps_without_pictures_replay_with_the_positions_of_the_image(
+    family_name: str, models: dict[str, Any]
+) -> None:
+    prompts = several(family_name)
+    expected = answers(models[family_name], prompts)
+    recorder = FakeRecorder()
+    limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=8)
+
+    with engine_of(models[family_name], scheduler=limits, overlap=True) as engine:
+        runner = ModelRunner(
+            engine.model,
+            engine.shape,
+            engine.plane,
+            ReplanningBackend(),
+            max_sequences=8,
+            max_tokens=64,
+            num_axes=engine._loop.runner.num_axes,
+            recorder=recorder,
+        )
+        runner.warm_up()
+        engine._loop.runner = runner
+        assert served(engine, prompts) == expected
+    assert recorder.num_replays >= COUNT - 1
+
+
+# --- the encoder and the prefix cache ---------------------------------------------------------------------------------
+
+
+def test_given_the_same_image_again_then_the_encoder_runs_once(models: dict[str, Any]) -> None:
+    with engine_of(models["llava"], cache={"enable_prefix_caching": False}) as engine:
+        served(engine, [prompt("llava", [number], 5, BEHIND) for number in range(4)])
+        stats = engine.stats().encoder
+    assert stats is not None
+    assert (stats.num_encoded, stats.num_hits, stats.num_pictures) == (1, 3, 1)
+    assert stats.num_bytes == 16 * 64 * 4
+
+
+def test_given_little_memory_for_features_then_the_oldest_go_and_tokens_are_the_same(models: dict[str, Any]) -> None:
+    prompts = [prompt("llava", [1], seed, BEHIND) for seed in (5, 6, 5, 7)]
+    expected = answers(models["llava"], prompts)
+
+    one = 16 * 64 * 4
+    for room, held in ((2 * one + 1, 2), (one - 1, 0)):
+        with engine_of(models["llava"], encoder_bytes=room, cache={"enable_prefix_caching": False}) as engine:
+            limits = [engine.generate([given], GREEDY)[0].token_ids for given in prompts]
+            stats = engine.stats().encoder
+        assert limits == expected
+        assert stats is not None
+        assert (stats.num_pictures, stats.num_bytes) == (held, held * one)
+        assert stats.num_encoded == (3 if held else 4)
+
+
+def test_given_a_cached_prefix_then_equal_images_are_not_encoded_and_others_never_match(models: dict[str, Any]) -> None:
+    given, other = prompt("llava", BEFORE, 5, BEHIND), prompt("llava", BEFORE, 6, BEHIND)
+    length = given["input_ids"].shape[1]  # 3 + 16 + 4 tokens
+
+    with engine_of(models["llava"]) as engine:
+        first = engine.generate([given], GREEDY)[0]
+        again = engine.generate([given], GREEDY)[0]
+        different = engine.generate([other], GREEDY)[0]
+        stats = engine.stats().encoder
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens == length - 1
+    assert different.num_cached_tokens == len(BEFORE)
+    assert again.token_ids == first.token_ids != different.token_ids
+    assert stats is not None
+    assert stats.num_encoded == 2
+
+
+def test_given_a_prefix_that_ends_inside_an_image_then_the_rest_of_the_image_is_computed(
+    models: dict[str, Any],
+) -> None:
+    given = prompt("llava", BEFORE, 5, BEHIND)
+    (expected,) = answers(models["llava"], [given])
+
+    with engine_of(models["llava"], kv_blocks=10, cache={"watermark": 0.0}) as engine:
+        engine.generate([given], SamplingParams(max_new_tokens=1))
+        engine.generate([list(range(20, 44))], SamplingParams(max_new_tokens=1))  # evicts the last blocks of the first
+        result = engine.generate([given], GREEDY)[0]
+    assert result.num_cached_tokens == 16  # 13 of the 16 tokens of the image
+    assert result.token_ids == expected
+
+
+def test_given_a_disk_tier_then_another_engine_finds_the_image_by_content(
+    models: dict[str, Any], tmp_path: Path
+) -> None:
+    given, other = prompt("qwen2_vl", BEFORE, 5, BEHIND * 2), prompt("qwen2_vl", BEFORE, 6, BEHIND * 2)
+    expected = answers(models["qwen2_vl"], [given, other])
+    with engine_of(models["qwen2_vl"], disk=tmp_path) as engine:
+        assert engine.generate([given], GREEDY)[0].token_ids == expected[0]
+    with engine_of(models["qwen2_vl"], disk=tmp_path, tier_timeout=60.0) as engine:
+        engine.prefetch(given).result(60)
+        found = engine.generate([given], GREEDY)[0]
+        different = engine.generate([other], GREEDY)[0]
+        stats = engine.stats().encoder
+    assert (found.token_ids, different.token_ids) == (expected[0], expected[1])
+    assert found.num_cached_tokens == 16
+    assert different.num_cached_tokens == len([*BEFORE, 192])  # the text before the image
+    assert stats is not None
+    assert stats.num_encoded == 1
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_placeholder_without_an_image_then_the_error_says_so(models: dict[str, Any]) -> None:
+    with engine_of(models["qwen2_vl"]) as engine:
+        with pytest.raises(InvalidArgumentError, match=f"token {IMAGE}, a placeholder for image input: give images"):
+            engine.generate([[1, 2, IMAGE, 3]])
+        with pytest.raises(
+            InvalidArgumentError, match=f"token {VIDEO}, a placeholder for video input: .*cannot be served"
+        ):
+            engine.generate([[1, 2, VIDEO, 3]])
+
+
+def test_given_wrong_inputs_then_the_error_names_them(models: dict[str, Any]) -> None:
+    given = prompt("qwen2_vl", BEFORE, 5, BEHIND)
+    grid, pixels, ids = given["image_grid_thw"], given["pixel_values"], given["input_ids"]
+    cases = [
+        ({"pixel_values": pixels}, "image_grid_thw is missing"),
+        ({"pixel_values_videos": pixels}, "got pixel_values_videos, too"),
+        ({"pixel_values": pixels[1:], "image_grid_thw": grid}, r"must have the shape \(16, any\), got \(15, 96\)"),
+        ({"pixel_values": pixels, "image_grid_thw": grid[0]}, r"must have the shape \(any, 3\)"),
+        ({"pixel_values": pixels[:3], "image_grid_thw": torch.tensor([[1, 1, 3]])}, "cannot merge"),
+        (
+            {"pixel_values": torch.cat([pixels] * 2), "image_grid_thw": torch.cat([grid] * 2)},
+            "has 4 placeholders for images .* 2 images need 8",
+        ),
+        ({"attention_mask": torch.zeros_like(ids)}, "hides tokens"),
+    ]
+    with engine_of(models["qwen2_vl"]) as engine:
+        for rest, words in cases:
+            with pytest.raises(InvalidArgumentError, match=words):
+                engine.submit({"input_ids": ids, **rest})
+        with pytest.raises(InvalidArgumentError, match="several prompts"):
+            engine.submit({"input_ids": torch.ones(2, 3)})
+        with pytest.raises(InvalidArgumentError, match="with input_ids"):
+            engine.submit({"pixel_values": pixels})
+        with pytest.raises(InvalidArgumentError, match="came without a processor"):
+            engine.submit("a text", images=[pixels])
+        with pytest.raises(InvalidArgumentError, match="for each of the 1 prompts"):
+            engine.generate([given], images=[[], []])
+        assert engine.generate([given], GREEDY)[0].token_ids  # it goes on
+
+
+@pytest.mark.parametrize("family_name", REFUSED)
+def test_given_attention_in_both_directions_then_texts_are_served_and_images_refused_by_name(
+    family_name: str, models: dict[str, Any]
+) -> None:
+    text = prompt(family_name, [1, 2, 3, 4])
+    with engine_of(models[family_name]) as engine:
+        assert len(engine.generate([text], GREEDY)[0].token_ids) == COUNT
+        for given in (prompt(family_name, BEFORE, 5, BEHIND), [1, IMAGE]):
+            with pytest.raises(
+                InvalidArgumentError, match=f"images for {family_name} cannot be served: its image tokens"
+            ):
+                engine.submit(given)
+
+
+def test_given_a_model_of_text_then_images_are_refused_and_every_token_is_text(models: dict[str, Any]) -> None:
+    from models import tiny_model
+
+    with engine_of(tiny_model("llama")) as engine:
+        with pytest.raises(InvalidArgumentError, match="llama reads text only"):
+            engine.submit({"input_ids": [1, 2], "pixel_values": torch.ones(1, 3, 4, 4)})
+        assert engine.stats().encoder is None
+        assert engine.generate([{"input_ids": [[1, 2, 3]]}], GREEDY)[0].token_ids
