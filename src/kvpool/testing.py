@@ -94,6 +94,16 @@ class TierContract:
         assert outcomes == [Outcome.OK] * 20
         assert found == [value(number) for number in numbers]
 
+    def test_given_a_loan_then_its_views_are_what_was_stored_and_misses_are_empty(self, tier: KeyedTier) -> None:
+        store(tier, [1, 3])
+        loan = tier.lend([key(number) for number in (1, 2, 3)], [VALUE_BYTES] * 3)
+        if loan is None:  # it has no memory that callers can read
+            return
+        assert loan.outcomes == [Outcome.OK, Outcome.MISS, Outcome.OK]
+        assert [bytes(view) for view in loan.views] == [value(1), b"", value(3)]
+        assert loan.is_held()
+        loan.release()
+
     def test_given_a_mixed_batch_then_each_key_has_its_own_outcome(self, tier: KeyedTier) -> None:
         store(tier, [1, 3])
         outcomes, found = load(tier, [1, 2, 3, 2])

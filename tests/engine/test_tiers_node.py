@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tiers"))
 from models import tiny_model  # noqa: E402
 from nodes import NodeProcess, needs_linux, node_folder  # noqa: E402
 from servers import eventually  # noqa: E402
-from tier_faults import ALL_CACHED, PROMPTS, assert_right, make_engine  # noqa: E402
+from tier_faults import ALL_CACHED, PARAMS, PROMPTS, assert_right, computed, make_engine  # noqa: E402
 
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
-from kvpool.tiers import NodeTier  # noqa: E402
+from kvpool.storage import DataPlane  # noqa: E402
+from kvpool.tiers import NodeTier, Outcome  # noqa: E402
 
 pytestmark = [needs_linux, pytest.mark.usefixtures("one_self_check")]
 
@@ -53,6 +55,46 @@ def test_given_several_engines_then_what_one_computed_all_load_and_it_is_in_memo
     assert num_values(node) <= stored + len(PROMPTS) * 2  # and blocks that were generated
 
 
+def test_given_a_node_then_its_values_are_copied_from_where_they_lie_and_no_staging_memory_is_used(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"node:{node.directory}?timeout=30"
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert_right(engine)
+
+    def refuse(tier: NodeTier, *call: object, **options: object) -> list[Outcome]:
+        raise AssertionError("it loads into memory of the engine")
+
+    monkeypatch.setattr(NodeTier, "_load", refuse)
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert assert_right(engine) >= ALL_CACHED
+        found = engine.stats().tiers
+        assert found is not None
+        assert (found.tiers[0].stats.load_failures, found.staging_bytes) == (0, 0)
+    with NodeTier(address) as tier:
+        assert sum(client["leased"] for client in tier.node_stats()["clients"]) == 0
+
+
+def test_given_a_node_that_leaves_while_values_are_copied_then_they_are_not_used(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"node:{node.directory}?timeout=30"
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert_right(engine)
+    write = DataPlane.write_blocks
+
+    def written(plane: DataPlane, *call: Any) -> Any:
+        node.kill(signal.SIGKILL)
+        for row in call[2]:
+            row[:] = 255  # the next node gave the slot to another engine
+        return write(plane, *call)
+
+    monkeypatch.setattr(DataPlane, "write_blocks", written)
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert assert_right(engine) == 0
+    assert "left while it was copied" in caplog.text
+
+
 def test_given_a_node_that_is_killed_and_started_again_then_engines_go_on_and_find_what_was_there(
     node: NodeProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,10 +107,14 @@ def test_given_a_node_that_is_killed_and_started_again_then_engines_go_on_and_fi
         node.start()
 
         def is_warm() -> bool:
+            """Without requests: they are computed where that was faster than loading."""
             engine.manager.cache.reset()
-            return assert_right(engine) >= ALL_CACHED
+            return sum(engine.prefetch(prompt).result(60) for prompt in PROMPTS) >= ALL_CACHED
 
         eventually(is_warm, "what the first node held comes from the second")
+        results = [engine.generate([prompt], PARAMS)[0] for prompt in PROMPTS]
+        assert tuple(tuple(result.token_ids) for result in results) == computed()
+        assert sum(result.num_cached_tokens for result in results) >= ALL_CACHED
 
 
 def test_given_a_node_that_hangs_then_requests_are_answered(

@@ -397,6 +397,24 @@ def test_given_blocks_read_as_bytes_when_they_are_written_into_others_then_token
             assert torch.equal(ours, theirs)
 
 
+def test_given_rows_that_lie_apart_then_blocks_are_written_from_them(engine: Engine) -> None:
+    first = engine.prompt("first", list(range(8)), seed=3)
+    rows = host_rows(engine, 2)
+    engine.plane.read_blocks(first.block_ids(0).copy(), 0, rows)()
+    apart = host_rows(engine, 5)
+    apart[3], apart[1] = rows[0], rows[1]
+    second = engine.manager.allocate("second", list(range(50, 58)))
+    ids = second.block_ids(0).copy()
+    engine.plane.write_blocks(ids, 0, [apart[3].numpy(), apart[1].numpy()])()
+    engine.manager.commit(second)
+    for layer in range(2):
+        for ours, theirs in zip(engine.plane.read(first, layer), engine.plane.read(second, layer), strict=True):
+            assert torch.equal(ours, theirs)
+    for wrong in ([apart[3].numpy()], [apart[3].numpy(), apart[1].numpy()[:-1]]):
+        with pytest.raises(InvalidArgumentError, match="as many rows of"):
+            engine.plane.write_blocks(ids, 0, wrong)
+
+
 def test_given_whole_blocks_read_or_written_then_later_transfers_do_not_take_them_for_part_of_the_step_before(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from servers import eventually
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.testing import VALUE_BYTES, TierContract, key, load, store, value
 from kvpool.tiers import DiskTier, KeyedTier, KeyPattern, MemoryTier, NodeTier, Outcome, open_tier
+from kvpool.tiers.contract import Loan
 from kvpool.tiers.keys import tenant_tag
 
 pytestmark = needs_linux
@@ -36,6 +37,12 @@ def folder() -> Iterator[Path]:
 
 def tier_of(folder: Path, options: str = "") -> NodeTier:
     return NodeTier(f"node:{folder}{options}")
+
+
+def lent(tier: NodeTier, numbers: list[int], size: int = VALUE_BYTES) -> Loan:
+    loan = tier.lend([key(number) for number in numbers], [size] * len(numbers))
+    assert loan is not None
+    return loan
 
 
 def sound(server: NodeServer) -> None:
@@ -118,6 +125,97 @@ def test_given_values_of_another_size_then_old_slabs_make_room_for_them(folder: 
         assert load(tier, [150], 20_000) == ([Outcome.OK], [value(150, 20_000)])
         assert store(tier, [300], 2 * MEGABYTE) == [Outcome.REFUSED]
         sound(server)
+
+
+def test_given_a_loan_then_its_values_stay_while_others_store_and_remove(folder: Path) -> None:
+    with node_thread(folder, MEGABYTE) as server, tier_of(folder) as tier:
+        store(tier, [0], 36_000)
+        loan = lent(tier, [0], 36_000)
+        assert store(tier, list(range(1, 60)), 36_000).count(Outcome.OK) == 59
+        assert tier.remove([key(0)]) == [Outcome.OK]
+        assert store(tier, list(range(60, 90)), 36_000).count(Outcome.OK) == 30
+        assert bytes(loan.views[0]) == value(0, 36_000)
+        assert loan.is_held()
+        loan.share()
+        loan.release()
+        assert server.call(server.stats, 30)["clients"][0]["leased"] == 1
+        loan.release()
+        eventually(lambda: not server.call(server.stats, 30)["clients"][0]["leased"], "the lease has ended")
+        sound(server)
+
+
+def test_given_a_node_that_leaves_while_its_values_are_lent_then_the_loan_says_so(folder: Path) -> None:
+    with tier_of(folder) as tier:
+        with node_thread(folder):
+            store(tier, [0])
+            loan = lent(tier, [0])
+        assert not loan.is_held()
+        loan.release()
+        with node_thread(folder) as server:  # it knows of no lease, and may give the slot to others
+            eventually(lambda: tier.contains([key(0)]) == [True], "the tier has found the node again")
+            sound(server)
+
+
+def test_given_a_client_that_is_cut_off_while_it_borrows_then_the_loan_is_not_held(folder: Path) -> None:
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        store(tier, [0])
+        loan = lent(tier, [0])
+        server.call(lambda: [server._cut_off(peer, "a test") for peer in list(server._peers.values())], 30)
+        assert not loan.is_held()
+        loan.release()
+
+
+def test_given_a_value_that_somebody_spoiled_then_it_is_not_lent_and_the_node_drops_it(folder: Path) -> None:
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        store(tier, [0, 1])
+        loan = lent(tier, [0])
+        loan.views[0][:1] = bytes([loan.views[0][0] ^ 1])
+        loan.release()
+        loan = lent(tier, [0, 1])
+        assert loan.outcomes == [Outcome.FAILED, Outcome.OK]
+        loan.release()
+        eventually(lambda: tier.contains([key(0)]) == [False], "the node has looked itself")
+        sound(server)
+
+
+def test_given_sizes_that_are_not_those_of_the_values_then_nothing_is_lent_and_nothing_dropped(folder: Path) -> None:
+    with node_thread(folder), tier_of(folder) as tier:
+        store(tier, [0])
+        loan = lent(tier, [0], VALUE_BYTES + 1)
+        assert loan.outcomes == [Outcome.FAILED]
+        loan.release()
+        assert load(tier, [0])[0] == [Outcome.OK]
+        assert tier.stats().load_failures == 1
+
+
+def test_given_many_loans_then_the_next_is_refused_until_one_ends(folder: Path) -> None:
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        store(tier, [0])
+        loans = [lent(tier, [0]) for _ in range(node_tier.MAX_LOANS)]
+        assert tier.lend([key(0)], [VALUE_BYTES]) is None
+        loans.pop().release()
+        lent(tier, [0]).release()
+        for loan in loans:
+            loan.release()
+        eventually(lambda: not sum(each["leased"] for each in server.call(server.stats, 30)["clients"]), "all ended")
+        sound(server)
+
+
+def test_given_more_keys_than_a_message_holds_then_one_loan_has_them_all(folder: Path) -> None:
+    numbers = list(range(wire.MAX_KEYS + 7))
+    with node_thread(folder), tier_of(folder, "?timeout=60") as tier:
+        store(tier, numbers, 64)
+        loan = lent(tier, numbers, 64)
+        assert [bytes(view) for view in loan.views] == [value(number, 64) for number in numbers]
+        loan.release()
+
+
+def test_given_no_node_then_nothing_is_lent(folder: Path) -> None:
+    with tier_of(folder) as tier:
+        assert tier.lend([key(0)], [VALUE_BYTES]) is None
+        with node_thread(folder):
+            eventually(lambda: store(tier, [0]) == [Outcome.OK], "the tier has found the node")
+            lent(tier, [0]).release()
 
 
 def test_given_a_lease_then_its_values_stay_where_they_are_until_it_ends(folder: Path) -> None:

@@ -30,7 +30,7 @@ from kvpool.pools.pool import CopyOp, ResizeResult
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.states import StatePlaces
-from kvpool.storage.disk import DiskStore
+from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.layout import LayerCache, layout_of
 from kvpool.storage.moving import Wait, check_rows, read_out, upload, write_in
 from kvpool.storage.states import StateSlots
@@ -251,22 +251,26 @@ class DataPlane:
         in `out`; the blocks may change at once.
         """
         store = self._prepare_blocks(blocks, group, out)
+        self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
+        return read_out(store, blocks, out, self._link_stream())
+
+    def _link_stream(self) -> torch.cuda.Stream | None:
+        """For copies between a GPU and the host that nothing on the current stream waits for."""
         if self.device.type == "cuda" and self._link is None:
             self._link = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
-        return read_out(store, blocks, out, self._link)
+        return self._link
 
-    def write_blocks(self, blocks: Int32Array, group: int, rows: Tensor) -> Wait:
-        """Writes whole blocks of a layer group: `rows` as `read_blocks` gave them. Returns a function that waits until
-        `rows` may change.
+    def write_blocks(self, blocks: Int32Array, group: int, rows: Tensor | Sequence[ByteRows]) -> Wait:
+        """Writes whole blocks of a layer group: `rows` as `read_blocks` gave them, or one array for each block (page-locked
+        for a GPU). Returns a function that waits until `rows` may change.
         """
         store = self._prepare_blocks(blocks, group, rows)
         if self.check_writes:
             self._check_group(blocks * self.config.block_size, self.config.groups[group])
         self.transfers.before_compute(store.pool, blocks, _NO_BLOCKS)
-        return write_in(store, blocks, rows)
+        return write_in(store, blocks, rows, self._link_stream())
 
-    def _prepare_blocks(self, blocks: Int32Array, group: int, rows: Tensor) -> BlockStore:
+    def _prepare_blocks(self, blocks: Int32Array, group: int, rows: Tensor | Sequence[ByteRows]) -> BlockStore:
         store = self._gpu_store(self.config.groups[as_count(group, "group", maximum=len(self.config.groups) - 1)].pool)
         check_rows(rows, len(blocks), store)
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.num_blocks:

@@ -6,12 +6,17 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
 import warnings
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +27,8 @@ from kvpool.kernels.layout import whole_device
 
 _PAGE = mmap.PAGESIZE
 _TOUCH_THREADS = 8
+_FOR_ALL_GPUS = 1  # cudaHostRegisterPortable
+_LOCKED_AT_ONCE = 1 << 28  # a tenth of a second
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -108,6 +115,98 @@ class HostMemory:
         if self.pinned:
             self._unpin()
             self.pinned = False
+
+
+class PageLocks:
+    """Stretches of memory that this process has locked for its GPUs; what several users lock is locked once."""
+
+    def __init__(self) -> None:
+        self._users: Counter[int] = Counter()
+        self._guard = threading.Lock()
+
+    def lock(self, address: int, size: int) -> bool:
+        """One more user; False if the system refuses."""
+        with self._guard:
+            if not self._users[address] and int(_cudart().cudaHostRegister(address, size, _FOR_ALL_GPUS)):
+                return False
+            self._users[address] += 1
+            return True
+
+    def unlock(self, address: int) -> None:
+        """One user less."""
+        with self._guard:
+            self._users[address] -= 1
+            if not self._users[address]:
+                _cudart().cudaHostUnregister(address)
+
+
+page_locks = PageLocks()
+
+
+class LinkedMemory:
+    """Memory of others that is mapped into this process, page-locked part by part in the background, for a GPU to read.
+
+    It knows one memory at a time; a new one takes the place of the one before.
+    """
+
+    def __init__(self, driver: PageLocks) -> None:
+        self._driver = driver
+        self._memory: npt.NDArray[np.uint8] | None = None
+        self._locked: set[int] = set()  # parts, by number
+        self._part_bytes = 1
+        self._guard = threading.Lock()
+        self._is_closed = False
+
+    def has(self, memory: memoryview, part_bytes: int, views: Sequence[memoryview]) -> bool:
+        """Whether all these views can be copied now. They are of `memory`, and none crosses a multiple of `part_bytes`.
+
+        A memory that is new begins to be locked.
+        """
+        whole = np.frombuffer(memory, np.uint8)
+        with self._guard:
+            if self._is_closed:
+                return False
+            if self._memory is None or (self._memory.ctypes.data, self._memory.nbytes) != (
+                whole.ctypes.data,
+                whole.nbytes,
+            ):
+                self._forget()
+                self._memory, self._part_bytes = whole, ceil_div(_LOCKED_AT_ONCE, part_bytes) * part_bytes
+                threading.Thread(target=self._lock_all, args=(whole,), name="kvpool-lock-memory", daemon=True).start()
+            addresses = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in views if view.nbytes], np.int64)
+            return set(((addresses - whole.ctypes.data) // self._part_bytes).tolist()) <= self._locked
+
+    def _lock_all(self, whole: npt.NDArray[np.uint8]) -> None:
+        size = self._part_bytes
+        for number, start in enumerate(range(0, whole.nbytes, size)):
+            address, length = whole.ctypes.data + start, min(size, whole.nbytes - start)
+            if not self._driver.lock(address, length):
+                warnings.warn(
+                    f"{whole.nbytes - start} bytes of shared memory could not be locked for the GPU: what lies there is "
+                    f"copied twice; raise the limit of locked memory (ulimit -l)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
+            with self._guard:
+                if self._memory is whole:
+                    self._locked.add(number)
+                    continue
+            self._driver.unlock(address)  # another memory took its place meanwhile
+            return
+
+    def _forget(self) -> None:
+        for number in self._locked:
+            assert self._memory is not None
+            self._driver.unlock(self._memory.ctypes.data + number * self._part_bytes)
+        self._locked.clear()
+        self._memory = None
+
+    def close(self) -> None:
+        """Unlocks everything."""
+        with self._guard:
+            self._is_closed = True
+            self._forget()
 
 
 def _map(num_blocks: int, block_bytes: int) -> mmap.mmap:

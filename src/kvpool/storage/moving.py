@@ -8,7 +8,7 @@ so that whoever gets the block next may write it; it then crosses the link on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvpool.kernels.copy import copy_blocks, copy_tokens
 from kvpool.kernels.copy import upload as send
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
-from kvpool.storage.dma import copy_over_link
+from kvpool.storage.dma import Places, copy_over_link, copy_places
 from kvpool.storage.layout import GroupLayout, StateLayout
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer_steps import TransferStep
@@ -143,17 +143,46 @@ def read_out(store: BlockStore, blocks: Int32Array, out: Tensor, link: torch.cud
         return _reached(link)
 
 
-def write_in(store: BlockStore, blocks: Int32Array, rows: Tensor) -> Wait:
-    """Copies `rows`, uint8 [block, byte] on the host, pinned where the store is on a GPU, into blocks."""
-    numbers = np.arange(len(blocks), dtype=np.int32)
-    copy_blocks(rows, store.data, *upload(np.stack([numbers, blocks]), store.device))
-    if store.device.type == "cpu":
+def write_in(
+    store: BlockStore, blocks: Int32Array, rows: Tensor | Sequence[ByteRows], link: torch.cuda.Stream | None
+) -> Wait:
+    """Copies rows of the host, page-locked where the store is on a GPU, into blocks.
+
+    They are uint8 [block, byte], or an array for each block. These may lie anywhere: a GPU's copy engines take them on
+    `link`, and what follows on the current stream comes after that.
+    """
+    if isinstance(rows, Tensor):
+        numbers = np.arange(len(blocks), dtype=np.int32)
+        copy_blocks(rows, store.data, *upload(np.stack([numbers, blocks]), store.device))
+        return _nothing if link is None else _reached(torch.cuda.current_stream(store.device))
+    if link is None:
+        data = store.data.numpy()
+        for block, row in zip(blocks.tolist(), rows, strict=True):
+            np.copyto(data[block], row)
         return _nothing
-    return _reached(torch.cuda.current_stream(store.device))
+    current = torch.cuda.current_stream(store.device)
+    link.wait_stream(current)
+    with torch.cuda.stream(link):
+        size = np.uint64(store.block_bytes)
+        sources: Places = np.array([row.ctypes.data for row in rows], np.uint64)
+        targets: Places = np.uint64(store.data.data_ptr()) + blocks.astype(np.uint64) * size
+        if not copy_places(sources, targets, np.full(len(rows), size)):
+            for block, row in zip(blocks.tolist(), rows, strict=True):
+                store.data[block].copy_(torch.from_numpy(row), non_blocking=True)
+        wait = _reached(link)
+    current.wait_stream(link)
+    return wait
 
 
-def check_rows(rows: Tensor, num_blocks: int, store: BlockStore) -> None:
+def check_rows(rows: Tensor | Sequence[ByteRows], num_blocks: int, store: BlockStore) -> None:
     """Refuses memory that cannot hold these blocks."""
+    if not isinstance(rows, Tensor):
+        if len(rows) != num_blocks or any(row.nbytes != store.block_bytes for row in rows):
+            raise InvalidArgumentError(
+                f"{num_blocks} blocks are written from as many rows of {store.block_bytes} bytes, got "
+                f"{[row.nbytes for row in rows][:8]}"
+            )
+        return
     shape = (num_blocks, store.block_bytes)
     if tuple(rows.shape) != shape or rows.dtype != torch.uint8 or rows.is_cuda or not rows.is_contiguous():
         raise InvalidArgumentError(

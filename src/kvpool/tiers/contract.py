@@ -61,6 +61,46 @@ class Outcome(IntEnum):
     """Not stored: no room that may be taken, too large, or too much waits already."""
 
 
+class Loan(ABC):
+    """Values where a tier keeps them, for a caller that copies them straight to its device. They stay until `release`.
+
+    Each was `OK` when it was lent. Ask `is_held` after the copy: if it says no, what was copied may be wrong. A loan is a
+    `Keeper`: `share` adds a user, and the last `release` ends it.
+    """
+
+    def __init__(self, memory: memoryview, part_bytes: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.views: list[memoryview] = []
+        """One for each key, empty where the outcome is not `OK`."""
+        self.memory = memory
+        """All of the tier's memory that the views lie in."""
+        self.part_bytes = part_bytes
+        """No view lies across a multiple of so many bytes of the memory."""
+        self._users = 1
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def is_held(self) -> bool:
+        """Whether the tier has kept the values unchanged until now."""
+
+    def share(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._end()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """The values may go."""
+
+
 @dataclass(frozen=True)
 class TierStats:
     """The state of a tier. Counts are values since it was opened, by this process."""
@@ -171,6 +211,18 @@ class KeyedTier(ABC):
         call = self._load if keeper is None else partial(self._load_kept, keeper=keeper)
         return self._move(self._loads, call, keys, _views(out, keys, writable=True), timeout)
 
+    def lend(self, keys: Sequence[bytes], sizes: Sequence[int], *, timeout: float | None = None) -> Loan | None:
+        """Lends values of exactly these sizes, verified where they lie, to a caller that copies them by itself.
+
+        None: this tier has no memory that callers can read, lends too much already, or failed. Then `load` them.
+        """
+        _check_keys(keys)
+        started = time.monotonic()
+        loan = self._guarded(lambda deadline: self._lend(keys, sizes, deadline), timeout)
+        if loan is not None:
+            self._count(self._loads, loan.outcomes, sizes, started)
+        return loan
+
     def store(self, keys: Sequence[bytes], data: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
         """Keeps values under their keys. A key that is there already is `OK` and costs nothing.
 
@@ -257,6 +309,10 @@ class KeyedTier(ABC):
         """`_load` into memory that `keeper` keeps until each `share` is released. By default it is the same as `_load`."""
         return self._load(keys, out, deadline)
 
+    def _lend(self, keys: Sequence[bytes], sizes: Sequence[int], deadline: float) -> Loan | None:
+        """By default a tier lends nothing."""
+        return None
+
     @abstractmethod
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]: ...
 
@@ -291,13 +347,16 @@ class KeyedTier(ABC):
         started = time.monotonic()
         outcomes = self._guarded(lambda deadline: call(keys, views, deadline), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        self._count(moved, outcomes, [view.nbytes for view in views], started)
+        return outcomes
+
+    def _count(self, moved: _Moved, outcomes: Sequence[Outcome], sizes: Sequence[int], started: float) -> None:
         with self._counting:
             moved.seconds += time.monotonic() - started
-            for outcome, view in zip(outcomes, views, strict=True):
+            for outcome, size in zip(outcomes, sizes, strict=True):
                 moved.outcomes[outcome] += 1
                 if outcome == Outcome.OK:
-                    moved.num_bytes += view.nbytes
-        return outcomes
+                    moved.num_bytes += size
 
     # --- errors ------------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,17 @@ class Connection:
         except OSError as error:
             raise LostNodeError(f"the node left ({error.strerror or error})") from None
 
+    def is_quiet(self) -> bool:
+        """Whether the node is still there and has said nothing that was not asked for: then it keeps what it leased."""
+        try:
+            self._socket.setblocking(False)  # each message sets its own timeout
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def slot(self, place: Place) -> memoryview:
         """The bytes of a place in the region."""
         offset, length, _ = place

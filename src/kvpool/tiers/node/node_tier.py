@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpool.errors import ConfigError
-from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Outcome, Purged, Room
+from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Loan, Outcome, Purged, Room
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
 from kvpool.tiers.node import wire
 from kvpool.tiers.node.connection import Connection, LostNodeError
+from kvpool.tiers.node.lending import NodeLoan, doubt, lease, milliseconds, release
 from kvpool.tiers.node.wire import ABSENT, PRESENT, Place, Verb
 from kvpool.tiers.options import SECONDS, TierURL, option, read_options, text
 from kvpool.tiers.remote.breaker import Breaker
@@ -30,7 +31,9 @@ from kvpool.tiers.remote.remote_tier import seconds_left
 PAUSE, LONGEST_PAUSE = 0.1, 2.0
 PROBE_SECONDS = 1.0
 LOOK_SECONDS = 0.25
-RELEASE_SECONDS = 0.1  # also after the deadline: what was loaded in time is not late
+MAX_LOANS = 16
+"""Of one tier at a time; each has a connection. More is loaded into the caller's memory."""
+MAX_LENT_KEYS = 16 * wire.MAX_KEYS
 PART_SHARE = 8
 """A call reserves at most the region divided by this at a time."""
 
@@ -66,6 +69,7 @@ class NodeTier(KeyedTier):
         self.directory_of_node = wire.node_directory(url.path)
         self.engine = options.engine or f"pid-{os.getpid()}"
         self._idle: deque[Connection] = deque()
+        self._num_lent = 0
         self._pid = os.getpid()
         self._spaces: dict[bytes, bytes] = {}
         self._breaker = Breaker(pause=PAUSE, longest=LONGEST_PAUSE)
@@ -95,9 +99,7 @@ class NodeTier(KeyedTier):
     def _load_part(
         self, node: Connection, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
-        body = wire.with_numbers(keys, [view.nbytes for view in out])
-        answer = node.ask(wire.message(Verb.LEASE, len(keys), _milliseconds(deadline), body), deadline)
-        lease, places = answer.number, wire.places_in(answer)
+        number, places = lease(node, keys, [view.nbytes for view in out], deadline)
         outcomes = [
             self._taken(node, key, view, place, deadline) for key, view, place in zip(keys, out, places, strict=True)
         ]
@@ -106,11 +108,8 @@ class NodeTier(KeyedTier):
             for key, view, place, outcome in zip(keys, out, places, outcomes, strict=True)
             if outcome == Outcome.FAILED and place[1] <= view.nbytes
         ]
-        if doubted:
-            packet = wire.message(Verb.DOUBT, len(doubted), 0, b"".join(doubted))
-            node.tell(packet, time.monotonic() + RELEASE_SECONDS)
-        if places.count(ABSENT) < len(places):
-            node.tell(wire.message(Verb.RELEASE, 0, lease), time.monotonic() + RELEASE_SECONDS)
+        doubt(node, doubted)
+        release(node, number)
         return outcomes
 
     def _taken(self, node: Connection, key: bytes, view: memoryview, place: Place, deadline: float) -> Outcome:
@@ -128,6 +127,33 @@ class NodeTier(KeyedTier):
             return Outcome.FAILED
         self.left_unfilled(view.nbytes - length)
         return Outcome.OK
+
+    def _lend(self, keys: Sequence[bytes], sizes: Sequence[int], deadline: float) -> Loan | None:
+        with self._counting:
+            if self._num_lent >= MAX_LOANS or len(keys) > MAX_LENT_KEYS:
+                return None
+            self._num_lent += 1
+        try:
+            return self._called(partial(self._lent, keys=keys, sizes=sizes, deadline=deadline))[1]
+        except BaseException:
+            self._returned(None)
+            raise
+
+    def _lent(self, node: Connection, keys: Sequence[bytes], sizes: Sequence[int], deadline: float) -> NodeLoan:
+        loan = NodeLoan(node, self._returned)
+        for at in range(0, len(keys), wire.MAX_KEYS):
+            part = slice(at, at + wire.MAX_KEYS)
+            loan.add(keys[part], sizes[part], deadline)
+        return loan
+
+    def _returned(self, node: Connection | None) -> None:
+        """A loan is over; None: its connection, too."""
+        with self._counting:
+            self._num_lent -= 1
+        if node is not None:
+            self._idle.append(node)
+        if self._closed:
+            self._drop_idle()
 
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
@@ -183,7 +209,7 @@ class NodeTier(KeyedTier):
 
     def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
         def ask(node: Connection) -> Purged:
-            packet = wire.message(Verb.PURGE, 0, _milliseconds(deadline), wire.pattern_bytes(pattern))
+            packet = wire.message(Verb.PURGE, 0, milliseconds(deadline), wire.pattern_bytes(pattern))
             answer = node.ask(packet, deadline)
             return Purged(answer.number, wire.flags_in(answer) == [True])
 
@@ -226,14 +252,20 @@ class NodeTier(KeyedTier):
         found: list[bool] = []
         for at in range(0, len(keys), wire.MAX_KEYS):
             part = keys[at : at + wire.MAX_KEYS]
-            packet = wire.message(verb, len(part), _milliseconds(deadline), b"".join(part))
+            packet = wire.message(verb, len(part), milliseconds(deadline), b"".join(part))
             found += self._asked(partial(_ask_flags, packet=packet, deadline=deadline))
         return found
 
     # --- connections -------------------------------------------------------------------------------------------------
 
     def _asked(self, call: Callable[[Connection], _T]) -> _T:
-        """What a call with a connection returns. One that was idle may be of a node that is gone: then with a new one."""
+        """What a call with a connection returns."""
+        node, found = self._called(call)
+        self._idle.append(node)
+        return found
+
+    def _called(self, call: Callable[[Connection], _T]) -> tuple[Connection, _T]:
+        """The same, with the connection. One that was idle may be of a node that is gone: then with a new one."""
         while True:
             node = self._take()
             is_new = node is None
@@ -252,8 +284,7 @@ class NodeTier(KeyedTier):
                 raise
             else:
                 self._breaker.succeeded()
-                self._idle.append(node)
-                return found
+                return node, found
 
     def _take(self) -> Connection | None:
         if self._pid != os.getpid():  # a process that was forked: these connections are its parent's
@@ -302,7 +333,3 @@ def _copy(source: memoryview, target: memoryview) -> None:
 
 def _ask_flags(node: Connection, packet: bytes, deadline: float) -> list[bool]:
     return wire.flags_in(node.ask(packet, deadline))
-
-
-def _milliseconds(deadline: float) -> int:
-    return max(1, round(1000 * (deadline - time.monotonic())))

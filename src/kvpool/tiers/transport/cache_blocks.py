@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
+from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, TransferError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import root_digest
@@ -109,6 +109,10 @@ class Importer:
                 return None, waits
             self._take_blocks(handle, request, fetch)
             self._write(handle, fetch, waits)
+            if fetch.is_lent:
+                _finish(waits)
+                if not fetch.is_held():
+                    raise TransferError("the tier that lent it left while it was copied")
             self._manager.commit(handle)
         except KVPoolError as error:
             if not isinstance(error, OutOfBlocksError):
@@ -149,13 +153,21 @@ class Importer:
             if not np.array_equal(columns[begin:end], first + np.flatnonzero(ids[first:] >= 0)):
                 raise SequenceStateError(f"what was loaded for layer group {group.index} is not what its window reads")
             if end > begin:
-                parts.append((ids[columns[begin:end]].copy(), group.index, torch.from_numpy(rows[begin:end])))
+                part = rows[begin:end]
+                data = part if isinstance(part, list) else torch.from_numpy(part)
+                parts.append((ids[columns[begin:end]].copy(), group.index, data))
         waits += [self._plane.write_blocks(*part) for part in parts]
 
     def _give_up(self, handle: KVCacheHandle | None) -> None:
         """Frees a lease. Blocks that are not committed become free."""
         if handle is not None and handle.is_live:
             self._manager.free(handle)
+
+
+def _finish(waits: list[Callable[[], None]]) -> None:
+    """Waits until the device has read everything."""
+    while waits:
+        waits.pop(0)()
 
 
 BATCH_BYTES = 2**25  # go to a tier in one call

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.checks import show
-from kvpool.tiers.contract import Keeper, KeyedTier, Outcome, Purged, TierStats
+from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, TierStats
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
@@ -95,9 +95,21 @@ class WatchedTier:
         call = partial(self.tier.load, keys, out, timeout=timeout, keeper=keeper)
         outcomes = self._call(call, Outcome, len(keys), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        self._forget_gone(keys, outcomes)
+        return outcomes
+
+    def lend(self, keys: Sequence[bytes], sizes: Sequence[int], timeout: float) -> Loan | None:
+        """Borrows values; None if the tier does not lend them."""
+        found = self._call(lambda: [self.tier.lend(keys, sizes, timeout=timeout)], object, 1, timeout)
+        loan = found[0] if found is not None else None
+        if not isinstance(loan, Loan):
+            return None
+        self._forget_gone(keys, loan.outcomes)
+        return loan
+
+    def _forget_gone(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         gone = (Outcome.MISS, Outcome.FAILED)
         self.known.discard(key for key, outcome in zip(keys, outcomes, strict=True) if outcome in gone)
-        return outcomes
 
     def store(self, keys: Sequence[bytes], data: Sequence[Any], timeout: float) -> list[Outcome]:
         """Stores values; remembers those that are there now."""

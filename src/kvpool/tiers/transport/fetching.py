@@ -1,5 +1,7 @@
 """Fetches a prefix from tiers: looks it up, compares loading with computing, loads into staging memory, checks for gaps.
 
+What the first tier lends is not loaded: it is copied to the device from where it lies.
+
 This runs in background threads, while the request waits outside the scheduler. An error makes the prefix shorter or empty.
 """
 
@@ -17,7 +19,7 @@ import numpy as np
 from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
-from kvpool.tiers.contract import Outcome
+from kvpool.tiers.contract import Loan, Outcome
 from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.chain import TierChain, WatchedTier, call_seconds
 from kvpool.tiers.transport.deciding import Decider, LoadDecision
@@ -40,10 +42,13 @@ _ALIGNMENT = 4096
 
 
 class GroupRows(NamedTuple):
-    """Blocks of one layer group that were loaded: their columns, and their bytes, [block, byte]."""
+    """Blocks of one layer group that were loaded: their columns, and their bytes.
+
+    These are [block, byte] in staging memory, or an array for each block, where a tier lends them.
+    """
 
     columns: Int64Array
-    rows: Bytes
+    rows: Bytes | list[Bytes]
 
 
 @dataclass
@@ -61,14 +66,23 @@ class Fetch:
     loading_seconds: float = 0.0  # spent in calls to tiers
     num_bytes: int = 0
     is_part: bool = False  # tiers have more of it, for another fetch: staging memory was too small for all
-    stage: SharedStage | None = None
+    memory: SharedStage | Loan | None = None  # keeps the bytes
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the bytes lie in memory of a tier; then `is_held` must be asked after they were copied."""
+        return isinstance(self.memory, Loan)
+
+    def is_held(self) -> bool:
+        """Whether the bytes are still what was fetched."""
+        return not isinstance(self.memory, Loan) or self.memory.is_held()
 
     def release(self) -> None:
         """The bytes are not needed any more."""
-        stage, self.stage = self.stage, None
+        memory, self.memory = self.memory, None
         self.groups = []
-        if stage is not None:
-            stage.release()
+        if memory is not None:
+            memory.release()
 
 
 @dataclass
@@ -93,6 +107,7 @@ class Fetcher:
         decider: Decider,
         memory: StagingMemory,
         storer: Storer,
+        may_borrow: Callable[[Loan], bool] = lambda loan: True,
     ) -> None:
         self.tiers = chain.watched
         self._chain = chain
@@ -101,6 +116,7 @@ class Fetcher:
         self.decider = decider
         self.memory = memory
         self.storer = storer
+        self._may_borrow = may_borrow  # whether the device can copy from there
         self._most_bytes = memory.max_bytes // _SHARES
         self._stats = FetchStats()
 
@@ -159,15 +175,17 @@ class Fetcher:
             times = share * decision.load_seconds, share * decision.compute_seconds
             fetch.decision = LoadDecision(part, decision.reason, *times)
             fetch.is_part, option = True, part
-        fetch.groups = self._take_rows(fetch, option)
-        if not fetch.groups:
-            self._stats.no_memory += 1
-            return
         loaded = [np.full_like(of_group, NOWHERE) for of_group in sources]
         for of_group in loaded:
             of_group[: fetch.first] = HERE
-        for index in range(len(self.tiers)):
-            self._load_from(index, fetch, sources, loaded)
+        wanted = self._wanted(fetch, option)
+        if not self._borrow(fetch, wanted, sources, loaded):
+            fetch.groups = self._take_rows(fetch, wanted)
+            if not fetch.groups:
+                self._stats.no_memory += 1
+                return
+            for index in range(len(self.tiers)):
+                self._load_from(index, fetch, sources, loaded)
         fetch.num_blocks = usable_blocks(self.groups, loaded, prompt.num_tokens, size)
         self._stats.incomplete += fetch.num_blocks < option.num_blocks
         if fetch.num_blocks <= fetch.first:
@@ -181,18 +199,50 @@ class Fetcher:
         options = prefix_options(self.groups, shorter, fetch.first, end * size + 1, size, len(self.tiers))
         return options[-1] if options else None
 
-    def _take_rows(self, fetch: Fetch, option: Option) -> list[GroupRows]:
-        """Memory for everything that an option loads; an empty list if there is not enough."""
-        prompt = fetch.prompt
-        wanted = [
-            read_columns(group, fetch.first, option.num_blocks, prompt.num_tokens, self.block_size)
+    def _wanted(self, fetch: Fetch, option: Option) -> list[Int64Array]:
+        """The columns of each group that an option loads."""
+        return [
+            read_columns(group, fetch.first, option.num_blocks, fetch.prompt.num_tokens, self.block_size)
             for group in self.groups
         ]
+
+    def _borrow(self, fetch: Fetch, wanted: list[Int64Array], sources: list[Sources], loaded: list[Sources]) -> bool:
+        """Takes everything from where the first tier has it; False if it lacks something or does not lend it.
+
+        What lies in a later tier is loaded: then faster tiers get it, too, and must get what was verified.
+        """
+        if any((sources[g][columns] != 0).any() for g, columns in enumerate(wanted)):
+            return False
+        places = [(g, column) for g, columns in enumerate(wanted) for column in columns.tolist()]
+        sizes = [self.groups[g].spec.block_bytes for g, _ in places]
+        began = time.monotonic()
+        loan = self.tiers[0].lend([fetch.prompt.keys[g][c] for g, c in places], sizes, call_seconds(fetch.due))
+        if loan is None:
+            return False
+        if not self._may_borrow(loan):
+            loan.release()
+            return False
+        fetch.memory = loan
+        rows = iter([np.frombuffer(view, np.uint8) for view in loan.views])
+        fetch.groups = [GroupRows(columns, [next(rows) for _ in columns]) for columns in wanted]
+        good = [place for place, outcome in zip(places, loan.outcomes, strict=True) if outcome == Outcome.OK]
+        self._count(0, fetch, sum(self.groups[g].spec.block_bytes for g, _ in good), time.monotonic() - began)
+        for g, column in good:
+            loaded[g][column] = 0
+        return True
+
+    def _count(self, index: int, fetch: Fetch, num_bytes: int, seconds: float) -> None:
+        fetch.loading_seconds += seconds
+        fetch.num_bytes += num_bytes
+        self.decider.observe_load(index, max(num_bytes, 1), seconds)
+
+    def _take_rows(self, fetch: Fetch, wanted: list[Int64Array]) -> list[GroupRows]:
+        """Memory for all wanted columns; an empty list if there is not enough."""
         ends = np.cumsum([_aligned(len(c) * g.spec.block_bytes) for c, g in zip(wanted, self.groups, strict=True)])
         staged = self.memory.take(int(ends[-1]))
         if staged is None:
             return []
-        fetch.stage = SharedStage(self.memory, staged)
+        fetch.memory = SharedStage(self.memory, staged)
         found, start = [], 0
         for columns, group, end in zip(wanted, self.groups, ends.tolist(), strict=True):
             shape = len(columns), group.spec.block_bytes
@@ -212,20 +262,18 @@ class Fetcher:
         if not keys:
             return
         began = time.monotonic()
-        outcomes = _load_marked(self.tiers[index], keys, rows, call_seconds(fetch.due), fetch.stage)
-        seconds = time.monotonic() - began
+        stage = fetch.memory
+        assert isinstance(stage, SharedStage)
+        outcomes = _load_marked(self.tiers[index], keys, rows, call_seconds(fetch.due), stage)
         good = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
-        num_bytes = sum(rows[i].nbytes for i in good)
-        fetch.loading_seconds += seconds
-        fetch.num_bytes += num_bytes
-        self.decider.observe_load(index, max(num_bytes, 1), seconds)
+        self._count(index, fetch, sum(rows[i].nbytes for i in good), time.monotonic() - began)
         for i in good:
             g, column = places[i]
             loaded[g][column] = index
-        if index and good and fetch.stage is not None:  # faster tiers lack these
-            fetch.stage.share()
+        if index and good:  # faster tiers lack these
+            stage.share()
             faster = range(index)
-            self.storer.store([keys[i] for i in good], [rows[i] for i in good], fetch.stage, _is_there, only=faster)
+            self.storer.store([keys[i] for i in good], [rows[i] for i in good], stage, _is_there, only=faster)
 
     def _probe(self, fetch: Fetch, sources: list[Sources]) -> None:
         """Measures tiers that were too slow to be used, with a few blocks; the request does not wait for it."""
@@ -251,7 +299,7 @@ class Fetcher:
 
 
 def _load_marked(
-    watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float, stage: SharedStage | None
+    watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float, stage: SharedStage
 ) -> list[Outcome]:
     """Calls `load`, and reports a value that does not fill its row as FAILED: a mark at the end of the row is still there."""
     mark = np.frombuffer(secrets.token_bytes(_MARK_BYTES), np.uint8)

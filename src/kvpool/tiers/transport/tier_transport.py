@@ -19,7 +19,8 @@ from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
-from kvpool.tiers.contract import TierStats
+from kvpool.storage.memory import LinkedMemory, page_locks
+from kvpool.tiers.contract import Keeper, Loan, TierStats
 from kvpool.tiers.keys import KeyPattern, named, tenant_digest, tenant_tag
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
@@ -27,7 +28,7 @@ from kvpool.tiers.transport.cache_blocks import Importer, Lease, Offers
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
-from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory, page_aligned
+from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
 from kvpool.tiers.transport.threads import ThreadPool
 
@@ -89,7 +90,10 @@ class TierTransport:
         staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
         self.memory = StagingMemory(staging, allocate)
         self.storer = Storer(self.chain.watched, StagingMemory(staging, allocate))
-        self.fetcher = Fetcher(self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer)
+        self._linked = LinkedMemory(page_locks) if plane.device.type == "cuda" else None
+        self.fetcher = Fetcher(
+            self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer, self._can_borrow
+        )
         self.fetch_threads = ThreadPool("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
         self.offers = Offers(plane, keys, self.storer, opened.min_uses)
         self.invalidator = TierInvalidator(keys, self.offers.lineage, self.storer)
@@ -97,6 +101,10 @@ class TierTransport:
         self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
         self._tokens_loaded = self._imports = self._no_room = 0
+
+    def _can_borrow(self, loan: Loan) -> bool:
+        """Whether the device can copy from there: the CPU always, a GPU once that memory is locked."""
+        return self._linked is None or self._linked.has(loan.memory, loan.part_bytes, loan.views)
 
     def patience(self, num_tokens: int) -> float:
         """Seconds that a request waits for `num_tokens`: no longer than computing them takes, once that is measured."""
@@ -134,10 +142,10 @@ class TierTransport:
 
     def give_back(self, fetch: Fetch, waits: Sequence[Callable[[], None]]) -> None:
         """Releases the memory of a fetch: at once, or when the device has read it."""
-        if waits and not self._copies_at_once and fetch.stage is not None:
-            stage = fetch.stage
-            stage.share()
-            release = partial(_release_after, waits, stage)
+        if waits and not self._copies_at_once and fetch.memory is not None:
+            memory = fetch.memory
+            memory.share()
+            release = partial(_release_after, waits, memory)
             if not self.fetch_threads.submit(release, release):
                 release()
         fetch.release()
@@ -177,15 +185,17 @@ class TierTransport:
         self.fetch_threads.stop(0.0)
         self.storer.close(FLUSH_SECONDS)
         self.fetch_threads.stop(self.timeout + GRACE_SECONDS)
+        if self._linked is not None:
+            self._linked.close()
         for tier in self._owned:
             tier.close()
 
 
-def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> None:
+def _release_after(waits: Sequence[Callable[[], None]], memory: Keeper) -> None:
     """Releases fetched bytes when the device has read them."""
     for wait in waits:
         wait()
-    stage.release()
+    memory.release()
 
 
 def _pinned(num_bytes: int) -> Bytes:
