@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.runner import ModelRunner
-from kvpool.errors import InvalidArgumentError
 from kvpool.scheduling import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
@@ -180,6 +180,52 @@ def test_on_a_gpu_steps_from_graphs_go_on_from_their_states(family: str) -> None
         assert_best(model, prompt, second.token_ids)
 
 
-def test_drafts_are_refused_by_name() -> None:
-    with pytest.raises(InvalidArgumentError, match="draft_tokens=3: layers of mamba2 keep a state"):
-        engine_for(hybrid_model("mamba2"), kv_blocks=16, draft_tokens=3)
+def guess_well(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Drafts of the engine are the answers to come, of which every fifth token is wrong."""
+    told = [np.array(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def propose(tokens: Any, num_draft: int) -> Any:
+        (known,) = (text for text in told if np.array_equal(text[: len(tokens)], tokens))
+        drafts = known[len(tokens) : len(tokens) + num_draft].copy()
+        drafts[(len(tokens) + np.arange(len(drafts))) % 5 == 0] = 1
+        return drafts
+
+    monkeypatch.setattr("kvpool.engine.loop.propose", propose)
+
+
+@pytest.mark.parametrize("family", [*SOME, "jamba"])
+def test_drafts_change_no_token_whether_they_are_accepted_or_not(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid_model(family)
+    prompts = [prompt_of(20, 3), prompt_of(21, 21), prompt_of(18, 4)]
+    expected = [generated(model, prompt, 24) for prompt in prompts]
+    guess_well(monkeypatch, prompts, expected)
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    recorder = FakeRecorder()
+    with engine_for(model, kv_blocks=None, kv_bytes=2**24, draft_tokens=3) as engine:
+        found = [completion.token_ids for completion in engine.generate(prompts, params)]
+        stats = engine.stats().scheduler
+        assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+        runner = ModelRunner(model, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, max_tokens=24)
+        runner.warm_up()
+        engine._loop.runner = runner
+        again = engine.generate(prompts, params)
+        assert [completion.token_ids for completion in again] == found == expected
+        assert [completion.num_cached_tokens for completion in again] == [16, 20, 16]
+        engine._loop.num_draft_tokens = 0
+        (turn,) = engine.generate([prompts[1] + found[1] + [9]], GREEDY)
+        assert turn.num_cached_tokens >= 40  # of 44 without drafts: the last ones have no state yet
+        engine.manager.check()
+    assert recorder.num_replays
+    assert_best(model, prompts[1] + found[1] + [9], turn.token_ids)
+
+
+def test_sequences_with_drafts_give_way_and_come_back_with_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid_model("qwen3_next")
+    prompts = [prompt_of(25, seed) for seed in range(6)]
+    expected = [generated(model, prompt, 20) for prompt in prompts]
+    guess_well(monkeypatch, prompts, expected)
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    with engine_for(model, kv_blocks=24, host_bytes=2**24, draft_tokens=3) as engine:
+        assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
+        stats = engine.stats().scheduler
+        assert stats.preemptions > 0 < stats.accepted_draft_tokens

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from support import add, make_engine, names, request
 
-from kvpool import CopyKind
+from kvpool import CopyKind, DType, KVCacheConfig, KVCacheManager, LayerSpec, StatePart, StateSpec
 from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError
-from kvpool.scheduling import FinishReason
+from kvpool.scheduling import FinishReason, Request, Scheduler, SchedulerConfig
 from managers import make_manager
 
 
@@ -214,6 +214,28 @@ def test_given_drafts_then_the_plan_has_them_behind_the_newest_token_and_asks_fo
     last = scheduler.step()
     assert (last.token_ids.tolist(), last.positions.tolist()) == ([30], [5])
     assert engine.manager.get(("a", 0)).token_ids.tolist() == [0, 1, 2, 7, 8]
+
+
+def test_given_layers_that_keep_a_state_then_accepted_drafts_are_computed_again() -> None:
+    """The state goes behind known tokens only, and stops at the end of a block, so that a checkpoint stands there."""
+    layers = [LayerSpec(1, 8), StateSpec((StatePart("conv", (9, 4), DType.FLOAT32),))]
+    manager = KVCacheManager(KVCacheConfig(layers, block_size=4, gpu_blocks=(16, 8)))
+    scheduler = Scheduler(manager, SchedulerConfig(max_draft_tokens=4))
+    scheduler.add(Request("a", range(5), max_new_tokens=12))
+    while not len((plan := scheduler.step()).sampling_rows):
+        scheduler.complete(plan)
+    scheduler.complete(plan, [5])
+    (sequence,) = plan.sequences
+    steps = []
+    for drafts, samples in (([6, 7, 0], [6, 7, 8]), ([9, 0], [9, 10]), ([], [11]), ([], [12])):
+        scheduler.propose(sequence, drafts)
+        plan = scheduler.step()
+        steps.append((plan.token_ids.tolist(), plan.num_drafts.item(), plan.num_kept.item()))  # type: ignore[union-attr]
+        scheduler.complete(plan, samples, [len(samples)])
+        assert scheduler.token_ids(sequence).tolist() == list(range(samples[-1] + 1))
+        manager.check()
+    assert steps == [([5, 6, 7, 0], 3, 1), ([6, 7, 8, 9, 0], 2, 2), ([8, 9, 10], 0, 3), ([11], 0, 1)]
+    assert sequence.live_handle().num_committed == 12
 
 
 def test_given_no_room_for_drafts_then_they_are_dropped_and_nobody_gives_way_for_them() -> None:

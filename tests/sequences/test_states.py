@@ -173,6 +173,26 @@ def test_a_sequence_goes_back_to_a_kept_state_and_to_no_other() -> None:
     assert places.sources != places.targets
 
 
+def test_a_step_with_drafts_leaves_its_state_before_them() -> None:
+    """Its places cross the end of a block, where the state stays as a checkpoint once the drafts are rewound."""
+    manager = make()
+    handle = manager.allocate("a", list(range(7)), reserve=0)
+    compute(manager, handle, 7)
+    manager.extend(handle, 4)  # one token and three drafts
+    places = manager.state_places([handle], 7, 8)
+    assert places.sources == places.targets
+    manager.rewind(handle, 3)
+    manager.commit(handle, [7])
+    manager.check()
+    manager.extend(handle, 3)
+    following = manager.state_places([handle], 8, 9)
+    assert following.sources == places.targets != following.targets  # the checkpoint is read, and stays as it is
+    manager.rewind(handle, 3)
+    manager.free(handle)
+    assert manager.match_prefix(list(range(9))).num_tokens == 8
+    manager.check()
+
+
 def test_places_that_were_not_written_can_be_given_back() -> None:
     manager = make()
     handle = manager.allocate("a", list(range(6)), reserve=0)

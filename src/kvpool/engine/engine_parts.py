@@ -14,7 +14,6 @@ from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tier_link import TierLink
-from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.faster_layers import (
@@ -59,11 +58,6 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
                 beside = 2 * settings.encoder_bytes if sees else 0
                 kv_bytes = kv_budget(model, shape, where, settings.memory_fraction, limits, beside)
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
-        if shape.states and settings.draft_tokens:
-            raise InvalidArgumentError(
-                f"draft_tokens={settings.draft_tokens}: layers of {shape.family} keep a state, and none is kept behind each "
-                "draft; use draft_tokens=0"
-            )
         fields = settings.cache_fields(shape.max_positions)
         if fields.get("objective") == "seconds":
             fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))

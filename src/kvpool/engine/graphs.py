@@ -344,12 +344,12 @@ class MixedGraphs(StepGraphs):
     def _state_inputs(self, size: int, slots: StateSlots, plan: BatchPlan | None) -> Int64Array:
         """Sources, targets, first tokens, and where states are left. Sequences that are not there have no tokens."""
         inputs = np.zeros((4, self.max_sequences(size) + 1), np.int64)
-        if plan is not None and plan.states is not None:
+        if plan is not None and plan.states is not None and plan.num_kept is not None:
             num = len(plan.sequences)
             inputs[:2, :num] = plan.states
             inputs[2:] = plan.num_tokens
             inputs[2, :num] = plan.query_start[:-1]
-            inputs[3, :num] = plan.query_start[1:]
+            inputs[3, :num] = plan.query_start[:-1] + plan.num_kept
         return inputs
 
     def _state_step(self, slots: StateSlots, inputs: Tensor) -> StateStep:

@@ -218,7 +218,7 @@ class ModelRunner:
         states = None
         if self.states is not None and plan.states is not None:
             sources, targets = plan.states
-            states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets)
+            states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets, plan.num_kept)
         inputs = token_ids, self.upload(where), self.upload(plan.logits_indices)
         return self._run(*inputs, slots, batches, states, shown)
 

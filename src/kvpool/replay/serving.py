@@ -84,7 +84,7 @@ class _Serving:
             objective=config.cache.objective,
             depth_cost=config.cache.time.depth_cost if config.cache.objective == "seconds" else None,
         )
-        self.drafts = cache.state_group is None  # layers that keep a state take no drafts
+        self.drafts = cache.state_group is None  # others compute accepted drafts again
         self.now = 0.0
         self.manager = KVCacheManager(cache, policy=config.cache.policy, clock=lambda: self.now)
         limits = SchedulerConfig(

@@ -41,6 +41,7 @@ class BatchPlan:
     is_uniform: bool  # every row decodes one token and samples one
     copies: list[CopyOp]
     states: StatePlaces | None = None  # where layers that keep a state read and leave it
+    num_kept: Int64Array | None = None  # [row]: behind so many of the row's tokens they leave it; drafts follow
     admitted: list[ScheduledSequence] = field(default_factory=list)
     resumed: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[ScheduledSequence] = field(default_factory=list)
@@ -62,6 +63,13 @@ class BatchPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - int(self.query_start[self.num_decode])
+
+    @cached_property
+    def decodes_several(self) -> BoolArray:
+        """[row]: it decodes and has several tokens: drafts, or accepted drafts that are computed again."""
+        several: BoolArray = np.diff(self.query_start) > 1
+        several[self.num_decode :] = False
+        return several
 
     @cached_property
     def sampling_rows(self) -> Int64Array:

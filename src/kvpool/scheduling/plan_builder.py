@@ -16,7 +16,7 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.queues import Queues
-from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
+from kvpool.scheduling.request import NO_TOKENS, FinishReason, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.running import Lanes, Running, make_rows
 from kvpool.sequences.batch import SequenceBatch
 
@@ -30,21 +30,22 @@ class PromptChunk(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Sequences that decode in this step: one token each, and `counts - 1` drafts behind it."""
+    """Sequences that decode in this step. A row has accepted drafts that are computed again, its newest token, and drafts."""
 
     sequences: tuple[ScheduledSequence, ...]
     lanes: Int64Array
     batch: SequenceBatch
-    counts: Int64Array | None  # None: one token each
+    counts: Int64Array | None  # tokens of each row; None: one
+    drafts: Int64Array | None  # how many of these are drafts; None: none
     slots: Int32Array
 
     def only(self, manager: KVCacheManager, kept: set[ScheduledSequence]) -> DecodeRows:
         """Some of the rows."""
         sequences = [sequence for sequence in self.sequences if sequence in kept]
         keep = np.array([sequence in kept for sequence in self.sequences], np.bool_)
-        counts = None if self.counts is None else self.counts[keep]
+        counts, drafts = (None if numbers is None else numbers[keep] for numbers in (self.counts, self.drafts))
         columns = keep if self.counts is None else np.repeat(keep, self.counts)
-        return DecodeRows(*make_rows(manager, sequences), counts, self.slots[:, columns])
+        return DecodeRows(*make_rows(manager, sequences), counts, drafts, self.slots[:, columns])
 
 
 class PlanBuilder:
@@ -182,8 +183,7 @@ def plan_of(builder: PlanBuilder) -> BatchPlan:
         **rows,
     )
     if queues.manager.config.state_group is not None and plan.sequences:
-        stops = plan.kv_lengths
-        plan.states = queues.manager.state_places(plan.batch, stops - np.diff(plan.query_start), stops)
+        _place_states(plan, queues.manager)
     builder.take_copies()
     if uniform:
         _depart_uniform(plan, running)
@@ -197,6 +197,22 @@ def plan_of(builder: PlanBuilder) -> BatchPlan:
     stats.decode_tokens += int(plan.query_start[plan.num_decode])
     stats.prefill_tokens += plan.num_prefill_tokens
     return plan
+
+
+def _place_states(plan: BatchPlan, manager: KVCacheManager) -> None:
+    """Says where each row reads its state, and behind which of its tokens it leaves the next one.
+
+    A row that decodes leaves it behind the last full block that ends in its known tokens, where it may stay as a checkpoint,
+    or else behind the last of these. Drafts may be rejected, so they are behind it.
+    """
+    size = manager.config.block_size
+    starts, stops = plan.kv_lengths - np.diff(plan.query_start), plan.kv_lengths - plan.num_drafts
+    ends = stops // size * size
+    crosses = ends > starts
+    crosses[plan.num_decode :] = False
+    stops[crosses] = ends[crosses]
+    plan.states = manager.state_places(plan.batch, starts, stops)
+    plan.num_kept = stops - starts
 
 
 def _uniform_rows(decode: DecodeRows, lanes: Lanes) -> dict[str, Any]:
@@ -236,8 +252,9 @@ def _mixed_rows(builder: PlanBuilder) -> dict[str, Any]:
     kv_lengths = lanes.places[row_lanes]
     num_samples = lanes.samples[row_lanes]
     num_samples[num_decode:] *= np.array([chunk.stop == len(sequence.tokens) for sequence, chunk in chunks], np.int64)
-    num_drafts = counts - 1
-    num_drafts[num_decode:] = 0
+    num_drafts = np.zeros(len(counts), np.int64)
+    if decode is not None and decode.drafts is not None:
+        num_drafts[:num_decode] = decode.drafts
     token_ids = [] if decode is None else [_inputs(decode, lanes)]
     slots = [np.empty((len(config.groups), 0), np.int32)] if decode is None else [decode.slots]
     return dict(
@@ -263,13 +280,16 @@ def _newest_samples(rows: DecodeRows, lanes: Lanes) -> Int32Array:
 
 
 def _inputs(rows: DecodeRows, lanes: Lanes) -> Int32Array:
-    """The newest samples, and drafts behind them."""
+    """The newest samples, accepted drafts before them that are computed again, and drafts behind them."""
     samples = _newest_samples(rows, lanes)
     if rows.counts is None:
         return samples
-    drafts = (sequence.drafts for sequence in rows.sequences)
-    pieces = zip(samples.tolist(), drafts, rows.counts.tolist(), strict=True)
-    return joined(*chain.from_iterable(([first], () if ids is None else ids[: n - 1]) for first, ids, n in pieces))
+    nums = np.zeros(len(samples), np.int64) if rows.drafts is None else rows.drafts
+    pieces = zip(rows.sequences, samples.tolist(), nums.tolist(), strict=True)
+    ids = (
+        (row.accepted, [newest], NO_TOKENS if row.drafts is None else row.drafts[:num]) for row, newest, num in pieces
+    )
+    return joined(*chain.from_iterable(ids))
 
 
 def _depart_uniform(plan: BatchPlan, running: Running) -> None:
@@ -283,7 +303,7 @@ def _depart_mixed(plan: BatchPlan, running: Running, chunks: list[PromptChunk]) 
     lanes = running.lanes
     samples = plan.num_samples > 0
     lanes.in_flight[plan.lanes] += samples
-    waits = lanes.has_its_last_in_flight(plan.lanes) | (plan.num_samples > 1) | (plan.num_drafts > 0) | plan.is_steered
+    waits = lanes.has_its_last_in_flight(plan.lanes) | (plan.num_samples > 1) | plan.decodes_several | plan.is_steered
     waits &= samples
     _step_aside(plan, running, waits[: plan.num_decode])
     for row, chunk in enumerate(chunks, plan.num_decode):

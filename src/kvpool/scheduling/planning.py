@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvpool.errors import OutOfBlocksError
@@ -88,11 +90,14 @@ class Planner:
         sequences, lanes, batch = self.running.decoding.rows()
         if self.running.num_steered:
             sequences, lanes, batch = make_rows(self.manager, [s for s in sequences if self._is_ready(s)])
-        counts = self._draft_counts(sequences, lanes, builder.budget) if self.running.proposals else None
+        counts, drafts = self._counts(sequences), None
+        if self.running.proposals:
+            drafts = self._draft_counts(sequences, lanes, builder.budget - _total(counts, len(sequences)))
+            counts = counts if drafts is None else drafts + (1 if counts is None else counts)
         rows: DecodeRows | None
         try:
             slots = self.manager.extend_batch(batch, 1 if counts is None else counts)
-            rows = DecodeRows(sequences, lanes, batch, counts, slots)
+            rows = DecodeRows(sequences, lanes, batch, counts, drafts, slots)
         except OutOfBlocksError:
             rows = self._decode_under_pressure(sequences, builder)
         if rows is not None:
@@ -106,19 +111,23 @@ class Planner:
             return True
         return all(other.is_finished or other in self.running.decoding for other in sequence.group.sequences)
 
+    def _counts(self, sequences: Sequence[ScheduledSequence]) -> Int64Array | None:
+        """Tokens of each row without drafts: its newest one, and those that it computes again; None: one each."""
+        if not self.running.recomputing:
+            return None
+        return np.array([1 + len(sequence.accepted) for sequence in sequences], np.int64)
+
     def _draft_counts(
-        self, sequences: tuple[ScheduledSequence, ...], lanes: Int64Array, budget: int
+        self, sequences: tuple[ScheduledSequence, ...], lanes: Int64Array, spare: int
     ) -> Int64Array | None:
-        """Tokens of each row: one, and the drafts that were proposed, as far as the step and `max_new_tokens` allow."""
-        spare = budget - len(sequences)
-        counts = np.ones(len(sequences), np.int64)
+        """The proposed drafts of each row, as far as `spare` tokens of the step and `max_new_tokens` allow."""
+        counts = np.zeros(len(sequences), np.int64)
         left = self.running.lanes.limit[lanes] - self.running.lanes.generated[lanes] - 1
         for row, sequence in enumerate(sequences):
             if sequence.drafts is not None:
-                drafts = min(len(sequence.drafts), int(left[row]), spare)
-                counts[row] += drafts
-                spare -= drafts
-        return counts if int(counts.sum()) > len(sequences) else None
+                counts[row] = max(0, min(len(sequence.drafts), int(left[row]), spare))
+                spare -= int(counts[row])
+        return counts if counts.any() else None
 
     def _decode_under_pressure(
         self, sequences: tuple[ScheduledSequence, ...], builder: PlanBuilder
@@ -126,9 +135,10 @@ class Planner:
         """Memory is short: drops drafts and serves the highest ranks; others are preempted or sit out this step."""
         left = sorted(sequences, key=lambda sequence: sequence.rank)
         while left:
-            rows = make_rows(self.manager, left)
+            rows, counts = make_rows(self.manager, left), self._counts(left)
             try:
-                return DecodeRows(*rows, None, self.manager.extend_batch(rows[2]))
+                slots = self.manager.extend_batch(rows[2], 1 if counts is None else counts)
+                return DecodeRows(*rows, counts, None, slots)
             except OutOfBlocksError:
                 needy = self._needy(rows[2], left) or left
                 requester = needy[self._num_served(needy)]
@@ -143,17 +153,21 @@ class Planner:
         return None
 
     def _needy(self, batch: SequenceBatch, sequences: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The sequences whose next token needs a new block: their last block is full, or a fork shares it."""
+        """The sequences whose next tokens need a new block: their last block is full, or a fork shares it."""
         at_the_end = batch.lengths() % self.manager.config.block_size == 0
         return [
             sequence
             for sequence, ends in zip(sequences, at_the_end.tolist(), strict=True)
-            if (ends or sequence.group.next_index > 1) and any(self.manager.blocks_needed(sequence.live_handle()))
+            if (ends or sequence.group.next_index > 1 or len(sequence.accepted)) and any(self._needs(sequence))
         ]
+
+    def _needs(self, sequence: ScheduledSequence) -> tuple[int, ...]:
+        """Blocks per pool that the next step of a sequence takes, without drafts."""
+        return self.manager.blocks_needed(sequence.live_handle(), 1 + len(sequence.accepted))
 
     def _num_served(self, needy: list[ScheduledSequence]) -> int:
         """How many of these sequences, in order of rank, the available blocks suffice for; at most all but one."""
-        needs = [(s.request.scope.tenant, self.manager.blocks_needed(s.live_handle())) for s in needy[:-1]]
+        needs = [(s.request.scope.tenant, self._needs(s)) for s in needy[:-1]]
         return self.capacity.supply.num_served(needs)
 
     # --- prompts -----------------------------------------------------------------------------------------------------
@@ -193,3 +207,8 @@ class Planner:
                     num_tokens //= 2
                 else:
                     return None
+
+
+def _total(counts: Int64Array | None, num_rows: int) -> int:
+    """Tokens of all rows; None: one each."""
+    return num_rows if counts is None else int(counts.sum())

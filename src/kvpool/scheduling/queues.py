@@ -125,7 +125,8 @@ class Queues:
         """Whether a preempted sequence is swapped to the host; otherwise it is computed again later.
 
         Forks are computed again: alone on the host, each would have its own copies of the blocks they share. So are sequences
-        with drafts in flight, because nobody knows yet how many of their places will count.
+        with drafts in flight, because nobody knows yet how many of their places will count, and those whose accepted drafts
+        must be computed again anyway.
         """
         mode = self.config.preemption
         if (
@@ -134,7 +135,7 @@ class Queues:
             or self._has_siblings(sequence)
         ):
             return False
-        if sequence.num_drafts_in_flight:
+        if sequence.num_drafts_in_flight or len(sequence.accepted):
             return False
         return mode is PreemptionMode.SWAP or self._swap_seconds(sequence) < self._recompute_seconds(sequence)
 

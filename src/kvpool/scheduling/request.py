@@ -21,6 +21,7 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 
 MAX_PRIORITY = 2**31
+NO_TOKENS: Int32Array = np.empty(0, np.int32)
 log = logging.getLogger("kvpool")
 
 
@@ -152,6 +153,7 @@ class ScheduledSequence:
     """
 
     __slots__ = (
+        "accepted",
         "drafts",
         "finish_reason",
         "group",
@@ -186,6 +188,8 @@ class ScheduledSequence:
         self.seniority = 0  # order of first admission: of equally urgent sequences, the later one is preempted
         self.num_preemptions = 0
         self.drafts: Int32Array | None = None  # proposed for the next step
+        # Accepted drafts before its newest sample that the next step computes again: no state was kept behind them
+        self.accepted: Int32Array = NO_TOKENS
         self.num_drafts_in_flight = 0
         self.waits_for_prefix = False  # another request computes the beginning of its prompt
         self.finish_reason: FinishReason | None = None

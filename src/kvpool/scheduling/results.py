@@ -80,10 +80,10 @@ class Results:
     def _apply_by_row(self, rows: Int64Array, counts: Int64Array) -> None:
         plan = self.plan
         current = plan.current_rows(self.running.departures)
-        has_drafts = plan.num_drafts > 0
-        self._commit_decode(current[: plan.num_decode] & ~has_drafts[: plan.num_decode])
+        several = plan.decodes_several
+        self._commit_decode(current[: plan.num_decode] & ~several[: plan.num_decode])
         self._commit_chunks(current)
-        simple = current[rows] & (plan.num_samples[rows] == 1) & ~has_drafts[rows] & ~plan.is_steered[rows]
+        simple = current[rows] & (plan.num_samples[rows] == 1) & ~several[rows] & ~plan.is_steered[rows]
         if simple.all():
             self._advance(rows, self.tokens)
         else:
@@ -115,14 +115,20 @@ class Results:
                 num_tokens = int(plan.query_start[row + 1] - plan.query_start[row])
                 self.manager.commit(plan.sequences[row].live_handle(), num_tokens)
 
-    def _settle_drafts(self, sequence: ScheduledSequence, num_drafts: int, samples: Int32Array) -> None:
-        """Rewinds rejected drafts, commits the input and the accepted ones. `samples` are the accepted ones and one more."""
-        lanes, lane, handle = self.running.lanes, sequence.lane, sequence.live_handle()
-        num_rejected = num_drafts + 1 - len(samples)
-        if num_rejected:
-            self.manager.rewind(handle, num_rejected)
-            lanes.places[lane] -= num_rejected
-        self.manager.commit(handle, joined([lanes.last_token[lane]], samples[:-1]))
+    def _settle_drafts(self, row: int, sequence: ScheduledSequence, samples: Int32Array) -> None:
+        """Rewinds rejected drafts, commits the inputs and the accepted ones. `samples` are the accepted ones and one more.
+
+        Where layers keep a state, only what it covers is committed. The rest is rewound and computed again.
+        """
+        plan, handle = self.plan, sequence.live_handle()
+        first, end = plan.query_start[row : row + 2].tolist()
+        known = joined(plan.token_ids[first : end - int(plan.num_drafts[row])], samples[:-1])
+        num_kept = len(known) if plan.num_kept is None else int(plan.num_kept[row])
+        if num_kept < end - first:
+            self.manager.rewind(handle, end - first - num_kept)
+            self.running.lanes.places[sequence.lane] -= end - first - num_kept
+        self.manager.commit(handle, known[:num_kept])
+        self.running.put_aside(sequence, known[num_kept:])
         sequence.num_drafts_in_flight = 0
         self.queues.stats.accepted_draft_tokens += len(samples) - 1
 
@@ -156,8 +162,8 @@ class Results:
                 samples = _until_stop(sequence, samples)
             if not current[row]:
                 self._advance_departed(sequence, samples, bool(num_drafts))
-            elif num_drafts:
-                self._settle_drafts(sequence, num_drafts, samples)
+            elif plan.decodes_several[row]:
+                self._settle_drafts(row, sequence, samples)
                 self._put(sequence, samples)
             else:
                 self._branch(sequence, samples)

@@ -18,7 +18,7 @@ from kvpool.config import Tier
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
-from kvpool.scheduling.request import ScheduledSequence, SequenceState, joined
+from kvpool.scheduling.request import NO_TOKENS, ScheduledSequence, SequenceState, joined
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 
@@ -193,6 +193,7 @@ class Running:
         self.lanes_kept = 0  # lanes promised to samples that are not forked yet
         self.num_steered = 0
         self.proposals: set[ScheduledSequence] = set()  # those with drafts for the next step
+        self.recomputing: set[ScheduledSequence] = set()  # those whose next step computes accepted drafts again
 
     def __len__(self) -> int:
         return len(self.members)
@@ -224,8 +225,9 @@ class Running:
         sequence.in_flight = int(self.lanes.in_flight[lane])
         sequence.lane = -1
         sequence.residence += 1
-        sequence.drafts = None
+        sequence.drafts, sequence.accepted = None, NO_TOKENS
         self.proposals.discard(sequence)
+        self.recomputing.discard(sequence)
         sequence.num_drafts_in_flight = 0
         del self.members[sequence]
         self.decoding.discard(sequence)
@@ -257,5 +259,11 @@ class Running:
         total = len(request.prompt) + int(self.lanes.generated[lane])
         if total == len(sequence.tokens):
             return sequence.tokens
-        stored = sequence.live_handle().token_ids  # all but the newest sample, whose keys and values nobody has stored
-        return joined(stored[: total - 1], [self.lanes.last_token[lane]])
+        stored = sequence.live_handle().token_ids  # all but the newest sample, and drafts that are computed again
+        accepted = sequence.accepted
+        return joined(stored[: total - 1 - len(accepted)], accepted, [self.lanes.last_token[lane]])
+
+    def put_aside(self, sequence: ScheduledSequence, accepted: Int32Array) -> None:
+        """Notes which accepted drafts of a running sequence its next step computes again."""
+        sequence.accepted = accepted
+        (self.recomputing.add if len(accepted) else self.recomputing.discard)(sequence)

@@ -158,7 +158,8 @@ class Scheduler:
             )
         self.add(request)
         running, (child,) = self._queues.running, self._group(request.id).sequences
-        can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane] and parent.drafts is None
+        can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane]
+        can_share = can_share and parent.drafts is None and not len(parent.accepted)
         same = request.scope == parent.request.scope and request.multimodal == parent.request.multimodal
         plain = request.n == 1 and not request.steered and same
         if not (can_share and plain) or running.num_free_lanes < 1 or self._capacity.guaranteed:
@@ -207,8 +208,6 @@ class Scheduler:
         """
         _check_sequence(sequence)
         ids = as_token_array(drafts, "drafts")
-        if self.manager.config.state_group is not None:
-            raise InvalidArgumentError("layers that keep a state cannot take drafts back: no state is kept behind each")
         lanes, lane = self._queues.running.lanes, sequence.lane
         if sequence not in self._queues.running.decoding or lanes.in_flight[lane]:
             raise SequenceStateError(f"{sequence!r} cannot take drafts: it does not decode, or its sample is in flight")
