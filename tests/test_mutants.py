@@ -153,34 +153,44 @@ def test_given_a_project_then_what_no_test_notices_survives_and_the_project_stay
     assert "4 mutants: 3 killed, 0 timed out, 1 survived; 75 % noticed" in printed
 
 
-@pytest.mark.parametrize(
-    ("source", "test", "new"),
-    [
-        ("LIMIT = 18\n\ndef adult(age):\n    return age >= LIMIT\n", "assert adult(18)", b"19"),
-        ("def adult(age, limit=18):\n    return age >= limit\n", "assert adult(18)", b"19"),
-        (
-            "def adult(age):\n    def limit():\n        return 18\n    return age >= limit()\n",
-            "assert adult(18)",
-            b"19",
-        ),
-        (
-            "class Limit:\n    def __init__(self):\n        self.age = 18\n\n"
-            "class Later(Limit):\n    def __init__(self):\n        super().__init__()\n\n"
-            "def adult(age):\n    return age >= Later().age\n",
-            "assert adult(18)",
-            b"pass",
-        ),
-    ],
-    ids=["constant", "default", "inner function", "free variable"],
-)
-def test_given_a_change_anywhere_in_a_module_then_the_tests_meet_it(
-    project: Path, source: str, test: str, new: bytes
-) -> None:
-    (project / "src" / "small" / "ages.py").write_text(source)
-    (project / "tests" / "test_ages.py").write_text(f"from small.ages import adult\n\ndef test_adult():\n    {test}\n")
-    mutants = [mutant for mutant in tool.all_mutants(project) if mutant.new == new]
-    for outcome in tool.run_all(project, mutants, processes=1):
-        assert (outcome.result, outcome.killer) == ("killed", "tests/test_ages.py::test_adult")
+EVERYWHERE = """
+LIMIT = 18
+
+def by_constant(age):
+    return age >= LIMIT
+
+def by_default(age, limit=18):
+    return age >= limit
+
+def by_inner_function(age):
+    def limit():
+        return 18
+    return age >= limit()
+
+class Limit:
+    def __init__(self):
+        self.age = 18
+
+class Later(Limit):
+    def __init__(self):
+        super().__init__()
+
+def by_free_variable(age):
+    return age >= Later().age
+"""
+
+
+def test_given_a_change_anywhere_in_a_module_then_the_tests_meet_it(project: Path) -> None:
+    (project / "src" / "small" / "ages.py").write_text(EVERYWHERE)
+    (project / "tests" / "test_ages.py").write_text(
+        "import pytest\nfrom small import ages\n\n"
+        "@pytest.mark.parametrize('by', ['constant', 'default', 'inner_function', 'free_variable'])\n"
+        "def test_adult(by):\n    assert getattr(ages, f'by_{by}')(18)\n"
+    )
+    mutants = [mutant for mutant in tool.all_mutants(project) if mutant.new in (b"19", b"pass")]
+    outcomes = sorted(tool.run_all(project, mutants, processes=2))
+    killers = [outcome.killer.removeprefix("tests/test_ages.py::test_adult") for outcome in outcomes]
+    assert killers == ["[constant]", "[default]", "[inner_function]", *["[free_variable]"] * 3]
 
 
 def test_given_a_function_that_no_test_calls_then_its_mutants_survive_at_once(project: Path) -> None:
@@ -188,6 +198,18 @@ def test_given_a_function_that_no_test_calls_then_its_mutants_survive_at_once(pr
         file.write("\n\ndef old(age):\n    return age > 99\n")
     mutants = tool.all_mutants(project, ["ages.py:10"])
     assert {(o.result, o.num_tests) for o in tool.run_all(project, mutants, processes=2)} == {("survived", 0)}
+
+
+def test_given_mutants_at_the_same_time_then_their_tests_share_no_folder(project: Path) -> None:
+    (project / "tests" / "test_ages.py").write_text(
+        "from pathlib import Path\nfrom small.ages import child\n\n"
+        "def test_child(tmp_path):\n    child(5, 12)\n"
+        "    with open(Path(__file__).parent / 'places', 'a') as file:\n        print(tmp_path, file=file)\n"
+    )
+    outcomes = list(tool.run_all(project, tool.all_mutants(project, ["ages.py:6"]), processes=2))
+    assert {outcome.result for outcome in outcomes} == {"survived"}
+    places = (project / "tests" / "places").read_text().split()
+    assert len(set(places)) == len(places) == len(outcomes) + 1  # and without a mutant
 
 
 def test_given_a_fixture_that_several_tests_share_then_all_of_them_meet_a_change_of_what_it_calls(

@@ -17,9 +17,11 @@ import importlib
 import importlib.machinery
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -31,8 +33,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
-MOST_SECONDS = 10.0  # of tests for one mutant, as they take without it
-FILE_SECONDS = 300.0  # for one test file without a mutant; one that takes longer is left out
+MOST_SECONDS = 20.0  # of tests for one mutant, as they take without it
+FILE_SECONDS = 600.0  # for one test file without a mutant; one that takes longer is left out
 
 Line = tuple[str, int]  # a file below the root, and the first line of a function in it
 
@@ -150,23 +152,24 @@ class Child(NamedTuple):
     seconds: float  # after which it is killed
 
 
-def run_children(children: Iterator[Child], count: int, folder: Path) -> Iterator[tuple[Any, int | None, str, float]]:
+def run_children(children: Iterator[Child], count: int) -> Iterator[tuple[Any, int | None, str, float]]:
     """(name, how it ended or None if it took too long, what it wrote, seconds) as they end; `count` at once."""
     running: dict[int, tuple[Child, float, Path]] = {}
     following = next(children, None)
     try:
         while following is not None or running:
             while following is not None and len(running) < count:
-                pid, out = _start(following, folder)
-                running[pid] = following, time.monotonic(), out
+                folder = Path(tempfile.mkdtemp())
+                running[_start(following, folder)] = following, time.monotonic(), folder
                 following = next(children, None)
-            for pid, (child, started, out) in list(running.items()):
+            for pid, (child, started, folder) in list(running.items()):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done or time.monotonic() > started + child.seconds:
                     del running[pid]
                     _kill(pid, reap=not done)
                     code = os.waitstatus_to_exitcode(status) if done else None
-                    said = out.read_text() if out.exists() else ""
+                    said = (folder / "out").read_text() if (folder / "out").exists() else ""
+                    shutil.rmtree(folder, ignore_errors=True)
                     yield child.name, None if code is not None and code < 0 else code, said, time.monotonic() - started
             time.sleep(0.01)
     finally:
@@ -174,20 +177,21 @@ def run_children(children: Iterator[Child], count: int, folder: Path) -> Iterato
             _kill(pid, reap=True)
 
 
-def _start(child: Child, folder: Path) -> tuple[int, Path]:
+def _start(child: Child, folder: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    out = folder / f"{time.monotonic_ns()}.out"
     pid = os.fork()
     if pid:
-        return pid, out
+        return pid
     code = 99
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)  # for tmp_path, which no two children may share
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
-        code = child.work(out)
+        code = child.work(folder / "out")
     finally:
         os._exit(code)
 
@@ -208,7 +212,6 @@ class _Trials:
 
     def __init__(self, root: Path, task: dict[str, Any], arguments: Sequence[str]) -> None:
         self.root, self.task, self.arguments = root, task, arguments
-        self.folder = Path(os.environ["MUTANTS_TASK"]).parent
         self.failed: str | None = None
         self.seen: dict[int, types.CodeType] = {}  # by id, for their hashes are slow
         self.of_fixtures: dict[str, set[Line]] = {}  # calls of fixtures that several tests share
@@ -245,6 +248,7 @@ class _Trials:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         code = 1
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with all children
         try:
             self.items = {item.nodeid: item for item in session.items}
             self.measure()
@@ -277,7 +281,7 @@ class _Trials:
             for file, items in files.items()
             if not kept.knows(file)
         )
-        for file, code, said, _ in run_children(missing, self.task["processes"], self.folder):
+        for file, code, said, _ in run_children(missing, self.task["processes"]):
             kept.learn(file, {} if code or not said else json.loads(said))
         kept.save()
         for file in files:
@@ -327,7 +331,7 @@ class _Trials:
                 most = self.task["limit"] or 30 + 10 * sum(self.usual[test].seconds for test in tests)
                 yield Child(number, lambda out, c=change, t=tests: self._try(c, t, out), most)  # type: ignore[misc]
 
-        for number, code, said, seconds in run_children(children(), self.task["processes"], self.folder):
+        for number, code, said, seconds in run_children(children(), self.task["processes"]):
             result = {0: SURVIVED, None: TIMED_OUT}.get(code, KILLED)
             num_tests, _, killer = said.partition("\n")
             if result == KILLED and not killer:

@@ -21,7 +21,6 @@ import math
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -274,7 +273,7 @@ def run_all(
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         out, task = Path(folder, "out"), Path(folder, "task")
         out.touch()
-        words = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        words = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
         words += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow"]
         words += ["-p", "mutant_trials"]
         changes = [(m.path, m.start, m.end, m.new.decode()) for m in mutants]
@@ -290,7 +289,7 @@ def run_all(
             subprocess.Popen(
                 command,
                 cwd=root,
-                env=_environment(root, task),
+                env=_environment(root, task) | {"TMPDIR": folder},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -299,7 +298,7 @@ def run_all(
             try:
                 yield from _outcomes(mutants, _lines(out, session))
             finally:
-                session.send_signal(signal.SIGINT)
+                session.terminate()
             if session.wait():
                 raise RuntimeError(f"without a mutant no test can be run: {Path(folder, 'log').read_text()[-2000:]}")
 
