@@ -226,3 +226,20 @@ def test_parts_begin_where_a_gpu_can_load_them() -> None:
     for parts in ((), (conv, conv), ("conv",), 4):
         with pytest.raises(ConfigError):
             StateSpec(parts)  # type: ignore[arg-type]
+
+
+def test_mixed_projections_keep_their_last_inputs_and_half_of_the_values() -> None:
+    zaya = {
+        "model_type": "zaya",
+        "cca_time0": 2,
+        "cca_time1": 3,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "layer_types": ["linear_attention", "linear_attention"],
+        "num_attention_heads": 8,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    }
+    conv = StatePart("conv", ((8 + 2) * 128, 3), DType.BFLOAT16)
+    late = StatePart("recurrent", (2 * 128 // 2,), DType.BFLOAT16)
+    assert [layer for layer in layers_from_hf(zaya) if isinstance(layer, StateSpec)] == [StateSpec((conv, late))] * 2

@@ -446,3 +446,29 @@ def test_given_a_pin_that_runs_out_when_somebody_waits_then_time_alone_serves_it
         manager.check()
 
     asyncio.run(run())
+
+
+def test_given_a_thread_that_is_faster_then_nobody_overtakes_the_first_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = make()
+    honest = cache.manager.allocate
+
+    def after_another(name: Any, *arguments: Any, **options: Any) -> KVCacheHandle:
+        monkeypatch.undo()
+        honest("other", num_tokens=8)
+        return honest(name, *arguments, **options)
+
+    async def main() -> None:
+        held = await cache.allocate("held", num_tokens=32)
+        tasks = [asyncio.create_task(cache.allocate(name, num_tokens=n)) for name, n in (("first", 32), ("small", 4))]
+        await settle()
+        monkeypatch.setattr(cache.manager, "allocate", after_another)
+        cache.free(held)
+        await settle()
+        assert [task.done() for task in tasks] == [False, False]
+        cache.free(cache.get("other"))
+        cache.free(await tasks[0])
+        cache.free(await tasks[1])
+
+    run(main(), cache)

@@ -134,3 +134,16 @@ def test_an_invalidation_leaves_requests_alone_that_hold_nothing_of_it() -> None
     for handle in others:
         commit_all(manager, handle)
         assert manager.match_prefix([*handle.token_ids.tolist(), 0], handle.scope).num_tokens == len(handle.token_ids)
+
+
+def test_logits_behind_a_shared_prefix_go_with_the_block_that_they_lie_in() -> None:
+    manager = make_manager(cache_unfilled_blocks=True)
+    prompt = list(range(1, 11))
+    for name, tokens in (("a", prompt), ("b", [*prompt[:4], 50, 51, 52, 53])):  # they part behind one block
+        handle = manager.allocate(name, tokens)
+        manager.commit(handle, len(tokens) - handle.num_cached_tokens)
+        manager.store_last_logits(handle, name)
+        manager.free(handle)
+    assert manager.match_prefix(prompt).has_last_logits
+    manager.cache.invalidate([*prompt, 11, 12])
+    assert not manager.match_prefix(prompt).has_last_logits

@@ -389,3 +389,18 @@ def test_runs_below_the_least_priority_for_offloading_are_dropped() -> None:
     manager.check()
     assert manager.match_prefix([*low, 1]).num_tokens == 0
     assert manager.match_prefix([*usual, 1]).tokens_by_tier == {Tier.HOST: 16}
+
+
+@pytest.mark.parametrize(("priority", "goes_first"), [(34, "with"), (36, "without")])
+@pytest.mark.parametrize("is_newer", [True, False])
+def test_content_without_a_priority_has_that_of_35(priority: int, goes_first: str, is_newer: bool) -> None:
+    manager = make_manager(gpu_blocks=4, clock=(clock := Clock()))
+    both = [("without", 0, None), ("with", 50, Retention([TokenRange(0, None, priority)]))]
+    for name, first, retention in both if is_newer else both[::-1]:
+        clock.now += 1
+        handle = manager.allocate(name, list(range(first, first + 8)), retention=retention)
+        manager.commit(handle, 8)
+        manager.free(handle)
+    manager.allocate("other", list(range(100, 108)))
+    kept = {"without": manager.match_prefix([*range(8), 99]), "with": manager.match_prefix([*range(50, 58), 99])}
+    assert [name for name, match in kept.items() if not match.num_tokens] == [goes_first]

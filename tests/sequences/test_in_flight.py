@@ -144,3 +144,13 @@ def test_given_two_that_compute_the_same_when_the_first_is_silenced_then_others_
     match = manager.match_prefix([*prompt, 1])
     assert (match.num_tokens, bool(match.in_flight)) == (12, False)
     manager.check()
+
+
+def test_a_request_that_was_rewound_and_no_longer_computes_its_prompt_keeps_nobody_waiting() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(12)))
+    manager.commit(handle, 4)
+    assert manager.match_prefix([*range(12), 1]).in_flight
+    manager.rewind(handle, 12)
+    assert not manager.match_prefix([*range(12), 1]).in_flight
+    manager.check()

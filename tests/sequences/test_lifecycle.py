@@ -749,3 +749,20 @@ def test_a_live_request_survives_the_invalidation_of_its_blocks() -> None:
 def test_an_invalidation_names_one_thing(arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
         make_manager().cache.invalidate(**arguments)
+
+
+def test_a_rewind_to_the_start_gives_every_block_of_the_pool_back() -> None:
+    manager = make_manager(gpu_blocks=4)
+    handle = manager.allocate("a", num_tokens=16)
+    manager.rewind(handle, 16)
+    assert manager.stats().pool().free == 4
+    manager.check()
+
+
+def test_more_requests_than_there_were_rows_at_first_get_rows() -> None:
+    manager = make_manager(gpu_blocks=100)
+    handles = [manager.allocate(number, [number, 1]) for number in range(70)]
+    for number, handle in enumerate(handles):
+        manager.commit(handle, [number, 1])
+    assert [handle.num_committed for handle in handles] == [2] * 70
+    manager.check()

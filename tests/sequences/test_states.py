@@ -302,3 +302,27 @@ def test_what_has_no_state_or_no_csr_says_so() -> None:
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KVCacheConfig(**{"layers": [ATTENDS, KEEPS], "block_size": SIZE, "gpu_blocks": 8} | options)
+
+
+def test_a_request_that_was_swapped_before_its_first_step_comes_back_with_a_place_for_its_state() -> None:
+    manager = make(host_blocks=(16, 4))
+    handle = manager.allocate("a", [1, 2, 3])
+    manager.swap_out(handle)
+    manager.swap_in(handle)
+    manager.check()
+    places = manager.state_places([handle], 0, 3)
+    assert (places.sources[0], places.targets[0] >= 0) == (-1, True)
+
+
+def test_a_fork_that_passes_a_shared_place_leaves_it_to_the_others() -> None:
+    manager = make()
+    handle = manager.allocate("a", list(range(9)), reserve=0)
+    compute(manager, handle, 8)
+    manager.extend(handle, 8)
+    (fork,) = manager.fork(handle, "b")
+    for each in (handle, fork):
+        manager.commit(each, [8, *range(20, 27)])
+        manager.check()
+    manager.free(handle)
+    manager.free(fork)
+    manager.check()
