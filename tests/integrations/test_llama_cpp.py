@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -692,3 +693,19 @@ def test_given_any_parameter_of_a_context_when_it_changes_then_the_fingerprint_d
     api = load_module().llama_cpp
     one, other = (fingerprint_of(api, fake_llama.Llama(model, **{name: value}), None).digest for value in (5, 6))
     assert (one != other) == (f"context.{name}" not in IRRELEVANT)
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="a node needs Linux")
+def test_given_a_node_then_what_one_process_stored_the_next_continues(live: Callable[..., Life]) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiers"))
+    from nodes import node_folder, node_thread
+
+    with node_folder() as folder, node_thread(folder, 64 * 2**20) as server:
+        settings = {"disk": None, "disk_bytes": None, "remote": f"node:{folder}?timeout=30", "timeout": 30}
+        first = live(settings)
+        assert first.answer(PROMPT) == (True, len(PROMPT))
+        first.cache.close()
+        assert server.call(server.stats, 30)["num_values"] > 0
+        right, num_computed = live(settings).answer(PROMPT)
+        assert right
+        assert num_computed < len(PROMPT)

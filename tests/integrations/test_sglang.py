@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import socket
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -309,3 +310,29 @@ def test_given_sglangs_own_classes_then_our_methods_take_what_theirs_take(storag
     for name in ours:
         expected, taken = (list(inspect.signature(getattr(each, name)).parameters) for each in (base, storage))
         assert taken == expected, name
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="a node needs Linux")
+def test_given_a_node_then_engines_share_it_and_find_their_own_pages(storage: Any) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiers"))
+    from nodes import node_folder, node_thread
+
+    def of_node(folder: Path, **config: Any) -> Any:
+        extra = {"kvpool": {"remote": f"node:{folder}?timeout=30", "timeout": 30, "model_id": "v1"}}
+        backend = storage(Config(extra, **config), {})
+        backend.register_mem_pool_host(HostPool(4, torch.bfloat16))
+        return backend
+
+    with node_folder() as folder, node_thread(folder) as server:
+        first, second, other = of_node(folder), of_node(folder), of_node(folder, tp_rank=1, tp_size=2)
+        data = filled(first)
+        assert first.batch_set_v1(["a", "b"], indices(0, 1)) == [True] * 2
+        assert second.batch_exists(["a", "b", "c"]) == 2
+        assert second.batch_get_v1(["a", "b"], indices(3, 2)) == [True] * 2
+        assert torch.equal(second.mem_pool_host.data[12:16], data[0:4])
+        assert torch.equal(second.mem_pool_host.data[8:12], data[4:8])
+        assert second.batch_set_v1(["a", "b"], indices(3, 2)) == [True] * 2
+        assert other.batch_exists(["a", "b"]) == 0
+        assert server.call(server.stats, 30)["num_values"] == 2
+        for backend in (first, second, other):
+            backend.close()
