@@ -21,8 +21,10 @@ from servers import eventually  # noqa: E402
 from tier_faults import ALL_CACHED, PARAMS, PROMPTS, assert_right, computed, make_engine  # noqa: E402
 
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
+from kvpool.prefix.retention import Retention, TokenRange  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import NodeTier, Outcome  # noqa: E402
+from kvpool.tiers.node.region import Region  # noqa: E402
 
 pytestmark = [needs_linux, pytest.mark.usefixtures("one_self_check")]
 
@@ -129,6 +131,16 @@ def test_given_a_node_that_hangs_then_requests_are_answered(
         node.send(signal.SIGCONT)
         engine.manager.cache.reset()
         assert_right(engine)
+
+
+def test_given_retention_then_the_node_learns_of_priorities_and_depths(node: NodeProcess) -> None:
+    retention = Retention([TokenRange(0, 32, priority=90)])
+    with make_engine(remote=f"node:{node.directory}?timeout=30", tier_timeout=60.0) as engine:
+        engine.submit(PROMPTS[0], PARAMS, retention=retention).result(60)
+    node.kill(signal.SIGTERM)
+    records = list(Region(node.directory, 64_000_000).records())
+    found = {(record.worth.depth, record.worth.priority) for record in records}
+    assert found == {(depth, 90 if depth < 4 else 35) for depth in range(len(found))}
 
 
 def test_given_a_pool_of_transformers_then_the_next_one_starts_warm(node: NodeProcess) -> None:

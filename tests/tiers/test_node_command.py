@@ -130,7 +130,7 @@ def test_given_a_file_and_options_then_options_win(tmp_path: Path) -> None:
         ("bytes = 5", "node.bytes"),
         ('bytes = "1GB"\nother = 1', "no key 'other'"),
         ('policy = "lru"', "say how much memory"),
-        ('bytes = "1GB"\npolicy = "adaptive"', "node.policy = 'adaptive' must be one of"),
+        ('bytes = "1GB"\npolicy = "newest"', "node.policy = 'newest' must be one of"),
         ('bytes = "1GB"\nengine_share = 1.5', "must be a share"),
         ('bytes = "1GB"\ntenants = { a = 0 }', "share each"),
         ('bytes = "1GB"\nmetrics = "9464"', "HOST:PORT"),

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from nodes import MEGABYTE, needs_linux, node_folder
 
+from kvpool.eviction import policy_names
 from kvpool.testing import key
+from kvpool.tiers.contract import Worth
 from kvpool.tiers.node.index import NodeIndex
 from kvpool.tiers.node.region import PAGE, Region
 from kvpool.tiers.node.values import Holder, Quotas, Slot, Value
@@ -24,6 +26,10 @@ KEYS = list(NUMBERS)
 def folder() -> Iterator[Path]:
     with node_folder() as found:
         yield found
+
+
+def worth_of(key: bytes) -> Worth:
+    return Worth(NUMBERS[key] % 101, 200 * NUMBERS[key])
 
 
 def check(index: NodeIndex, holders: list[Holder]) -> None:
@@ -44,15 +50,16 @@ def check(index: NodeIndex, holders: list[Holder]) -> None:
     assert sorted([*index._slabs, *index._unused]) == list(range(region.num_slabs))
     assert index.used_bytes == sum(owned.values()) == sum(index.used_by_tenant.values())
     assert sum(holder.reserved_bytes for holder in holders) == sum(owned[s.slab, s.slot] for s in writing)
-    assert {record.key for record in region.records()} == set(index._values)
+    found = {record.key: (record.worth.priority, record.worth.depth) for record in region.records()}
+    assert found == {name: (value.priority, value.start) for name, value in index._values.items()}
 
 
 class Run:
     """One run of random operations, and what must be where."""
 
-    def __init__(self, region: Region, seed: int, quotas: Quotas | None) -> None:
-        self.rng = random.Random(seed)
-        self.index = NodeIndex(region, quotas=quotas)
+    def __init__(self, region: Region, policy: str, quotas: Quotas | None) -> None:
+        self.rng = random.Random(policy)
+        self.index = NodeIndex(region, policy, quotas)
         self.holders = [Holder(owner) for owner in (1, 1, 2, 3)]
         self.leased: dict[tuple[int, int], list[tuple[Value, bytes]]] = {}
         self.reserved: dict[tuple[int, int], list[Slot]] = {}
@@ -74,8 +81,8 @@ class Run:
 
     def reserve(self, who: int) -> None:
         keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 6)) if self.index.find([key]) == [None]]
-        lengths = [LENGTHS[NUMBERS[key] % len(LENGTHS)] for key in keys]
-        number, slots = self.index.reserve(self.holders[who], keys, lengths)
+        wanted = [(key, LENGTHS[NUMBERS[key] % len(LENGTHS)], worth_of(key)) for key in keys]
+        number, slots = self.index.reserve(self.holders[who], wanted)
         if taken := [slot for slot in slots if slot is not None]:
             self.reserved[who, number] = taken
 
@@ -123,19 +130,19 @@ class Run:
 
 
 @pytest.mark.parametrize("quotas", [None, Quotas(engine=0.4, tenant=0.9)], ids=["no quotas", "quotas"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("policy", policy_names())
 def test_given_random_operations_then_every_slot_has_one_owner_and_leases_hold(
-    folder: Path, seed: int, quotas: Quotas | None
+    folder: Path, policy: str, quotas: Quotas | None
 ) -> None:
     region = Region(folder, 4 * MEGABYTE)
-    run = Run(region, seed, quotas)
+    run = Run(region, policy, quotas)
     for number in range(600):
         run.step()
         if number % 25 == 0:
             check(run.index, run.holders)
             for owner, used in run.index.used_by_engine.items():
                 assert quotas is None or used <= quotas.engine * region.num_bytes, owner
-    assert run.index.num_evicted > 10
+    assert run.index.num_evicted > 0
     before = {value.key: (value.length, value.check, value.offset) for value in run.index._values.values()}
     region.close()
     again = NodeIndex(Region(folder, 4 * MEGABYTE), quotas=quotas)
@@ -146,9 +153,50 @@ def test_given_random_operations_then_every_slot_has_one_owner_and_leases_hold(
 
 def test_given_a_value_of_whole_pages_then_its_slot_is_no_larger(folder: Path) -> None:
     index, holder = NodeIndex(Region(folder, MEGABYTE)), Holder(1)
-    _, (slot,) = index.reserve(holder, [KEYS[0]], [4 * PAGE])
+    _, (slot,) = index.reserve(holder, [(KEYS[0], 4 * PAGE, Worth())])
     assert slot is not None
     assert index.used_bytes == holder.reserved_bytes == 4 * PAGE
     index.release_all(holder)
     assert (index.used_bytes, holder.reserved_bytes) == (0, 0)
     index.region.close()
+
+
+@pytest.mark.parametrize("policy", ["priority", "adaptive"])
+def test_given_worths_then_values_of_low_priority_go_first_also_after_a_restart(folder: Path, policy: str) -> None:
+    region, now = Region(folder, MEGABYTE), 0.0
+    index, holder = NodeIndex(region, policy, clock=lambda: now), Holder(1)
+
+    def store(index: NodeIndex, number: int, priority: int) -> None:
+        reservation, (slot,) = index.reserve(holder, [(KEYS[number], PAGE, Worth(priority, number))])
+        assert slot is not None
+        index.commit(holder, reservation, [7])
+
+    room = region.num_bytes // PAGE
+    for number in range(room):
+        now += 1.0
+        store(index, number, 90 if number < 10 else 35)
+    for number in range(room, room + 20):
+        now += 1.0
+        store(index, number, 35)
+    assert [value is not None for value in index.find(KEYS[:30])] == [True] * 10 + [False] * 20
+    again = NodeIndex(region, policy, clock=lambda: now)
+    for number in range(room + 20, room + 40):
+        now += 1.0
+        store(again, number, 35)
+    found = again.find(KEYS[:10])
+    assert None not in found
+    assert [(value.priority, value.start) for value in found if value is not None] == [(90, at) for at in range(10)]
+
+
+def test_given_a_slab_with_a_value_of_high_priority_then_values_of_another_size_do_not_take_it(folder: Path) -> None:
+    region = Region(folder, 2 * MEGABYTE)
+    index, holder = NodeIndex(region, "priority"), Holder(1)
+
+    def store(number: int, length: int, priority: int) -> None:
+        reservation, slots = index.reserve(holder, [(KEYS[number], length, Worth(priority))])
+        index.commit(holder, reservation, [7 for slot in slots if slot is not None])
+
+    store(0, 16 * PAGE, 90)
+    for number in range(1, 300):
+        store(number, PAGE, 35)
+    assert index.find([KEYS[0]]) != [None]

@@ -61,6 +61,15 @@ class Outcome(IntEnum):
     """Not stored: no room that may be taken, too large, or too much waits already."""
 
 
+class Worth(NamedTuple):
+    """What a store says about a value, for tiers that choose what to evict by it."""
+
+    priority: int = 35
+    """Retention priority, 0 to 100, as `Retention` gives it to tokens."""
+    depth: int = 0
+    """Blocks before it in its prompt."""
+
+
 class Loan(ABC):
     """Values where a tier keeps them, for a caller that copies them straight to its device. They stay until `release`.
 
@@ -223,12 +232,20 @@ class KeyedTier(ABC):
             self._count(self._loads, loan.outcomes, sizes, started)
         return loan
 
-    def store(self, keys: Sequence[bytes], data: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[Buffer],
+        *,
+        timeout: float | None = None,
+        worths: Sequence[Worth] | None = None,
+    ) -> list[Outcome]:
         """Keeps values under their keys. A key that is there already is `OK` and costs nothing.
 
-        When the call returns, the caller may change its buffers.
+        When the call returns, the caller may change its buffers. `worths` are for tiers that evict by them.
         """
-        return self._move(self._stores, self._store, keys, _views(data, keys, writable=False), timeout)
+        call = self._store if worths is None else partial(self._store_rated, worths=worths)
+        return self._move(self._stores, call, keys, _views(data, keys, writable=False), timeout)
 
     def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[Outcome]:
         """Forgets values: `OK` or `MISS` for each key; with `FAILED` or `LATE` a value may still be there."""
@@ -315,6 +332,12 @@ class KeyedTier(ABC):
 
     @abstractmethod
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]: ...
+
+    def _store_rated(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float, *, worths: Sequence[Worth]
+    ) -> list[Outcome]:
+        """`_store` with what is known of each value. By default it is the same as `_store`."""
+        return self._store(keys, data, deadline)
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]: ...

@@ -6,16 +6,18 @@ finds what is in them before it is committed. Both belong to a `Holder` (a conne
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
-from kvpool.eviction import EvictionPolicy, make_policy
+from kvpool.eviction import EvictionPolicy, make_policy, policy_names
+from kvpool.tiers.contract import Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.node.leases import Leases
 from kvpool.tiers.node.region import PAGE, Record, Region
-from kvpool.tiers.node.values import Holder, Quotas, Slot, Value, tenant_of, tier_policies
+from kvpool.tiers.node.values import Holder, Quotas, Slot, Value, tenant_of
 from kvpool.tiers.node.wire import ABSENT, place_bytes
 
 WASTE = 8
@@ -51,12 +53,20 @@ class _SizeClass:
 class NodeIndex:
     """All slots of a region. It begins with what the region's records say."""
 
-    def __init__(self, region: Region, policy: str = "lru", quotas: Quotas | None = None) -> None:
-        if policy not in tier_policies():
-            raise ConfigError(f"policy={policy!r} must be one of {', '.join(tier_policies())}")
+    def __init__(
+        self,
+        region: Region,
+        policy: str = "lru",
+        quotas: Quotas | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if policy not in policy_names():
+            raise ConfigError(f"policy={policy!r} must be one of {', '.join(policy_names())}")
         self.region = region
         self.policy = policy
         self.quotas = quotas or Quotas()
+        self._clock = clock
+        self._by_priority = make_policy(policy).by_priority
         self.used_by_engine: dict[int, int] = defaultdict(int)
         self.used_by_tenant: dict[bytes, int] = defaultdict(int)
         self.num_evicted = 0
@@ -155,9 +165,9 @@ class NodeIndex:
 
     # --- storing -----------------------------------------------------------------------------------------------------
 
-    def reserve(self, holder: Holder, keys: Sequence[bytes], lengths: Sequence[int]) -> tuple[int, list[Slot | None]]:
-        """Slots for values that are not there; None where there is no room that may be taken."""
-        slots = [self._take(holder, key, length) for key, length in zip(keys, lengths, strict=True)]
+    def reserve(self, holder: Holder, wanted: Iterable[tuple[bytes, int, Worth]]) -> tuple[int, list[Slot | None]]:
+        """Slots for values that are not there: key, length, worth; None where there is no room that may be taken."""
+        slots = [self._take(holder, *each) for each in wanted]
         taken = [slot for slot in slots if slot is not None]
         self._last_reservation = number = self._last_reservation + 1
         if taken:
@@ -179,7 +189,7 @@ class NodeIndex:
                 self._free(slot.slab, slot.slot, holder.owner, slot.key)
                 found.append(present)
                 continue
-            record = Record(slot.slab, slot.slot, slot.key, slot.length, check, holder.owner, first - at)
+            record = Record(slot.slab, slot.slot, slot.key, slot.length, check, holder.owner, first - at, slot.worth)
             self.region.write(record)
             found.append(self._publish(record))
         return found
@@ -215,10 +225,11 @@ class NodeIndex:
         The records learn of it, for the order after a restart.
         """
         ended, self._leases.ended = self._leases.ended, []
+        now = self._clock()
         for values in ended:
             first = self._stamp(len(values))
             for at, value in enumerate(values):
-                value.last_access = first - at
+                value.last_access, value.last_access_at = first - at, now
                 value.hits += 1
                 value.is_touched = True
         for value in {value for values in ended for value in values}:
@@ -229,7 +240,7 @@ class NodeIndex:
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
-    def _take(self, holder: Holder, key: bytes, length: int) -> Slot | None:
+    def _take(self, holder: Holder, key: bytes, length: int, worth: Worth) -> Slot | None:
         slot_bytes = max(1, ceil_div(length, PAGE)) * PAGE
         if slot_bytes > self.region.slab_bytes:
             return None
@@ -244,7 +255,7 @@ class NodeIndex:
         self._slabs[slab].num_writing += 1
         holder.reserved_bytes += size.slot_bytes
         self._count(holder.owner, key, size.slot_bytes)
-        return Slot(key, slab, slot, length, self.region.offset(slab, slot, size.slot_bytes))
+        return Slot(key, slab, slot, length, self.region.offset(slab, slot, size.slot_bytes), worth)
 
     def _place_within_quotas(self, size: _SizeClass, owner: int, tenant: bytes) -> tuple[int, int] | None:
         """A free slot that this engine and this tenant may have; what they evict for it is their own."""
@@ -275,17 +286,19 @@ class NodeIndex:
             self._divide(self._unused.pop(), size)
             return
         victim = self._next_victim(list(size.shelves.values()))
-        cold = self._coldest(size, None if victim is None else victim.last_access)
+        cold = self._coldest(size, victim)
         if cold is not None:
             self._retire(cold)
             self._divide(cold.number, size)
         elif victim is not None:
             self._evict(victim)
 
-    def _coldest(self, size: _SizeClass, before: int | None) -> _Slab | None:
-        """The slab of another size whose last use lies furthest back, and before that time."""
+    def _coldest(self, size: _SizeClass, victim: Value | None) -> _Slab | None:
+        """The slab of another size whose last use lies furthest back, and before that of the value that would go."""
         others = [s for s in self._slabs.values() if s.slot_bytes != size.slot_bytes]
-        others = [s for s in others if before is None or s.newest_use < before]
+        others = [s for s in others if victim is None or s.newest_use < victim.last_access]
+        if self._by_priority and victim is not None:
+            others = [s for s in others if all(v.priority <= victim.priority for v in s.values.values())]
         others.sort(key=lambda slab: slab.newest_use)
         return next((slab for slab in others if slab.is_free_to_go(self._leases.held)), None)
 
@@ -324,7 +337,7 @@ class NodeIndex:
         self._created += 1
         self._tick = max(self._tick, record.used)
         offset = self.region.offset(record.slab, record.slot, slab.slot_bytes)
-        value = Value(record, offset, self._created)
+        value = Value(record, offset, self._created, self._clock())
         slab.values[record.slot] = self._values[record.key] = value
         slab.newest_use = max(slab.newest_use, record.used)
         shelves = self._classes[slab.slot_bytes].shelves
@@ -381,7 +394,10 @@ class NodeIndex:
     # --- who goes next -----------------------------------------------------------------------------------------------
 
     def _next_victim(self, shelves: Sequence[EvictionPolicy]) -> Value | None:
-        """Of the values that nobody holds, the one that goes next; of several shelves', the one used longest ago."""
+        """Of the values that nobody holds, the one that goes next; of several shelves', the one used longest ago.
+
+        A policy that goes by priority comes first.
+        """
         self.count_uses()
         parked, self._parked = self._parked, []
         for value in parked:
@@ -391,7 +407,7 @@ class NodeIndex:
                 assert value.shelf is not None
                 value.shelf.add(value)
         found = [victim for shelf in shelves if (victim := self._victim_of(shelf)) is not None]
-        return min(found, key=lambda value: value.last_access, default=None)
+        return min(found, key=lambda v: (v.priority if self._by_priority else 0, v.last_access), default=None)
 
     def _victim_of(self, shelf: EvictionPolicy) -> Value | None:
         """What a policy chooses. Uses since it ranked a value count now: a use itself costs no change of its order."""

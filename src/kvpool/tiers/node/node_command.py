@@ -39,7 +39,9 @@ def node(
     remote: Annotated[
         str | None, typer.Option(envvar="KVPOOL_NODE_REMOTE", help="A store behind it: redis://, rediss://, s3://.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="What is evicted first: lru, lfu, s3fifo, sieve, arc, …")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="What is evicted first: lru, adaptive, priority, cost, s3fifo, …")
+    ] = None,
     engine_share: Annotated[
         float | None, typer.Option(help="The largest share of the memory that one engine may fill: 1.")
     ] = None,

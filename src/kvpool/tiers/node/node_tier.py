@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpool.errors import ConfigError
-from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Loan, Outcome, Purged, Room
+from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Loan, Outcome, Purged, Room, Worth
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
 from kvpool.tiers.node import wire
@@ -156,12 +156,17 @@ class NodeTier(KeyedTier):
             self._drop_idle()
 
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        return self._store_rated(keys, data, deadline, worths=[Worth()] * len(keys))
+
+    def _store_rated(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float, *, worths: Sequence[Worth]
+    ) -> list[Outcome]:
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
         chosen = sorted(first.values())
         outcomes = dict.fromkeys(keys, Outcome.LATE)
         with suppress(TimeoutError):
             while chosen:
-                part = partial(self._store_part, keys=keys, data=data, chosen=chosen, outcomes=outcomes)
+                part = partial(self._store_part, keys=keys, data=data, worths=worths, chosen=chosen, outcomes=outcomes)
                 chosen = self._asked(partial(part, deadline=deadline))
         return [outcomes[key] for key in keys]
 
@@ -170,6 +175,7 @@ class NodeTier(KeyedTier):
         node: Connection,
         keys: Sequence[bytes],
         data: Sequence[memoryview],
+        worths: Sequence[Worth],
         chosen: list[int],
         outcomes: dict[bytes, Outcome],
         deadline: float,
@@ -182,7 +188,7 @@ class NodeTier(KeyedTier):
                 break
             count += 1
         part, rest = chosen[:count], chosen[count:]
-        body = wire.with_numbers([keys[i] for i in part], [data[i].nbytes for i in part])
+        body = wire.with_numbers([keys[i] for i in part], [wire.rated(data[i].nbytes, worths[i]) for i in part])
         answer = node.ask(wire.message(Verb.RESERVE, len(part), 0, body), deadline)
         number, places = answer.number, wire.places_in(answer)
         written, checks = [], []

@@ -7,7 +7,7 @@ files lie in a file system of memory (/dev/shm), so they outlive the process and
     slots:  magic and version (8) | bytes of a slab (8) | number of slabs (8) | inode of the region (8)
             slot size of each slab (8 each), up to a whole page
             records, as many for each slab as it has pages:
-            key (32) | length (8) | checksum (8) | owner (8) | last use (8)
+            key (32) | length and worth (8, `wire.rated`) | checksum (8) | owner (8) | last use (8)
 
 A record counts as soon as its last use is not 0, which is written last.
 """
@@ -27,7 +27,8 @@ import numpy as np
 from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.files import NotPlainError, open_plain
-from kvpool.tiers.node.wire import REGION, SLOTS
+from kvpool.tiers.contract import Worth
+from kvpool.tiers.node.wire import REGION, SLOTS, rated, unrated
 
 PAGE = 4096
 MIN_BYTES = 2**20
@@ -51,6 +52,7 @@ class Record(NamedTuple):
     check: int
     owner: int
     used: int
+    worth: Worth = Worth()
 
 
 def slab_size(num_bytes: int) -> int:
@@ -118,7 +120,8 @@ class Region:
     def write(self, record: Record) -> None:
         """From now on the value is there, also after a restart."""
         at = self._at(record.slab, record.slot)
-        _RECORD.pack_into(self._records, at, record.key, record.length, record.check, record.owner, 0)
+        length = rated(record.length, record.worth)
+        _RECORD.pack_into(self._records, at, record.key, length, record.check, record.owner, 0)
         _USED.pack_into(self._records, at + _USED_AT, record.used)
 
     def touch(self, slab: int, slot: int, used: int) -> None:
@@ -136,9 +139,11 @@ class Region:
             if not size or size % PAGE or size > self.slab_bytes:
                 continue
             rows = np.frombuffer(self._records, _FIELDS, self.slab_bytes // size, self._at(slab, 0))
-            for slot in np.flatnonzero((rows["used"] != 0) & (rows["length"] <= size)).tolist():
-                key, length, check, owner, used = rows[slot].tolist()
-                yield Record(slab, slot, key, length, check, owner, used)
+            for slot in np.flatnonzero(rows["used"]).tolist():
+                key, number, check, owner, used = rows[slot].tolist()
+                length, worth = unrated(number)
+                if length <= size:
+                    yield Record(slab, slot, key, length, check, owner, used, worth)
 
     def offset(self, slab: int, slot: int, slot_bytes: int) -> int:
         """Where a slot begins."""

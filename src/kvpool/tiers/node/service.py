@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.files import parse_json
+from kvpool.tiers.contract import Worth
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import Fingerprint, KeySpace
 from kvpool.tiers.node import wire
@@ -152,7 +153,7 @@ class NodeService:
         def found(there: list[bool]) -> None:
             """Only what is there gets a slot: for a miss, nothing must leave the memory."""
             chosen = [key for key, is_there in zip(wanted, there, strict=True) if is_there]
-            number, slots = self.index.reserve(fetching, chosen, [wanted[key] for key in chosen])
+            number, slots = self.index.reserve(fetching, [(key, wanted[key], Worth()) for key in chosen])
             taken = [slot for slot in slots if slot is not None]
             if not taken:
                 answer()
@@ -191,12 +192,12 @@ class NodeService:
     # --- storing and removing ----------------------------------------------------------------------------------------
 
     def _reserve(self, client: Client, found: Message) -> bytes:
-        keys, lengths = wire.keys_before_numbers(found), wire.numbers_behind(found)
+        keys, wanted = wire.keys_before_numbers(found), [wire.unrated(number) for number in wire.numbers_behind(found)]
         if len(client.holder.reservations) >= MAX_LEASES:
             raise WireError(f"it has {MAX_LEASES} reservations already and committed none")
         values = self.index.find(keys)
         lacking = [at for at, value in enumerate(values) if value is None]
-        number, slots = self.index.reserve(client.holder, [keys[at] for at in lacking], [lengths[at] for at in lacking])
+        number, slots = self.index.reserve(client.holder, [(keys[at], *wanted[at]) for at in lacking])
         places: list[Place] = [PRESENT] * len(keys)
         for at, slot in zip(lacking, slots, strict=True):
             places[at] = ABSENT if slot is None else (slot.offset, slot.length, 0)

@@ -9,20 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from kvpool.errors import ConfigError
-from kvpool.eviction import EvictionPolicy, policy_names
+from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import Tokens
+from kvpool.tiers.contract import Worth
 from kvpool.tiers.keys import SPACE_BYTES, TENANT_BYTES
 from kvpool.tiers.node.region import Record
 from kvpool.tiers.node.wire import place_bytes
-
-BLIND_POLICIES = ("adaptive", "cost", "priority")
-"""Policies that look at more of a run than a tier knows: its tokens, its depth, its priority."""
-_NO_TOKENS: Tokens = np.zeros(0, np.int32)
-
-
-def tier_policies() -> tuple[str, ...]:
-    """The policies that a node can evict by."""
-    return tuple(name for name in policy_names() if name not in BLIND_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -52,6 +44,7 @@ class Slot(NamedTuple):
     slot: int
     length: int
     offset: int
+    worth: Worth = Worth()
 
 
 class Value:
@@ -59,28 +52,31 @@ class Value:
 
     __slots__ = (
         *("check", "created", "entry", "fan_out", "hits", "is_gone", "is_touched", "key"),
-        *("last_access", "length", "offset", "owner", "place", "shelf", "slab", "slot", "turn"),
+        *("last_access", "last_access_at", "length", "offset", "owner", "place", "priority", "shelf", "slab", "slot"),
+        *("start", "turn"),
     )
     num_blocks: ClassVar[int] = 1
-    start: ClassVar[int] = 0
-    priority: ClassVar[int] = 0
     hint: ClassVar[int] = 0
     session: ClassVar[str | None] = None
     tenant: ClassVar[str] = ""
-    last_access_at: ClassVar[float] = 0.0
-    tokens: ClassVar[Tokens] = _NO_TOKENS
     sum_before: ClassVar[int] = 0
 
-    def __init__(self, record: Record, offset: int, created: int) -> None:
+    def __init__(self, record: Record, offset: int, created: int, now: float) -> None:
         self.key, self.slab, self.slot = record.key, record.slab, record.slot
         self.length, self.check, self.owner = record.length, record.check, record.owner
         self.offset = offset
         self.place = place_bytes((offset, record.length, record.check))
-        self.created, self.last_access = created, record.used
+        self.priority, self.start = record.worth
+        self.created, self.last_access, self.last_access_at = created, record.used, now
         self.hits = self.turn = self.fan_out = 0
         self.is_gone = self.is_touched = False
         self.entry: Any = None
         self.shelf: EvictionPolicy | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """What stands for its content: policies recognise by it what has left."""
+        return np.frombuffer(self.key[-8:], np.int32)
 
     @property
     def fingerprint(self) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.contract import KEY_BYTES
+from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, KeyPattern
 from kvpool.tiers.options import NAMESPACE
 
@@ -35,6 +35,7 @@ SOCKET, REGION, SLOTS, LOCK = "socket", "region", "slots", "lock"
 """The files of a node, all in one directory."""
 DEFAULT_NAME = "default"
 _LONGEST_PATH = 107
+_LENGTH_BITS = 40
 _HEAD = struct.Struct("<BBHQ")
 _PATTERN = struct.Struct(f"<?{SPACE_BYTES}sB{TAG_BYTES}s")
 _PEER = struct.Struct("iII")
@@ -53,7 +54,7 @@ class Verb(IntEnum):
     LEASE = 4
     """Milliseconds, keys and sizes of buffers -> a lease, and a place for each key. Until `RELEASE` the values stay."""
     RESERVE = 5
-    """Keys and lengths -> a reservation, and a place for each key."""
+    """Keys and `rated` lengths -> a reservation, and a place for each key."""
     COMMIT = 6
     """A reservation, checksums of all its places -> a byte for each: 1 if the value is there. Before, nobody finds it."""
     RELEASE = 7
@@ -135,6 +136,16 @@ def numbers_behind(found: Message) -> tuple[int, ...]:
 def with_numbers(keys: Sequence[bytes], numbers: Iterable[int]) -> bytes:
     """Keys and a number for each, as a body."""
     return b"".join(keys) + array("Q", numbers).tobytes()
+
+
+def rated(length: int, worth: Worth) -> int:
+    """The length of a value and what is known of it as one number: depth (16 bits) | priority (8) | length (40)."""
+    return length | min(worth.priority, 255) << _LENGTH_BITS | min(worth.depth, 0xFFFF) << _LENGTH_BITS + 8
+
+
+def unrated(number: int) -> tuple[int, Worth]:
+    """What `rated` made a number of."""
+    return number & (1 << _LENGTH_BITS) - 1, Worth(number >> _LENGTH_BITS & 255, number >> _LENGTH_BITS + 8)
 
 
 def numbers_in(found: Message) -> tuple[int, ...]:

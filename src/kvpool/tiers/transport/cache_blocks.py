@@ -29,6 +29,7 @@ from kvpool.scheduling import Request
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
+from kvpool.tiers.contract import Worth
 from kvpool.tiers.keys import named
 from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
 from kvpool.tiers.transport.chain import KNOWN_KEYS
@@ -188,6 +189,7 @@ class _Offer(NamedTuple):
     group: int
     keys: list[bytes]
     ids: list[int]
+    worths: list[Worth]
 
 
 class Offers:
@@ -240,6 +242,7 @@ class Offers:
                 if each is not None:
                     self.lineage.begin(each, digests[own - start])
         progress.num_blocks, progress.digest, progress.salt = stop, digests[-1], salt
+        worths = [_worth(handle, column, size) for column in range(start, stop)]
         used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses or is_demanded for digest in digests]
         for group, keys in zip(self._keys.groups, self._keys.of_digests(names), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
@@ -247,7 +250,8 @@ class Offers:
             step = max(1, BATCH_BYTES // group.spec.block_bytes)
             for at in range(0, len(wanted), step):
                 part = wanted[at : at + step]
-                self._send(_Offer(group.index, [keys[i] for i in part], [ids[i] for i in part]), group.spec.block_bytes)
+                chosen = [keys[i] for i in part], [ids[i] for i in part], [worths[i] for i in part]
+                self._send(_Offer(group.index, *chosen), group.spec.block_bytes)
 
     def _count_use(self, digest: bytes) -> int:
         uses = self._uses.pop(digest, 0) + 1
@@ -268,4 +272,12 @@ class Offers:
         except BaseException:
             stage.release()
             raise
-        self._storer.store(offer.keys, list(rows), stage, wait)
+        self._storer.store(offer.keys, list(rows), stage, wait, worths=offer.worths)
+
+
+def _worth(handle: KVCacheHandle, column: int, size: int) -> Worth:
+    """What is known of a block: the priority of its first token, which ranks it in the cache, too, and its depth."""
+    if handle.retention is None:
+        return Worth(depth=column)
+    priority, _ = handle.retention.priority_at(column * size, handle.num_prompt_tokens)
+    return Worth(depth=column) if priority is None else Worth(priority, column)

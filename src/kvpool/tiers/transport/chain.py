@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.checks import show
-from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, TierStats
+from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, TierStats, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
@@ -111,9 +111,14 @@ class WatchedTier:
         gone = (Outcome.MISS, Outcome.FAILED)
         self.known.discard(key for key, outcome in zip(keys, outcomes, strict=True) if outcome in gone)
 
-    def store(self, keys: Sequence[bytes], data: Sequence[Any], timeout: float) -> list[Outcome]:
+    def store(
+        self, keys: Sequence[bytes], data: Sequence[Any], timeout: float, worths: Sequence[Worth] | None = None
+    ) -> list[Outcome]:
         """Stores values; remembers those that are there now."""
-        outcomes = self._call(lambda: self.tier.store(keys, data, timeout=timeout), Outcome, len(keys), timeout)
+        call = partial(self.tier.store, keys, data, timeout=timeout)
+        if worths is not None:
+            call = partial(call, worths=worths)
+        outcomes = self._call(call, Outcome, len(keys), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
         self.known.add(key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.OK)
         return outcomes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome
+from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import WatchedTier
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
@@ -94,6 +94,7 @@ class Storer:
         stage: SharedStage,
         wait: Callable[[], None],
         only: Sequence[int] | None = None,
+        worths: Sequence[Worth] | None = None,
     ) -> None:
         """Stores blocks in all tiers (or those of `only`) that lack them, once `wait` has returned.
 
@@ -112,20 +113,27 @@ class Storer:
                 continue
             stage.share()
             data = [rows[i] for i in lacking]
-            job = partial(self._store, index, chosen, data, stage, wait)
+            rated = None if worths is None else [worths[i] for i in lacking]
+            job = partial(self._store, index, chosen, data, stage, wait, rated)
             drop = partial(self._drop, index, chosen, stage)
             if not self._threads[index].submit(job, drop):
                 drop()
         stage.release()
 
     def _store(
-        self, index: int, keys: list[bytes], rows: list[Bytes], stage: SharedStage, wait: Callable[[], None]
+        self,
+        index: int,
+        keys: list[bytes],
+        rows: list[Bytes],
+        stage: SharedStage,
+        wait: Callable[[], None],
+        worths: list[Worth] | None,
     ) -> None:
         """In the thread of the tier."""
         outcomes: list[Outcome] = []
         try:
             wait()
-            outcomes = self.tiers[index].store(keys, rows, STORE_TIMEOUT)
+            outcomes = self.tiers[index].store(keys, rows, STORE_TIMEOUT, worths)
         finally:
             num_stored = outcomes.count(Outcome.OK)
             with self._lock:
