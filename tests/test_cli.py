@@ -53,6 +53,17 @@ def test_given_no_command_then_help_names_every_command(capsys: pytest.CaptureFi
     assert all(name in shown for name in COMMANDS)
 
 
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), ["bench", "serve"]], ids=" ".join)
+def test_given_eighty_columns_then_every_help_fits(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    main([*words, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3
+    assert [line for line in lines if len(line) > 80] == []
+
+
 def test_given_help_then_no_command_is_imported() -> None:
     script = (
         "import sys; from kvpool.cli import main; main(['--help']); print([m for m in sys.modules if 'replay' in m])"

@@ -64,6 +64,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # its tables leave a column of twenty letters for help in a terminal of eighty
     )
     words = [word for word in arguments if not word.startswith("-")]
     called = words[0] if words else None

@@ -96,11 +96,44 @@ def test_given_a_disk_of_all_models_then_each_has_a_directory_in_it(read: Read) 
         ("[other]\nx = 1", "no section"),
         ("server = [", "not TOML"),
         ("server = 1", "must be a section"),
+        ("[server]\ntool_parser = 'herms'", "no tool parser 'herms': choose one of hermes"),
+        ("[server]\nlog_level = 'loud'", "log_level='loud' is unknown; known: debug"),
+        ("[server]\ntls_cert = 'a.pem'", "TLS needs both"),
+        ("[server]\ntls_cert = 'a.pem'\ntls_key = 'b.pem'", "no file a.pem"),
+        ("[server]\nchat_template = 'none.jinja'", "chat_template none.jinja cannot be read"),
+        ("[server]\nmax_model_len = 0", "max_model_len"),
     ],
 )
 def test_given_a_wrong_file_then_the_error_names_it(read: Read, text: str, words: str) -> None:
     with pytest.raises((ConfigError, InvalidArgumentError), match=words):
         read(text)
+
+
+def test_given_an_unknown_objective_then_it_is_refused_before_a_model_is_loaded(read: Read) -> None:
+    with pytest.raises(ConfigError, match="objective='foo' is unknown"):
+        read(None, objective="foo")
+
+
+def test_given_a_template_for_one_of_two_models_then_the_other_keeps_its_own(read: Read, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    text = f"""
+        [server]
+        max_model_len = 64
+        tool_parser = "hermes"
+        [[models]]
+        name = "a"
+        model = "a"
+        chat_template = "{template}"
+        [[models]]
+        name = "b"
+        model = "b"
+        tool_parser = "glm"
+        max_model_len = 32
+    """
+    _, (one, other) = read(text)
+    assert (one.chat_template, one.max_model_len, one.tool_parser) == (str(template), 64, "hermes")
+    assert (other.chat_template, other.max_model_len, other.tool_parser) == (None, 32, "glm")
 
 
 def test_given_options_that_fit_one_model_only_then_they_are_refused_for_several(read: Read) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from live import Live, access, call, openai_client, refusal, until
@@ -22,6 +23,7 @@ from kvpool.server import Access, Caller, Limits
 from kvpool.server.auth import CacheShare, new_key
 from kvpool.server.errors import Problem
 from kvpool.server.limits import Gate
+from kvpool.version import __version__
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
 
@@ -61,6 +63,14 @@ def test_given_keys_or_a_proxy_in_front_then_any_name_will_do(serve: Callable[..
     assert asked_as(locked, "/metrics", "kvpool.example", authorization="Bearer sk-root") == 200
     behind = serve(any_name=True)
     assert asked_as(behind, "/metrics", "kvpool.example") == 200
+
+
+def test_given_an_allowed_site_then_its_pages_may_ask_and_those_of_others_may_not(serve: Callable[..., Live]) -> None:
+    live = serve(allow_origins=("https://chat.example",))
+    for site, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
+        answer = httpx.get(f"{live.url}/version", headers={"origin": site})
+        assert answer.json() == {"version": __version__}
+        assert answer.headers.get("access-control-allow-origin") == allowed
 
 
 def test_given_a_form_of_a_foreign_page_then_it_changes_nothing(live: Live) -> None:

@@ -59,8 +59,8 @@ def serve(
 
     \b
     kvpool bench serve --url http://127.0.0.1:8000 --clients 32
-    kvpool bench serve --url http://127.0.0.1:8000 --rate 5 --first-ms 500 --between-ms 50
-    kvpool bench serve --url http://127.0.0.1:8000 --trace live.kvtrace.gz --speed 2
+    kvpool bench serve --url URL --rate 5 --first-ms 500 --between-ms 50
+    kvpool bench serve --url URL --trace live.kvtrace.gz --speed 2
 
     Every request is a stream. A first token counts when its text arrives, not when the stream opens.
     """

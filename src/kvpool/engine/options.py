@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvpool.config.cache_config import check_objective
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams, described
@@ -58,7 +59,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
     """The options of every command that makes an engine: the settings that have a help text, and two more."""
 
     config: Annotated[
-        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers]: docs/tiers.md.")
+        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers]: docs/tiers.md.")
     ] = None
     objective: Annotated[
         str | None, typer.Option(help="What eviction saves: blocks, or seconds of computing them; default: blocks.")
@@ -92,8 +93,15 @@ class EngineOptions(_Shown):  # type: ignore[misc]
             **{**tiers, "cache": {**tiers.get("cache", {}), **self._objective(), **(cache or {})} or None},
         )
 
+    def check(self, host_memory: str | None = None) -> None:
+        """Refuses wrong options before a model is loaded."""
+        self.tiers(host_memory)
+        self._objective()
+        if self.memory is not None:
+            parse_bytes(self.memory, "--memory")
+
     def _objective(self) -> dict[str, Any]:
-        return {} if self.objective is None else {"objective": self.objective}
+        return {} if self.objective is None else {"objective": check_objective(self.objective)}
 
     def tiers(self, host_memory: str | None = None) -> TierConfig:
         """The settings of tiers: of the file, the environment and these options."""

@@ -64,11 +64,13 @@ def replay(
     """Replays a trace through the real control plane, once for every policy and capacity.
 
     \b
-    Which policy, how much memory? What would a host tier add? What would users notice?
-      kvpool replay TRACE --policy lru,adaptive --capacity 1k:100k --report out.html
+    Which policy, how much memory? What would a host tier add, what would users
+    notice?
+      kvpool replay TRACE --policy lru,adaptive --capacity 1k:100k
       kvpool replay TRACE --tiers gpu=10k,host=50k
       kvpool replay TRACE --capacity 10k --model config.json --gpu h200
-      kvpool replay TRACE --capacity 10k --model hybrid.json --checkpoint-every none,1k
+      kvpool replay TRACE --capacity 10k --report out.html
+      kvpool replay TRACE --model hybrid.json --checkpoint-every none,1k
     """
     out = console(to_stderr="-" in (csv, json))
     check_files(csv, json, report)

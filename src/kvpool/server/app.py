@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -99,12 +100,13 @@ def create_app(
     tracing: Tracing | None = None,
     *,
     any_name: bool = False,
+    allow_origins: Sequence[str] = (),
 ) -> FastAPI:
     """An ASGI application that serves the models. Without `access` it answers everybody.
 
     `tracing` sends spans of requests to OpenTelemetry; it is closed with the application. Without keys, a request to a
     loopback address must name that address in its `Host` header, unless `any_name`. Clients do so; web pages of other sites
-    cannot.
+    cannot. Pages of `allow_origins` may (CORS).
     """
     server = Server(models, access or Access(), limits or Limits(), tracing)
 
@@ -124,6 +126,13 @@ def create_app(
     if server.access.is_open and not any_name:
         remedy = "set keys, or start it with --insecure if a proxy in front checks who asks"
         app.add_middleware(LocalNames, refuse=server.refused, remedy=remedy)
+    if allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allow_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+        )
     app.add_middleware(RequestIds)
     app.add_middleware(InTurns)
     _add_refusals(app, server)
@@ -200,6 +209,11 @@ def _add_looks(app: FastAPI, server: Server) -> None:
     async def health() -> dict[str, str]:
         """Whether the process answers."""
         return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of kvpool."""
+        return {"version": __version__}
 
     @app.get("/ready")
     async def ready() -> dict[str, Any]:

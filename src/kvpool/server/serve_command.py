@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ def serve(
     keys: Annotated[
         Path | None,
         typer.Option(
-            help=f"Who may ask: a line 'TENANT SHA256 \\[admin]' each. Also ${ENVIRONMENT}: TENANT:KEY\\[:admin],..."
+            help=f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],..."
         ),
     ] = None,
     new_key_for: Annotated[
@@ -60,12 +61,25 @@ def serve(
         typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
     ] = None,
     max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer; default: what the model can.", min=1)
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file with a chat template that takes the place of the model's own.")
+    ] = None,
     tool_parser: Annotated[
         str | None,
         typer.Option(
             help="How the model writes calls of tools, where its chat template does not tell: docs/server.md."
         ),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A site whose pages may ask this server (CORS), such as https://chat.example; * for all."),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="A certificate, to serve https.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="warning; debug, info and error are the others.")] = None,
     on_ray: Annotated[
         bool,
         typer.Option(
@@ -78,15 +92,16 @@ def serve(
     """Serve models to every OpenAI client.
 
     \b
-    kvpool serve DIR                        # a Hugging Face directory or a GGUF file; without it a small model to try
-    kvpool serve --config kvpool.toml       # several models, keys, limits and tiers in one file: docs/server.md
-    kvpool serve DIR --ray --replicas 4     # engines on a Ray cluster behind one address: docs/cluster.md
+    kvpool serve DIR                     # a Hugging Face directory or a GGUF file
+    kvpool serve                         # a small model to try
+    kvpool serve --config kvpool.toml    # several models, keys, limits, tiers
+    kvpool serve DIR --ray --replicas 4  # engines on a Ray cluster
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
     Requests reuse prefixes of earlier ones: usage.prompt_tokens_details.cached_tokens says how many tokens. Tenants have
     their own keys and do not share prefixes. /metrics is for Prometheus, /docs describes every path, /v1/cache/... shows and
-    changes the cache.
+    changes the cache. docs/server.md tells more.
     """
     if new_key_for is not None:
         _print_key(new_key_for)
@@ -102,9 +117,10 @@ def serve(
         if engine_options.model is not None:
             raise ConfigError(f"the model is {called} or --model {engine_options.model}: name it once")
         engine_options = engine_options.changed(model=called)
-    given = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
+    given: dict[str, Any] = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
     given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
-    given |= {"tool_parser": tool_parser}
+    given |= {"tool_parser": tool_parser, "chat_template": chat_template, "max_model_len": max_model_len}
+    given |= {"allow_origins": allow_origin, "tls_cert": tls_cert, "tls_key": tls_key, "log_level": log_level}
     settings, models = read_serve(engine_options, host_memory, name, given)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
@@ -117,6 +133,7 @@ def serve(
     if replicas is not None:
         raise ConfigError("--replicas is for --ray; without it there is one engine for each model")
     tracing = None if settings.traces is None else Tracing.to(settings.traces)
+    logging.getLogger("kvpool").setLevel(settings.log_level.upper())
     with ExitStack() as stack:
         sockets = [stack.enter_context(one) for one in bound(settings.host, settings.port)]
         served = []
@@ -124,8 +141,17 @@ def serve(
             opt.tell(f"loading {model.name} ...", quiet)
             served.append(ServedModel(model.name, stack.enter_context(model.make_engine()), model.tool_parser))
         config = uvicorn.Config(
-            create_app(served, access, settings.limits, tracing, any_name=settings.insecure),
-            log_level="warning",
+            create_app(
+                served,
+                access,
+                settings.limits,
+                tracing,
+                any_name=settings.insecure,
+                allow_origins=settings.allow_origins,
+            ),
+            log_level=settings.log_level,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
             access_log=False,
@@ -167,7 +193,8 @@ def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
             for server in self.servers:
                 for listening in server.sockets:
                     address, port = listening.getsockname()[:2]
-                    where = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+                    scheme = "http" if self.config.ssl_certfile is None else "https"
+                    where = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
                     pages = f"{where}/ (live view), {where}/docs, {where}/metrics"
                     opt.tell(f"{name} at {where}/v1 (API), {pages}; Ctrl-C ends it", quiet)
 

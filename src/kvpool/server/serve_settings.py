@@ -31,10 +31,14 @@ from kvpool.tiers.settings import read_toml
 
 # The keys of a model in a file, and the fields of `EngineOptions` that they set.
 _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
+# What a server may say for all of its models, and a model for itself.
+_OF_EACH_MODEL: dict[str, type] = {"max_sequences": int, "max_model_len": int, "chat_template": str, "tool_parser": str}
 _MODEL_KINDS: dict[str, type] = {
-    **{"name": str, "model": str, "host_memory": str, "max_sequences": int, "tool_parser": str},
+    **{"name": str, "model": str, "host_memory": str},
+    **_OF_EACH_MODEL,
     **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
 }
+LOG_LEVELS = ("debug", "info", "warning", "error")
 CPU_PROMPT_TOKENS = 256  # prompt tokens of one step on a CPU, besides one token for each sequence
 _LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key"} | {
     each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
@@ -47,9 +51,12 @@ _SERVER_KINDS: dict[str, type] = {
         "traces": str,
         "share_cache": bool,
         "insecure": bool,
-        "max_sequences": int,
-        "tool_parser": str,
+        "allow_origins": list,
+        "tls_cert": str,
+        "tls_key": str,
+        "log_level": str,
     },
+    **_OF_EACH_MODEL,
     **dict.fromkeys(_LIMITS, int),
 }
 
@@ -62,12 +69,33 @@ class ModelSettings:
     options: EngineOptions
     host_memory: str | None
     max_sequences: int
+    max_model_len: int | None = None
+    chat_template: str | None = None
     tool_parser: str = ""
+
+    def __post_init__(self) -> None:
+        check_tool_parser(self.tool_parser)
+        check_int(self.max_sequences, "max_sequences", 1, 2**31)
+        check_int(1 if self.max_model_len is None else self.max_model_len, "max_model_len", 1, 2**31)
+        self._template()
 
     def make_engine(self) -> Engine:
         """Makes the engine of this model."""
         scheduler = step_limits(self.options.device, self.max_sequences)
-        return self.options.make_engine(host_memory=self.host_memory, scheduler=scheduler)
+        longest = {} if self.max_model_len is None else {"max_seq_len": self.max_model_len}
+        engine = self.options.make_engine(host_memory=self.host_memory, scheduler=scheduler, cache=longest)
+        if (template := self._template()) is not None and engine.tokenizer is not None:
+            engine.tokenizer.chat_template = template
+        return engine
+
+    def _template(self) -> str | None:
+        """The text of the chat template that takes the place of the model's own."""
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template {self.chat_template} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -80,9 +108,29 @@ class ServeSettings:
     traces: str | None = None
     share_cache: bool = False
     insecure: bool = False
+    allow_origins: tuple[str, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    log_level: str = "warning"
     max_sequences: int = 256
+    max_model_len: int | None = None
+    chat_template: str | None = None
     tool_parser: str = ""
     limits: Limits = Limits()  # noqa: RUF009 - it is frozen
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level={show(self.log_level)} is unknown; known: {', '.join(LOG_LEVELS)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs both: tls_cert, a certificate, and tls_key, its private key")
+        for file in (self.tls_cert, self.tls_key):
+            if file is not None and not Path(file).is_file():
+                raise ConfigError(f"there is no file {file} for TLS")
+
+    @property
+    def of_each_model(self) -> dict[str, Any]:
+        """What holds for a model that says nothing else."""
+        return {name: getattr(self, name) for name in _OF_EACH_MODEL}
 
 
 def read_serve(
@@ -101,15 +149,15 @@ def read_serve(
     if "keys" in server:
         server["keys"] = Path(server["keys"])
     check_int(server.get("port", 0), "[server] port", 0, 65535)
+    server["allow_origins"] = tuple(server.get("allow_origins", ()))
     settings = ServeSettings(**server, limits=Limits(**limits))
-    check_tool_parser(settings.tool_parser)
-    options.tiers(host_memory)  # checks them before a model is loaded
+    options.check(host_memory)
     tables = file.get("models", [])
     if not isinstance(tables, list):
         raise ConfigError(f"{options.config}: write [[models]], once for each model")
     if options.model is not None or not tables:
         called = name or ("SmolLM2-135M-Instruct" if options.model is None else Path(options.model).resolve().name)
-        return settings, [ModelSettings(called, options, host_memory, settings.max_sequences, settings.tool_parser)]
+        return settings, [ModelSettings(called, options, host_memory, **settings.of_each_model)]
     if name is not None:
         raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
     return settings, _models(tables, options, host_memory, settings)
@@ -144,12 +192,10 @@ def _models(
         if shared_disk is not None and len(tables) > 1:
             own.setdefault("disk", str(Path(shared_disk) / keys["name"]))
         engine = options.changed(**own)
-        engine.tiers(host_memory)  # checks those of its own
-        tool_parser = keys.get("tool_parser", settings.tool_parser)
-        check_tool_parser(tool_parser)
-        max_sequences = keys.get("max_sequences", settings.max_sequences)
+        engine.check(host_memory)
+        own_settings = {**settings.of_each_model, **{key: keys[key] for key in _OF_EACH_MODEL if key in keys}}
         host = keys.get("host_memory", host_memory)
-        found.append(ModelSettings(keys["name"], engine, host, max_sequences, tool_parser))
+        found.append(ModelSettings(keys["name"], engine, host, **own_settings))
     return found
 
 

@@ -46,9 +46,7 @@ AddressArgument = Annotated[
         show_default=False,
     ),
 ]
-ConfigOption = Annotated[
-    Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers].")
-]
+ConfigOption = Annotated[Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers].")]
 Json = Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")]
 SpaceOption = Annotated[
     str | None, typer.Option("--space", help="Only the values of this fingerprint, as `kvpool tier ls` shows it.")

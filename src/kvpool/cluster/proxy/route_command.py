@@ -60,10 +60,12 @@ def route(
     \b
     kvpool serve DIR --port 8001 --publish tcp://127.0.0.1:5557
     kvpool serve DIR --port 8002 --publish tcp://127.0.0.1:5567
-    kvpool route --backend http://127.0.0.1:8001=tcp://127.0.0.1:5557 --backend http://127.0.0.1:8002=tcp://127.0.0.1:5567
+    kvpool route --backend http://127.0.0.1:8001=tcp://127.0.0.1:5557 \\
+                 --backend http://127.0.0.1:8002=tcp://127.0.0.1:5567
 
     \b
-    kvpool route --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002    # both with --remote redis://…
+    # both servers with --remote redis://…
+    kvpool route --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
 
     Servers are kvpool's, vLLM's, or others with OpenAI's API, /tokenize and vLLM's events. API keys are passed on to them.
     / shows all nodes in the browser, /route/stats is for scripts; other machines need $KVPOOL_ROUTE_KEY. See docs/cluster.md.

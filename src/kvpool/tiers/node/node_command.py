@@ -48,7 +48,7 @@ def node(
     tenant_share: Annotated[float | None, typer.Option(help="The same for one tenant: 1.")] = None,
     metrics: Annotated[str | None, typer.Option(help="Serve /metrics and /stats at HOST:PORT.")] = None,
     config: Annotated[
-        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[node].")
+        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [node].")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")] = False,
 ) -> None:
