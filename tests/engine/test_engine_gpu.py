@@ -206,7 +206,7 @@ def test_given_a_step_with_prompts_then_its_graph_gives_bit_for_bit_what_running
     with Engine(model, kv_blocks=64, scheduler=limits, attention="triton") as engine:
         recorder = KeepingRecorder(torch.device("cuda"))
         runner = ModelRunner(
-            engine.model,
+            engine._loop.runner.model,
             engine.shape,
             engine.plane,
             TritonBackend(engine.plane.device),

@@ -37,7 +37,7 @@ def engine_with_graphs(
     """An engine on a CPU whose steps run from graphs, as on a GPU."""
     engine = Engine(tiny_model(family), kv_blocks=128, scheduler=LIMITS, **options)
     runner = ModelRunner(
-        engine.model,
+        engine._loop.runner.model,
         engine.shape,
         engine.plane,
         ReplanningBackend(mixed=mixed),
@@ -113,7 +113,7 @@ def test_given_a_model_that_cannot_be_captured_then_its_steps_run_as_they_are_an
 def test_given_graphs_are_required_then_a_model_that_cannot_be_captured_is_refused() -> None:
     with Engine(tiny_model("llama"), kv_blocks=16) as engine:
         runner = ModelRunner(
-            engine.model,
+            engine._loop.runner.model,
             engine.shape,
             engine.plane,
             ReplanningBackend(),
@@ -220,7 +220,7 @@ def test_given_a_runner_then_the_step_that_it_warms_up_with_is_of_the_largest_si
     with Engine(tiny_model(family), kv_blocks=16, scheduler=LIMITS) as engine:
         runner, sizes = engine._loop.runner, []
         note = lambda _, __, given: sizes.append(given["input_ids"].shape[1])  # noqa: E731
-        engine.model.register_forward_pre_hook(note, with_kwargs=True)
+        engine._loop.runner.model.register_forward_pre_hook(note, with_kwargs=True)
         stores = [store.data for store in engine.plane.stores.values() if hasattr(store, "data")]
         for data in stores:
             data.fill_(7)

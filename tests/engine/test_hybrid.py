@@ -155,7 +155,9 @@ def test_given_graphs_and_steps_planned_ahead_then_the_tokens_are_the_same(famil
     recorder = FakeRecorder()
     with engine_for(model, kv_blocks=None, kv_bytes=2**24, overlap=True) as engine:
         limits = {"max_sequences": SMALL_STEPS.max_sequences, "max_tokens": SMALL_STEPS.max_tokens_per_step}
-        runner = ModelRunner(model, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, **limits)
+        runner = ModelRunner(
+            engine._loop.runner.model, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, **limits
+        )
         runner.warm_up()
         eager = without_graphs(runner)
         engine._loop.runner = runner

@@ -57,7 +57,7 @@ def fail_at(engine: Engine, poison: int) -> None:
         if (kwargs["input_ids"] == poison).any():
             raise RuntimeError("the device is on fire")
 
-    engine.model.register_forward_pre_hook(broken, with_kwargs=True)
+    engine._loop.runner.model.register_forward_pre_hook(broken, with_kwargs=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")

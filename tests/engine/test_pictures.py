@@ -140,7 +140,7 @@ def test_given_graphs_then_steps_without_pictures_replay_with_the_positions_of_t
 
     with engine_of(models[family_name], scheduler=limits, overlap=True) as engine:
         runner = ModelRunner(
-            engine.model,
+            engine._loop.runner.model,
             engine.shape,
             engine.plane,
             ReplanningBackend(),

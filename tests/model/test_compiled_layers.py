@@ -15,7 +15,7 @@ from vision_models import vision_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import UnsupportedModelError  # noqa: E402
-from kvpool.model.faster_layers import compile_each_layer, uncompiled  # noqa: E402
+from kvpool.model.faster_layers import compile_each_layer  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
@@ -44,17 +44,6 @@ def test_given_engines_one_after_another_then_the_layers_of_their_model_are_comp
         counts.append(len(graphs))
     assert 0 < counts[0] == counts[1] == counts[2]
     assert outputs[0] == outputs[1] == outputs[2]
-
-
-def test_given_a_compiled_model_then_who_looks_at_it_runs_its_own_code(graphs: list[Any]) -> None:
-    model = tiny_model("llama")
-    compile_each_layer(model, 2)
-    inputs = torch.tensor([[1, 2, 3]])
-    with uncompiled(model):
-        model(inputs)
-    assert graphs == []
-    model(inputs)
-    assert graphs
 
 
 def test_given_an_image_encoder_of_as_many_layers_then_only_those_of_the_decoder_are_compiled(

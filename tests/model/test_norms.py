@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from models import SUPPORTED, tiny_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from kvpool.model.faster_layers import fuse_norms, separate_norms  # noqa: E402
+from kvpool.model.faster_layers import fuse_norms  # noqa: E402
 from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
 
 # Two norms in each of two layers and one behind them, unless a model has others.
@@ -109,11 +109,3 @@ def test_given_a_norm_that_is_hooked_then_it_is_left_alone() -> None:
     norm = Norm()
     norm.register_forward_hook(lambda *_: None)
     assert fuse_norms(norm) == 0
-
-
-def test_given_fused_norms_when_they_are_separated_then_the_model_runs_its_own_code_again() -> None:
-    model = tiny_model("llama")
-    fuse_norms(model)
-    separate_norms(model)
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert fuse_norms(model) == 5

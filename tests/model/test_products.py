@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from kvpool.engine import Engine, engine_parts
 from kvpool.errors import UnsupportedModelError
 from kvpool.model import faster_layers as products
-from kvpool.model.faster_layers import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
+from kvpool.model.faster_layers import ChosenLinear, Way, choose_products, in_float32, plain, swapped
 
 ROWS = (1, 4, 16, 64)
 
@@ -70,9 +70,7 @@ def test_given_a_way_that_is_faster_for_some_rows_then_it_is_taken_for_these(mon
             torch.testing.assert_close(model(torch.ones(1, rows, 256)), wanted[None])
 
 
-def test_given_chosen_products_then_parameters_are_untouched_and_it_can_be_undone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_given_chosen_products_then_parameters_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
     model = two_layers()
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -81,9 +79,6 @@ def test_given_chosen_products_then_parameters_are_untouched_and_it_can_be_undon
     assert all(type(layer) is ChosenLinear for layer in model)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     assert list(model.state_dict()) == list(two_layers().state_dict())
-
-    plain_products(model)
-    assert all(type(layer) is nn.Linear and "ways" not in vars(layer) for layer in model)
 
 
 def test_given_a_gain_within_noise_then_the_plain_product_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +152,7 @@ def test_given_a_real_measurement_then_every_number_of_rows_has_a_way(monkeypatc
     assert len(products._measured) == 2
 
 
-def test_given_a_model_that_is_refused_when_it_was_tried_with_chosen_products_then_they_are_plain_again(
+def test_given_a_model_that_is_refused_when_it_was_tried_with_chosen_products_then_it_is_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)

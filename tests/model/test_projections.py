@@ -105,16 +105,19 @@ def test_given_a_joined_model_that_is_trained_then_every_parameter_gets_its_grad
         assert not model.up(X).sub(model.up.bias).any()
 
 
-def test_given_a_joined_model_that_is_converted_then_its_weights_are_views_of_the_new_matrix() -> None:
-    model = Gated(bias=True).eval()
+def test_given_weights_that_were_joined_before_then_another_copy_of_the_model_shares_their_matrix() -> None:
+    model, other = Gated(bias=True).eval(), Gated(bias=True).eval()
+    other.load_state_dict(model.state_dict())
+    for name in ("gate", "up"):
+        getattr(other, name).weight = getattr(model, name).weight
+        getattr(other, name).bias = getattr(model, name).bias
     expected = model(X)
     join_projections(model, lambda: model(X))
-    torch.testing.assert_close(model.double()(X.double()), expected.double())
-    (joined,) = {module for module in model.modules() if isinstance(module, JoinedProduct)}
-    model.up.weight.zero_()
-    assert joined.weight.dtype is torch.float64
-    assert not joined.weight[6:].any()
-    assert joined.weight[:6].any()
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    assert join_projections(other, lambda: other(X)) == 1
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert other.gate.joined.weight.data_ptr() == model.gate.joined.weight.data_ptr()
+    torch.testing.assert_close(other(X), expected)
 
 
 def test_given_another_input_than_the_first_members_then_a_product_is_computed_by_itself() -> None:

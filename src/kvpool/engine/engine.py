@@ -405,8 +405,7 @@ class Engine:
         """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns how many
         blocks left the cache.
         """
-        drop = self.manager.cache.reset
-        return drop() if self._tiers is None else self._tiers.invalidator.everything(drop)
+        return self._loop.forget()
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 

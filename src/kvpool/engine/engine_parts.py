@@ -16,14 +16,8 @@ from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tier_link import TierLink
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
-from kvpool.model.faster_layers import (
-    choose_products,
-    fuse_norms,
-    join_projections,
-    plain_products,
-    separate_norms,
-    uncompiled,
-)
+from kvpool.model.faster_layers import choose_products, fuse_norms, join_projections
+from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
@@ -45,18 +39,18 @@ class Parts(NamedTuple):
 
 
 def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> Parts:
-    """The parts of an engine for a loaded model, warmed up."""
+    """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
     compile, kv_bytes = settings.compile, settings.kv_bytes
-    where = model.device
-    with whole_device, current(where):  # one engine at a time, because each measures how much memory is free
-        with uncompiled(model):  # an engine before this one may have compiled its layers
-            shape = _prepared(model, compile)
-            encoder = ImageEncoder(model)
-            sees = encoder.refusal is None
-            if settings.kv_blocks is None and kv_bytes is None:
-                # As much as for the features again is for the work of the encoder.
-                beside = 2 * settings.encoder_bytes if sees else 0
-                kv_bytes = kv_budget(model, shape, where, settings.memory_fraction, limits, beside)
+    where, own = model.device, private_copy(model)
+    # One engine at a time, because each measures how much memory is free.
+    with whole_device, current(where), without_callers_state(where):
+        shape = _prepared(own, compile)
+        encoder = ImageEncoder(own)
+        sees = encoder.refusal is None
+        if settings.kv_blocks is None and kv_bytes is None:
+            # As much as for the features again is for the work of the encoder.
+            beside = 2 * settings.encoder_bytes if sees else 0
+            kv_bytes = kv_budget(own, shape, where, settings.memory_fraction, limits, beside)
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
         fields = settings.cache_fields(shape.max_positions)
         if fields.get("objective") == "seconds":
@@ -65,7 +59,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
         runner = ModelRunner(
-            model,
+            own,
             shape,
             plane,
             create_backend(settings.attention, where),
@@ -90,21 +84,18 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
             overlap=settings.overlap,
             tiers=tiers,
             pictures=StepPictures(encoder, settings.encoder_bytes, where) if sees else None,
+            weights=SharedWeights(model),  # now: joining products has moved some
         )
     return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder)
 
 
 def _prepared(model: Any, compile: bool) -> ModelShape:
     """Inspects the model and makes its layers faster: fewer kernels on a GPU, the fastest matrix products on a CPU."""
-    plain_products(model)  # an engine before this one may have run it elsewhere, or uncompiled
     if model.device.type == "cpu" and not compile:
         choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
-    try:
-        shape = inspect_model(model, with_states=True)
-    except BaseException:
-        plain_products(model)  # a refused model is as it was
-        raise
+    shape = inspect_model(model, with_states=True)
     if model.device.type == "cuda":
         join_projections(model, lambda: run_probe(model))
-        (separate_norms if compile else fuse_norms)(model)
+        if not compile:  # torch.compile needs the model's own code, and fuses more than the norms
+            fuse_norms(model)
     return shape

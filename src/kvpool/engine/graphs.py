@@ -26,8 +26,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import KVPoolError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import whole_device
-from kvpool.model.hook import AttentionCall
-from kvpool.model.probing import forward
+from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.state_steps import StateStep
 from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
@@ -66,6 +65,9 @@ class StepRunner(Protocol):
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor: ...
     def upload(self, array: npt.NDArray[Any]) -> Tensor: ...
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, keep: Tensor, attend: Attend, states: StateStep | None
+    ) -> Tensor: ...
 
 
 class CaptureError(KVPoolError):
@@ -272,7 +274,7 @@ class StepGraphs(ABC):
             states = self._state_step(runner.states, inputs)
 
         def step() -> Tensor:
-            return self._kept(forward(runner.model, token_ids, positions, keep, attend, states))
+            return self._kept(runner.forward(token_ids, positions, keep, attend, states))
 
         try:
             recorded = self._recorder.record(step)

@@ -27,6 +27,7 @@ from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
+from kvpool.model.private_copy import SharedWeights
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
@@ -63,6 +64,7 @@ class EngineLoop:
         overlap: bool | None = None,
         tiers: TierLink | None = None,
         pictures: StepPictures | None = None,
+        weights: SharedWeights | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -79,6 +81,8 @@ class EngineLoop:
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
         self.tiers = tiers
         self.pictures = pictures  # None: the model reads text only
+        self._weights = weights
+        self._weights_checked = False  # since the last step
 
     @property
     def has_work(self) -> bool:
@@ -103,8 +107,25 @@ class EngineLoop:
 
     def add(self, generation: Generation, request: Request, prompt: PromptKeys | None = None) -> None:
         """Queues a request; raises if it can never run. If its keys are given, it waits for its prefix from tiers first."""
+        self._check_weights()
         if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
             self._requests.enqueue(generation, request)
+
+    def _check_weights(self) -> None:
+        """Forgets what is cached if the weights have changed; raises if they were replaced. Once between two steps."""
+        if self._weights is None or self._weights_checked:
+            return
+        if self._weights.changed(compare=not self.has_work):  # comparing numbers waits for the device
+            log.warning("the weights of the model have changed: cached prefixes are forgotten")
+            self.forget(remove=False)
+            if self.pictures is not None:
+                self.pictures.cache.clear()
+        self._weights_checked = True
+
+    def forget(self, *, remove: bool = True) -> int:
+        """Forgets everything cached, and has tiers `remove` it. Returns how many blocks left the cache."""
+        drop = self.scheduler.manager.cache.reset
+        return drop() if self.tiers is None else self.tiers.invalidator.everything(drop, remove=remove)
 
     def fork(self, other: Generation, generation: Generation, request: Request) -> None:
         """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
@@ -144,6 +165,7 @@ class EngineLoop:
     @torch.inference_mode()
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
+        self._weights_checked = False
         self._copies.tell()
         plan = self.scheduler.step()
         if self.tiers is not None:

@@ -56,6 +56,11 @@ class EncoderCache:
                 self._num_bytes -= self._features.popitem(last=False)[1].nbytes
         return found
 
+    def clear(self) -> None:
+        """Forgets all features: the encoder has other weights now."""
+        self._features.clear()
+        self._num_bytes = 0
+
     def stats(self) -> EncoderStats:
         """Counts since the engine began, and what is held now."""
         return EncoderStats(len(self._features), self._num_bytes, self._max_bytes, self._num_encoded, self._num_hits)

@@ -27,9 +27,9 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
-from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.model.faster_layers import compile_each_layer
-from kvpool.model.hook import AttentionCall
+from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.probing import ModelShape, forward
 from kvpool.model.state_steps import StateStep
 from kvpool.model.states import state_modules
@@ -239,7 +239,32 @@ class ModelRunner:
             self.plane.write(slots, call.k, call.v, self.layer_of(call))
             return self.attention(call, plans)
 
-        return forward(self.model, token_ids, positions, keep, attend, states, shown)
+        return self.forward(token_ids, positions, keep, attend, states, shown)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        attend: Attend,
+        states: StateStep | None,
+        shown: Shown | None = None,
+    ) -> Tensor:
+        """The logits of a step; raises if its attention was computed by something else than `attend`."""
+        num_calls = 0
+
+        def counted(call: AttentionCall) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            return attend(call)
+
+        logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
+        if num_calls != len(self.kind_of_layer):
+            raise UnsupportedModelError(
+                f"{num_calls} of {len(self.kind_of_layer)} layers attended over the cache: another program has replaced the "
+                "attention that kvpool registered in transformers; start this one again without it"
+            )
+        return logits
 
     def _run_once(self) -> None:
         """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""

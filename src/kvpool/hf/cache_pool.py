@@ -18,9 +18,8 @@ from kvpool.config import KVCacheConfig
 from kvpool.errors import InvalidArgumentError
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
-from kvpool.model import rotary
-from kvpool.model.hook import set_attention
-from kvpool.model.probing import inspect_model
+from kvpool.model.private_copy import private_copy, without_callers_state
+from kvpool.model.probing import ModelShape, inspect_model
 from kvpool.pools.arrays import BoolArray, as_token_array
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -79,10 +78,7 @@ class CachePool:
         model_tiers = ModelTiers.of(
             tiers, disk, disk_bytes, remote=remote, tier_timeout=tier_timeout, tier_min_uses=tier_min_uses
         )
-        own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        shape = inspect_model(model)
-        set_attention(model, own_attention)
-        rotary.thaw(model)  # they change only beyond `max_positions`; without a cache the model may run longer texts
+        shape = _shape_of(model)
         layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
         self.manager = KVCacheManager(
@@ -212,6 +208,15 @@ def _cache_of(pool: weakref.ref[CachePool], kwargs: dict[str, Any]) -> PooledCac
     """The cache of a pass, if it belongs to this pool. A model may have several pools."""
     cache, own = kwargs.get("past_key_values"), pool()
     return cache if own is not None and getattr(cache, "pool", None) is own else None
+
+
+def _shape_of(model: Any) -> ModelShape:
+    """What a model needs of the cache, found out with a copy of it."""
+    own = private_copy(model)
+    if model.training:
+        raise InvalidArgumentError(f"{type(model).__name__} is in training mode: call model.eval() first")
+    with without_callers_state(model.device):
+        return inspect_model(own)
 
 
 def _plain(tokens: Any) -> Any:

@@ -13,7 +13,7 @@ library that torch uses for a product, and its speed, depend on the processor, t
 sixteen rows the plain order can take 1.4 times as long as the other one. 16-bit types without instructions for them can take
 two hundred times as long as float32. No way keeps a copy of the weights.
 
-On GPUs, layers can go through torch.compile. `uncompiled` runs the model without that.
+On GPUs, layers can go through torch.compile. None of this can be undone: it is done to a copy (`private_copy`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -55,14 +54,6 @@ def fuse_norms(model: nn.Module) -> int:
     for module, epsilon in norms:
         module.forward = partial(_fused, module, epsilon)
     return len(norms)
-
-
-def separate_norms(model: nn.Module) -> None:
-    """Undoes `fuse_norms`. torch.compile needs the model's own code, and fuses more than the norms."""
-    for module in model.modules():
-        given = vars(module).get("forward")
-        if isinstance(given, partial) and given.func is _fused:
-            del module.forward
 
 
 def _fused(module: Any, epsilon: float, hidden_states: Tensor) -> Tensor:
@@ -115,24 +106,11 @@ class JoinedProduct(nn.Module):
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [member.out_features for member in members]
-        self._members = tuple(members)
         self._latest = _Latest()
-        self.join()
-
-    @torch.no_grad()
-    def join(self) -> None:
-        """Puts the weights of the members, wherever they are, into one matrix."""
         # Not parameters and not in the state dict: the model keeps the parameters of the members.
-        self.register_buffer("weight", _joined([member.weight for member in self._members]), persistent=False)
-        biases = [member.bias for member in self._members if member.bias is not None]
+        self.register_buffer("weight", _joined([member.weight for member in members]), persistent=False)
+        biases = [member.bias for member in members if member.bias is not None]
         self.register_buffer("bias", _joined(biases) if biases else None, persistent=False)
-
-    def join_again(self) -> None:
-        """Called when members may have moved or been converted. Once all have, joins their new weights again."""
-        alike = all(_alike(self._members[0], member) for member in self._members)
-        rows = torch.split(self.weight, self.sizes)
-        if alike and any(m.weight.data_ptr() != part.data_ptr() for m, part in zip(self._members, rows, strict=True)):
-            self.join()
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """The product of member number `place` with `x`; None if the first member was not called with the same tensor."""
@@ -158,11 +136,6 @@ class ProjectionPart(nn.Linear):
         part = None if trained else self.joined.part(self.place, input)
         return linear(input, self.weight, self.bias) if part is None else part
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ProjectionPart:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.joined.join_again()
-        return self
-
 
 @torch.no_grad()
 def join_projections(model: nn.Module, run: Callable[[], object]) -> int:
@@ -182,12 +155,25 @@ def join_projections(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor with all rows. The given tensors become views of it one by one, so that little memory is used twice."""
-    whole = tensors[0].new_empty(sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
-    for tensor, rows in zip(tensors, torch.split(whole, [len(tensor) for tensor in tensors]), strict=True):
+    """One tensor with all rows. The given tensors become views of it one by one, so that little memory is used twice.
+
+    Tensors that lie one after another, because an engine before this one has joined them, stay where they are.
+    """
+    first = tensors[0]
+    sizes = [len(tensor) for tensor in tensors]
+    if all(_follows(one, other) for one, other in pairwise(tensors)):
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    whole = first.new_empty(sum(sizes), *first.shape[1:])
+    for tensor, rows in zip(tensors, torch.split(whole, sizes), strict=True):
         rows.copy_(tensor)
         tensor.data = rows
     return whole
+
+
+def _follows(one: Tensor, other: Tensor) -> bool:
+    """Whether the second tensor lies behind the first in the same memory."""
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and one.is_contiguous() and other.is_contiguous() and other.data_ptr() == one.data_ptr() + one.nbytes
 
 
 def _called_with_the_same_input(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
@@ -299,13 +285,6 @@ def choose_products(model: nn.Module) -> int:
     return changed
 
 
-def plain_products(model: nn.Module) -> None:
-    """Undoes `choose_products`."""
-    for module in [each for each in model.modules() if isinstance(each, ChosenLinear)]:
-        del module.ways
-        object.__setattr__(module, "__class__", nn.Linear)
-
-
 def _is_plain(module: nn.Linear) -> bool:
     hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     if type(module) is not nn.Linear or hooked:
@@ -364,22 +343,4 @@ def compile_each_layer(model: Any, num_layers: int) -> None:
     if not lists:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} layers; use compile=False")
     for layer in lists[0]:
-        if layer._compiled_call_impl is None:  # an engine before this one may have done so
-            layer.compile(dynamic=True)
-
-
-@contextmanager
-def uncompiled(model: Any) -> Iterator[None]:
-    """Runs compiled modules without their compiled code.
-
-    Probes pass arguments and classes that no step passes. torch.compile would compile layers again for each of these, until
-    it gives up, also for steps.
-    """
-    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
+        layer.compile(dynamic=True)

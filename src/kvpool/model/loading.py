@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from kvpool.errors import (
     UnsupportedModelError,
 )
 from kvpool.model.gguf_conversion import converted
+from kvpool.model.private_copy import check_model, private_copy
 
 log = logging.getLogger("kvpool")
 
@@ -62,7 +64,7 @@ class ModelInfo(NamedTuple):
 
 
 class LoadedModel(NamedTuple):
-    """A model in eval mode without gradients, its tokenizer if it came with one, and where it came from."""
+    """A model, its tokenizer if it came with one, and where it came from."""
 
     model: Any
     tokenizer: Any
@@ -81,7 +83,8 @@ def load_model(
 
     `source` is one of: a directory with safetensors; a .gguf file (converted once, see `gguf_conversion`); a configuration
     (mapping, .json file or transformers object), which gets random weights drawn with `seed`; a loaded model, used as
-    it is; a name on the Hugging Face hub; None or "default" for SmolLM2-135M-Instruct.
+    it is, or a copy of it where `device` or `dtype` say something else; a name on the Hugging Face hub; None or "default"
+    for SmolLM2-135M-Instruct.
 
     `device` is by default the GPU, if there is one. `dtype` is by default that of the files; for GGUF files and random
     weights it is bfloat16 on a GPU and float32 elsewhere.
@@ -146,19 +149,26 @@ def torch_device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def _adopt(model: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> LoadedModel:
-    import transformers
-
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise InvalidArgumentError(f"a {type(model).__name__} is no model of transformers (PreTrainedModel)")
-    if device is not None or dtype is not None:
-        model.to(device=device, dtype=dtype)
+def _adopt(model: Any, device: torch.device | None, dtype: torch.dtype | None) -> LoadedModel:
+    check_model(model)
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise InvalidArgumentError(
+            f"the {type(model).__name__} has weights that are not in memory (offloaded by accelerate, or on the device "
+            "meta); load it whole, without device_map or with device_map={'': 0}"
+        )
     places = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(places) > 1:
         raise InvalidArgumentError(
             f"the {type(model).__name__} is spread over {', '.join(places)}; it must be on one device"
         )
-    return LoadedModel(_at_rest(model), None, ModelInfo(model.config.name_or_path or model.config.model_type, "object"))
+    elsewhere = device is not None and model.device != device
+    if elsewhere or dtype not in (None, model.dtype):
+        model = private_copy(model, partial(_converted, device, dtype))
+    return LoadedModel(model, None, ModelInfo(model.config.name_or_path or model.config.model_type, "object"))
+
+
+def _converted(device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
 
 def _config(source: Any) -> Any:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.checks import show
 from kvpool.config import StateSpec
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
+from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
 from kvpool.model.state_steps import StateStep, keeping_states
@@ -146,10 +146,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
     >>> shape = inspect_model(AutoModelForCausalLM.from_pretrained("path"))  # doctest: +SKIP
     >>> KVCacheConfig(shape.layer_specs(), block_size=16, gpu_blocks=1000)  # doctest: +SKIP
     """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise InvalidArgumentError(f"{show(model)} is no model of transformers (PreTrainedModel)")
+    check_model(model)
     if model.training:
         raise InvalidArgumentError(f"{type(model).__name__} is in training mode: call model.eval() first")
     _refuse_by_declaration(model, with_states)

@@ -219,12 +219,16 @@ class TierInvalidator:
         self._lineage = lineage
         self._storer = storer
 
-    def everything(self, drop: Callable[[], int]) -> int:
-        """Forgets all content. `drop` takes it out of the cache and returns how many blocks left."""
+    def everything(self, drop: Callable[[], int], *, remove: bool = True) -> int:
+        """Forgets all content. `drop` takes it out of the cache and returns how many blocks left.
+
+        `remove=False` leaves it in the tiers: other engines, which have the weights that it was computed with, may use it.
+        """
         with self.lock:
             removed = drop()
             self._keys.forgotten.forget_all()
-        self._remove(None)
+        if remove:
+            self._remove(None)
         return removed
 
     def content(
