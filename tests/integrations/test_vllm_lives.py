@@ -30,6 +30,8 @@ CHECKS = [
     "reader",
     "events",
     "hybrid",
+    "states",
+    "delta_rule",
     "refused",
     "ranks",
     "redis",
@@ -190,13 +192,49 @@ def test_given_layers_with_sliding_windows_then_vllm_answers_as_without_the_conn
     assert result["poisoned"] == 0
 
 
+def test_given_layers_that_keep_a_state_then_vllm_answers_as_without_the_connector(seen: Any) -> None:
+    result = of(seen, "states")
+    assert result["differ"] == 3
+    assert result["cold"] == [True, [0] * 3]
+    assert result["host"] == [True, [448] * 3]
+    assert result["behind an answer"] == [True, [480] * 3]
+    assert result["in the middle"] == [True, [256] * 3], "chunks of 128 tokens left states there"
+    assert result["disk"] == [True, [448] * 3]
+    assert (result["from tiers"], result["failed"], result["used"]) == (42, [0, 0], 0)
+    assert (result["damaged"], result["lost"]) == (True, True)
+
+
+def test_given_several_groups_of_states_of_two_parts_then_vllm_answers_as_without_the_connector(seen: Any) -> None:
+    assert of(seen, "delta_rule") == {
+        "differ": 3,
+        "groups": 4,
+        "block": 64,
+        "cold": [True, [0] * 3],
+        "host": [True, [448] * 3],
+        "disk": [True, [448] * 3],
+        "poisoned": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["Poisoned", "PoisonedStates"])
+def test_given_a_connector_that_brings_zeros_for_blocks_or_for_states_then_all_answers_differ(
+    seen: Any, name: str
+) -> None:
+    assert of(seen, "states")[name] == [0, 448]
+
+
 def test_given_kinds_of_layers_then_vllm_starts_with_those_that_are_served_and_one_line_names_the_others(
     seen: Any,
 ) -> None:
     result = of(seen, "refused")
-    assert [result[kind] for kind in ("full", "latent", "windows")] == [16] * 3
+    assert [result[kind] for kind in ("full", "latent", "windows", "states")] == [16] * 4
     for kind, named in {
-        "states": "layers with a state (MambaSpec:",
+        "states without prefix caching": "as without --enable-prefix-caching",
+        "states and drafts": "beside speculative decoding",
+        "states and windows": "beside sliding windows",
+        "nothing but states": "only layers with a state",
+        "states in stages": "several pipeline stages",
+        "for real": "as without --enable-prefix-caching",
         "reference windows": "RSWASpec",
         "chunks": "ChunkedLocalAttentionSpec",
         "both ways": "attend to later tokens",
@@ -205,8 +243,6 @@ def test_given_kinds_of_layers_then_vllm_starts_with_those_that_are_served_and_o
     }.items():
         assert named in result[kind]
         assert "\n" not in result[kind]
-    assert result["states alone"] == 3
-    assert "layers with a state (MambaSpec:" in result["states for real"]
 
 
 def test_given_two_ranks_then_vllm_joins_their_reports_and_what_failed_on_one_is_told(seen: Any) -> None:

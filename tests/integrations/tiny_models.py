@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = dict(
 
 
 def write(kind: str, directory: Path, seed: int = 7) -> str:
-    """Writes a model of a kind (`llama`, `gemma2`, `lfm2`, `phi3`) and returns its directory."""
+    """Writes a model of a kind (`llama`, `gemma2`, `lfm2`, `phi3`, `qwen3_next`) and returns its directory."""
     import torch
     from transformers import (
         Gemma2Config,
@@ -38,6 +38,8 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
         LlamaForCausalLM,
         Phi3Config,
         Phi3ForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
 
     torch.manual_seed(seed)
@@ -52,6 +54,17 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
         given = {**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1}
         model = Lfm2ForCausalLM(
             Lfm2Config(num_hidden_layers=4, full_attn_idxs=[1, 3], block_auto_adjust_ff_dim=False, **given)
+        )
+    elif kind == "qwen3_next":  # three layers with the gated delta rule, then attention
+        heads = dict(
+            linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=128, linear_value_head_dim=128
+        )
+        experts = dict(
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+        )
+        given = {**COMMON, "num_attention_heads": 2, "head_dim": 256}  # a block must have as many bytes as a state
+        model = Qwen3NextForCausalLM(
+            Qwen3NextConfig(num_hidden_layers=4, linear_conv_kernel_dim=4, **heads, **experts, **given)
         )
     else:
         model = Gemma2ForCausalLM(

@@ -27,11 +27,13 @@ LAYERS = 2
 PROMPT = list(range(100, 118))  # four whole blocks and two tokens
 
 
-def introduction(num_rows: int, rank: int = 0, num_workers: int = 1, layout: str = "toy") -> Introduction:
+def introduction(
+    num_rows: int, rank: int = 0, num_workers: int = 1, layout: str = "toy", num_checkpoints: int = 0
+) -> Introduction:
     """What a worker of the toy engine says of itself."""
-    groups = (f"{LAYERS * PAGE_BYTES} bytes",)
-    shard = Shard(rank, num_workers)
-    return Introduction(rank, num_workers, num_rows, Fingerprint("toy", "v1", BLOCK, groups, layout, shard))
+    groups = (f"{LAYERS * PAGE_BYTES} bytes", f"{PAGE_BYTES} bytes")[: 1 + bool(num_checkpoints)]
+    fingerprint = Fingerprint("toy", "v1", BLOCK, groups, layout, Shard(rank, num_workers))
+    return Introduction(rank, num_workers, num_rows, fingerprint, num_checkpoints)
 
 
 @dataclass

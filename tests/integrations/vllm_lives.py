@@ -57,9 +57,8 @@ class Life:
                 kv_connector_extra_config=extra,
             )
         given = {"max_model_len": 2048, "num_gpu_blocks_override": 256, "disable_log_stats": False, **options}
-        self.engine = LLM(
-            model, enforce_eager=True, dtype="float32", block_size=BLOCK, skip_tokenizer_init=True, **given
-        )
+        given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, **given}
+        self.engine = LLM(model, block_size=BLOCK, **given)
 
     @property
     def connector(self) -> Any:
@@ -541,8 +540,81 @@ def hybrid(folder: Path) -> Any:
 
 
 @check
+def states(folder: Path) -> Any:
+    """Layers that keep a state: cold and in chunks, from the host, behind an answer, from disk, from a damaged disk.
+
+    One request at a time: vLLM 0.32 itself answers otherwise on a CPU when it computes several prompts of LFM2 at once.
+    """
+    lfm2, alone_at_once = model("lfm2", folder), {"max_num_seqs": 1, "prefix_cache_retention_interval": BLOCK}
+    extra = {"host_bytes": "64MB", "disk": str(folder / "states"), "disk_bytes": "64MB"}
+    with life(lfm2, **alone_at_once) as alone:
+        expected = alone.answers(PROMPTS, num_new=40)
+        longer = [[*prompt, *answer, 7] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+        forth = alone.answers(longer)
+        halves = [[*prompt[:300], 5, 6, 7] for prompt in PROMPTS]
+        middle = alone.answers(halves)
+    seen: dict[str, Any] = {"differ": len({tuple(answer) for answer in expected})}
+    with life(lfm2, extra, **alone_at_once, max_num_batched_tokens=128) as first:
+        seen["cold"] = _seen(first.asked(PROMPTS, num_new=40), expected)
+        first.forget()
+        seen["host"] = _seen(first.asked(PROMPTS, num_new=40), expected)
+        first.forget()
+        seen["behind an answer"] = _seen(first.asked(longer), forth)
+        first.forget()
+        seen["in the middle"] = _seen(first.asked(halves), middle)
+        first.settle()
+        first.side.manager.check()
+        counts = first.side.stats()
+        seen["failed"] = [counts["failed"], counts["no_room"]]
+    with life(lfm2, extra, **alone_at_once) as second:
+        seen["disk"] = _seen(second.asked(PROMPTS, num_new=40), expected)
+        seen["from tiers"] = second.side.stats()["from_tiers"]
+        pool = second.core.scheduler.kv_cache_manager.block_pool
+        second.forget()
+        seen["used"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    damage(folder / "states")
+    with life(lfm2, extra, **alone_at_once) as third:
+        seen["damaged"] = _seen(third.asked(PROMPTS, num_new=40), expected)[0]
+        seen["lost"] = third.side.stats()["failed"] > 0
+    for name in ("Poisoned", "PoisonedStates"):
+        with life(lfm2, {"host_bytes": "64MB"}, connector=name, module="poisoned", **alone_at_once) as poison:
+            poison.answers(PROMPTS, num_new=40)
+            poison.forget()
+            wrong = poison.asked(PROMPTS, num_new=40)
+            seen[name] = [sum(got == right for (got, _), right in zip(wrong, expected, strict=True)), wrong[0][1]]
+    return seen
+
+
+@check
+def delta_rule(folder: Path) -> Any:
+    """Three groups of layers whose states have two parts beside attention, in 16 bits, as vLLM computes them on a CPU."""
+    qwen = model("qwen3_next", folder)
+    options: dict[str, Any] = {"max_num_seqs": 1, "dtype": "bfloat16"}
+    extra = {"host_bytes": "64MB", "disk": str(folder / "delta"), "disk_bytes": "64MB"}
+    seen: dict[str, Any] = {}
+    with life(qwen, **options) as alone:
+        expected = alone.answers(PROMPTS)
+        seen["differ"] = len({tuple(answer) for answer in expected})
+        seen["groups"] = len(alone.core.scheduler.kv_cache_config.kv_cache_groups)
+        seen["block"] = alone.core.scheduler.block_size
+    with life(qwen, extra, **options) as first:
+        seen["cold"] = _seen(first.asked(PROMPTS), expected)
+        first.forget()
+        seen["host"] = _seen(first.asked(PROMPTS), expected)
+        first.settle()
+    with life(qwen, extra, **options) as second:
+        seen["disk"] = _seen(second.asked(PROMPTS), expected)
+    with life(qwen, {"host_bytes": "64MB"}, connector="PoisonedStates", module="poisoned", **options) as poison:
+        poison.answers(PROMPTS)
+        poison.forget()
+        seen["poisoned"] = sum(got == right for got, right in zip(poison.answers(PROMPTS), expected, strict=True))
+    return seen
+
+
+@check
 def refused(folder: Path) -> Any:
-    """Kinds of layers: what is served, and what the line says where one is not; then a model with states, for real."""
+    """Kinds of layers: what is served, and what the line says where one is not; then without prefix caching, for real."""
+    from dataclasses import replace
     from types import SimpleNamespace
 
     import torch
@@ -552,11 +624,16 @@ def refused(folder: Path) -> Any:
 
     shape: dict[str, Any] = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     full, window = kinds.FullAttentionSpec(**shape), kinds.SlidingWindowSpec(**shape, sliding_window=64)
+    state = kinds.MambaSpec(block_size=16, shapes=((3, 64),), dtypes=(torch.float32,), mamba_cache_mode="align")
     models = {
         "full": [full],
         "latent": [kinds.MLAAttentionSpec(**{**shape, "num_kv_heads": 1})],
         "windows": [full, window],
-        "states": [full, kinds.MambaSpec(block_size=16, shapes=((3, 64),), dtypes=(torch.float32,))],
+        "states": [full, state],
+        "states without prefix caching": [full, replace(state, mamba_cache_mode="none")],
+        "states and drafts": [full, replace(state, num_speculative_blocks=2)],
+        "states and windows": [full, window, state],
+        "nothing but states": [state],
         "reference windows": [kinds.RSWASpec(**shape, rswa_window=64)],
         "chunks": [full, kinds.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64)],
         "both ways": [kinds.FullAttentionSpec(**shape, non_causal=True)],
@@ -564,18 +641,21 @@ def refused(folder: Path) -> Any:
     }
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, pipeline_parallel_size=1
+        ),
     )
     seen: dict[str, Any] = {}
     for name, specs in models.items():
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
         seen[name] = _answer(lambda groups=groups: checked_block_size(config, SimpleNamespace(kv_cache_groups=groups)))
+    config.parallel_config.pipeline_parallel_size = 2
+    both = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in (full, state)])
+    seen["states in stages"] = _answer(lambda: checked_block_size(config, both))
     config.kv_transfer_config.kv_load_failure_policy = "fail"  # which is vLLM's default
     seen["policy"] = _answer(lambda: checked_block_size(config, SimpleNamespace(kv_cache_groups=[])))
     lfm2 = model("lfm2", folder)
-    with life(lfm2) as alone:
-        seen["states alone"] = len({tuple(answer) for answer in alone.answers(PROMPTS)})
-    seen["states for real"] = _answer(lambda: Life(lfm2, {"host_bytes": "64MB"}))
+    seen["for real"] = _answer(lambda: Life(lfm2, {"host_bytes": "64MB"}, enable_prefix_caching=False))
     return seen
 
 

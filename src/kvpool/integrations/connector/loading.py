@@ -1,6 +1,8 @@
 """Loads: how much of a prompt the host and the tiers below it have, and the orders that load it into pages.
 
-Background threads ask the tiers. A block counts as found if every worker finds its part of it.
+Background threads ask the tiers. A block counts as found if every worker finds its part of it. If layers keep states, only
+lengths count behind which there is a checkpoint, and all loads run outside of steps: vLLM can be told only there that one
+failed, and does not count the page of a loaded state in a step.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvpool.errors import OutOfBlocksError
-from kvpool.integrations.connector.orders import Introduction, Load, Orders
+from kvpool.integrations.connector.orders import Checkpoint, Introduction, Load, Orders
 from kvpool.integrations.connector.reports import BlockEvents
 from kvpool.integrations.connector.requests import TrackedRequest
-from kvpool.integrations.connector.saving import take_rows
+from kvpool.integrations.connector.saving import CHECKPOINTS, take_rows
 from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
+from kvpool.tiers.transport.prefix_options import NOWHERE
 from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 
@@ -54,9 +57,11 @@ class Loader:
         lookups: TierLookups | None,
         make_room: Callable[[], bool],
         *,
+        has_states: bool,
         events: BlockEvents | None,
     ) -> None:
         self.stats = LoadStats()
+        self._has_states = has_states
         self._make_room = make_room  # frees rows that are held and not needed; False if there were none
         self._manager = manager
         self._block_size = block_size
@@ -89,8 +94,8 @@ class Loader:
                 num_blocks, waits = max(num_blocks, num_below), num_below > num_blocks
         if num_blocks <= first:
             return 0, False
-        tracked.waits = waits
-        return (num_blocks - first) * self._block_size, waits
+        tracked.waits = waits or self._has_states
+        return (num_blocks - first) * self._block_size, tracked.waits
 
     def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
         """Whether a load for another request brings this block to the host, so that it is not loaded twice."""
@@ -115,10 +120,18 @@ class Loader:
             answer = self._manager.can_allocate(tokens, scope=tracked.scope)
         if answer:
             return wanted
+        if self._has_states:  # a part of it would end where there is no checkpoint
+            return num_present
         return min(wanted, num_present + answer.blocks_available[0])
 
     def order(
-        self, tracked: TrackedRequest, pages: Sequence[list[int]], num_tokens: int, job: int, orders: Orders
+        self,
+        tracked: TrackedRequest,
+        pages: Sequence[list[int]],
+        num_tokens: int,
+        job: int,
+        orders: Orders,
+        state_pages: Sequence[list[int]],
     ) -> None:
         """The engine has pages for what was looked up: orders the load for the next step."""
         size, first = self._block_size, tracked.num_local
@@ -137,7 +150,11 @@ class Loader:
         tracked.hits = num_present - first, in_first, last - num_present - in_first
         request_id, present = tracked.request.request_id, num_present - first
         wanted = [of_group[first:last] for of_group in pages]
-        orders.loads.append(Load(job, request_id, rows, wanted, present, digests, tracked.waits))
+        load = Load(job, request_id, rows, wanted, present, digests, tracked.waits)
+        if self._has_states and handle is not None:
+            row = handle.block_ids(CHECKPOINTS).item(last - 1)
+            load.checkpoint = Checkpoint(row, [of_group[last - 1] for of_group in state_pages])
+        orders.loads.append(load)
 
     def _take(self, tracked: TrackedRequest, last: int) -> KVCacheHandle | None:
         """Holds the rows of a prefix, new ones for what the host lacks. None if there is no room after all."""
@@ -156,7 +173,8 @@ class Loader:
         done.tracked.num_loading -= 1
         for digest in done.digests:
             self._in_flight.pop(digest, None)
-        wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
+        wanted = done.last - done.first
+        came = min(num_blocks, wanted)
         present = done.num_present - done.first
         self.stats.hits += came > 0
         self.stats.from_host += min(came, present)
@@ -193,6 +211,7 @@ class TierLookups:
     def __init__(self, settings: ConnectorSettings, workers: Sequence[Introduction]) -> None:
         self._timeout = settings.timeout
         self.patience = settings.timeout + GRACE_SECONDS  # seconds after which a tier counts as hanging
+        self._has_states = any(worker.num_checkpoints for worker in workers)
         self._spaces = [KeySpace(worker.fingerprint) for worker in workers]
         self._chains = [TierChain(open_worker_tiers(settings, worker, is_reader=True)) for worker in workers]
         watched = [each for chain in self._chains for each in chain.watched]
@@ -216,9 +235,15 @@ class TierLookups:
         holders: list[int] = []
         try:
             due, common = time.monotonic() + self._timeout, [0] * len(digests)
+            kept = [True] * len(digests)  # the blocks behind which every worker has a checkpoint
             for space, chain in zip(self._spaces, self._chains, strict=True):
                 found = chain.find_prefix(space.keys(digests[: len(common)]), due)
                 common = [max(pair) for pair in zip(common, found, strict=False)]  # the slowest tier of all workers
+                if self._has_states:
+                    found = chain.find(space.keys(digests[: len(common)], CHECKPOINTS), due)
+                    kept = [there and holder != NOWHERE for there, holder in zip(kept, found, strict=False)]
+            while common and not kept[len(common) - 1]:
+                common.pop()
             holders = common
         finally:
             lookup.end(holders)

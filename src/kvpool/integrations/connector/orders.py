@@ -2,21 +2,33 @@
 
 A *row* is a block of host memory, a *page* a block of the engine's own cache; both are numbers here. An engine may keep
 layers in several groups, each with its own pages. A row holds the pages of all groups. `NO_PAGE` stands for a page that has
-left its window.
+left its window. Layers that keep a state have groups and rows of their own (`Checkpoint`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.tiers import Fingerprint
 
 NO_PAGE = -1
 
 
+class Checkpoint(NamedTuple):
+    """The states behind one block: their row among the rows of states, and their page in each group that keeps states."""
+
+    row: int
+    pages: list[int]
+
+
 @dataclass
 class Load:
-    """Copy rows into pages. Rows from `num_present` on are filled from tiers first, by `digests`; without these they fail."""
+    """Copy rows into pages. Rows from `num_present` on are filled from tiers first, by `digests`; without these they fail.
+
+    A load with a checkpoint fails as a whole: states are right behind the last block and nowhere else. The checkpoint comes
+    from tiers if a row does.
+    """
 
     job: int
     request_id: str
@@ -25,6 +37,7 @@ class Load:
     num_present: int
     digests: list[bytes] = field(default_factory=list)
     is_async: bool = False  # the request waits outside of steps until this is done
+    checkpoint: Checkpoint | None = None  # behind the last block
 
 
 @dataclass
@@ -34,6 +47,7 @@ class Store:
     job: int
     pages: list[list[int]]  # of each group
     rows: list[int]
+    checkpoint: Checkpoint | None = None  # behind the last block
 
 
 @dataclass
@@ -43,6 +57,8 @@ class Spill:
     job: int
     rows: list[int]
     digests: list[bytes]
+    checkpoint_rows: list[int] = field(default_factory=list)
+    checkpoint_digests: list[bytes] = field(default_factory=list)  # of the blocks before them
 
 
 @dataclass
@@ -90,3 +106,4 @@ class Introduction:
     num_workers: int
     num_rows: int
     fingerprint: Fingerprint
+    num_checkpoints: int = 0  # rows of states; 0 if no layer keeps one

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from kvpool.storage.dma import copy_places
 from kvpool.storage.memory import HostMemory, free_bytes
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
+Layer = Tensor | Sequence[Tensor]
 _Parts = list[tuple[Bytes, slice]]
 _PARTS = 4  # the most pieces of a page per layer: keys, values, and the scales of both
 
@@ -57,14 +58,15 @@ def nothing_left() -> bool:
 class EnginePages:
     """The pages of all layers. A row has the bytes of one block, layer after layer and piece after piece.
 
-    `groups` names the layers that share page numbers; without it all do. This class is for engines on a CPU: it copies at
-    once. `LinkedPages` copies to and from a GPU while it computes.
+    `groups` names the layers that share page numbers; without it all do. A layer is one tensor, or several if it keeps a
+    state of several parts. This class is for engines on a CPU: it copies at once. `LinkedPages` copies to and from a GPU
+    while it computes.
     """
 
     gpu: torch.device | None = None  # where the pages are
 
     def __init__(
-        self, layers: Mapping[str, Tensor], num_pages: int, groups: Sequence[Sequence[str]] | None = None
+        self, layers: Mapping[str, Layer], num_pages: int, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
         named = [list(layers)] if groups is None else [list(group) for group in groups]
         self.layers: list[LayerPages] = []
@@ -76,7 +78,12 @@ class EnginePages:
                 self.row_bytes += sum(piece.shape[1] for piece in pieces)
         self.num_pages = num_pages
         self.num_groups = len(named)
-        described = [[name, str(each.dtype), list(each.shape), list(each.stride())] for name, each in layers.items()]
+        of_groups = [name for name in layers if any(name in group for group in named)]
+        described: list[Any] = [
+            [name, str(each.dtype), list(each.shape), list(each.stride())]
+            for name in of_groups
+            for each in _tensors(layers[name])
+        ]
         for each in described:
             each[2] = [
                 0 if size == num_pages else size for size in each[2]
@@ -127,8 +134,14 @@ class EnginePages:
         return groups
 
 
-def _pieces(name: str, layer: Tensor, num_pages: int) -> list[Tensor]:
+def _tensors(layer: Layer) -> list[Tensor]:
+    return [layer] if isinstance(layer, Tensor) else list(layer)
+
+
+def _pieces(name: str, layer: Layer, num_pages: int) -> list[Tensor]:
     """One layer as matrices of bytes, [page, byte]."""
+    if not isinstance(layer, Tensor):
+        return [piece for part in layer for piece in _pieces(name, part, num_pages)]
     if layer.shape[0] == num_pages:
         parts = [layer]
     elif layer.dim() > 1 and layer.shape[0] <= _PARTS and layer.shape[1] == num_pages:
@@ -192,7 +205,7 @@ class LinkedPages(EnginePages):
     """`EnginePages` for a GPU. Only the thread that computes uses it; any thread may call `settle`."""
 
     def __init__(
-        self, layers: Mapping[str, Tensor], num_pages: int, groups: Sequence[Sequence[str]] | None = None
+        self, layers: Mapping[str, Layer], num_pages: int, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
         super().__init__(layers, num_pages, groups)
         self.gpu = self._device = self.layers[0].pieces[0].device

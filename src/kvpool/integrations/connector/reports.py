@@ -108,9 +108,11 @@ class BlockEvents:
             told += self._forget_host()
             batch = self._subscription.resync()
         for event in batch.events:
+            if not isinstance(event, (Stored, Removed)) or event.group:  # checkpoints have no name in the engine
+                continue
             if isinstance(event, Stored):
                 told += self._stored(event)
-            elif isinstance(event, Removed):
+            else:
                 names = [self._on_host.pop(digest) for digest in event.digests if digest in self._on_host]
                 if names:
                     told.append(BlocksRemoved(names, HOST, event.group))

@@ -8,23 +8,28 @@
 A running request keeps its rows, and a few more for its next blocks, so that a step which fills blocks needs no look-up
 (`HeldRows`). It loses them when it ends, when another request needs the room, and when all requests together hold more than
 a quarter of the host.
+
+If layers keep states, blocks are stored up to a checkpoint, when the engine says that it has one: what lies behind the last
+one is of no use. Rows are held only while jobs use them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvpool.errors import OutOfBlocksError
-from kvpool.integrations.connector.orders import NO_PAGE, Orders, Spill, Store
+from kvpool.integrations.connector.orders import NO_PAGE, Checkpoint, Orders, Spill, Store
 from kvpool.integrations.connector.reports import BlockEvents
 from kvpool.integrations.connector.requests import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.sequences.handle import KVCacheHandle
 
+CHECKPOINTS = 1  # the group of states in the manager and in keys; blocks are group 0
 _MANY = 32  # so many confirmed blocks are published even before a look-up
 
 
@@ -43,6 +48,7 @@ class _StoreJob:
     saving: Saving
     first: int
     last: int
+    lease: KVCacheHandle | None = None  # holds its checkpoint until the tiers have it
 
 
 class Saver:
@@ -56,11 +62,13 @@ class Saver:
         new_job: Callable[[], int],
         *,
         has_tiers: bool,
+        has_states: bool,
         events: BlockEvents | None,
     ) -> None:
         self.stats = SaveStats()
         self._manager = manager
-        self._held = HeldRows(manager, block_size, num_rows)
+        self._has_states = has_states
+        self._held = HeldRows(manager, block_size, num_rows, keeps=not has_states)
         self._block_size = block_size
         self._has_tiers = has_tiers
         self._new_job = new_job
@@ -87,7 +95,7 @@ class Saver:
 
     def order(self, orders: Orders) -> None:
         """Orders copies of what the host lacks, and has published blocks stored in the tiers."""
-        if orders.is_idle or self._num_confirmed >= _MANY:
+        if orders.is_idle or self._has_states or self._num_confirmed >= _MANY:
             self.publish()
         orders.spills, self._waiting = self._waiting, []
         due, self._due = self._due, []
@@ -115,9 +123,11 @@ class Saver:
     def _begin(self, tracked: TrackedRequest, last: int) -> Saving | None:
         """Takes rows for what the host lacks; None if it lacks nothing, or has no room."""
         self.publish()
-        tokens = tracked.tokens(last * self._block_size)
+        num_tokens = last * self._block_size
+        # The last token counts as not computed, so one more is needed to find a checkpoint behind all of these.
+        tokens = tracked.tokens(min(num_tokens + self._has_states, tracked.num_ids))
         try:
-            handle = self._held.take(tracked, tokens)
+            handle = self._held.take(tracked, tokens, num_tokens)
         except OutOfBlocksError:
             self.stats.no_room += last - tracked.num_seen
             return None
@@ -137,7 +147,11 @@ class Saver:
         job = _StoreJob(self._new_job(), saving, first, last)
         saving.num_jobs += 1
         self._stores[job.number] = job
-        orders.stores.append(Store(job.number, pages, saving.rows[first:last]))
+        store = Store(job.number, pages, saving.rows[first:last])
+        if self._has_states:
+            row = saving.handle.block_ids(CHECKPOINTS).item(last - 1)
+            store.checkpoint = Checkpoint(row, saving.owner.state_pages)
+        orders.stores.append(store)
 
     # --- what the workers did ----------------------------------------------------------------------------------------
 
@@ -147,6 +161,8 @@ class Saver:
             for spilled in self._spills.pop(job):
                 if self._events is not None and not spilled.saving.is_spoiled:
                     self._events.stored_in_tiers(spilled.saving.owner, spilled.first, spilled.last)
+                if spilled.lease is not None:
+                    self._manager.free(spilled.lease)
                 self._let_go(spilled.saving)
             return
         done = self._stores.pop(job)
@@ -163,17 +179,14 @@ class Saver:
         if not self._confirmed:
             return
         confirmed, self._confirmed, self._num_confirmed = self._confirmed, [], 0
-        upto = {id(done.saving): done for done in confirmed}  # the last of each
-        ids, counts = [], []
-        for done in upto.values():
-            start, end = done.saving.num_published * self._block_size, done.last * self._block_size
-            if self._events is not None:
-                self._events.name(done.saving.owner, done.saving.num_published, done.last)
-            ids.append(done.saving.owner.tokens(end)[start:])
-            counts.append(end - start)
-            done.saving.num_published = done.last
-        self._manager.commit_batch([done.saving.handle for done in upto.values()], np.concatenate(ids), counts)
         spilled = [done for done in confirmed if self._has_tiers and done.saving.owner.options.ttl is None]
+        if self._has_states:
+            for done in confirmed:  # a commit keeps one checkpoint of a request
+                self._commit([done])
+                if done in spilled:
+                    self._hold(done)
+        else:
+            self._commit(list({id(done.saving): done for done in confirmed}.values()))  # the last of each
         if spilled:
             self._spill(spilled)
         for done in confirmed:
@@ -181,12 +194,35 @@ class Saver:
             if not self._has_tiers or done.saving.owner.options.ttl is not None:
                 self._let_go(done.saving)
 
+    def _commit(self, confirmed: list[_StoreJob]) -> None:
+        """Publishes one job of each request, and what was ordered before it."""
+        ids, counts = [], []
+        for done in confirmed:
+            start, end = done.saving.num_published * self._block_size, done.last * self._block_size
+            if self._events is not None:
+                self._events.name(done.saving.owner, done.saving.num_published, done.last)
+            ids.append(done.saving.owner.tokens(end)[start:])
+            counts.append(end - start)
+            done.saving.num_published = done.last
+        self._manager.commit_batch([done.saving.handle for done in confirmed], np.concatenate(ids), counts)
+
+    def _hold(self, done: _StoreJob) -> None:
+        """Holds the checkpoint that was just published: the request's own handle holds the last one only."""
+        tokens = done.saving.owner.tokens(done.last * self._block_size)
+        longer = np.append(tokens, tokens[:1])  # by any token, because the last one counts as not computed
+        with suppress(OutOfBlocksError):  # it is gone already, as a quota may want it
+            done.lease = take_rows(self._manager, done.saving.owner, longer, len(tokens), lambda: False)
+
     def _spill(self, spilled: list[_StoreJob]) -> None:
         """Orders the current rows to the tiers. Publishing may have replaced ours by an equal block that was there."""
         spill = Spill(self._new_job(), [], [])
         for done in spilled:
+            digests = done.saving.owner.tier_digests(done.first, done.last)
             spill.rows += done.saving.handle.block_ids()[done.first : done.last].tolist()
-            spill.digests += done.saving.owner.tier_digests(done.first, done.last)
+            spill.digests += digests
+            if done.lease is not None and done.lease.num_cached_blocks == done.last:
+                spill.checkpoint_rows.append(done.lease.block_ids(CHECKPOINTS).item(done.last - 1))
+                spill.checkpoint_digests.append(digests[-1])
         self._waiting.append(spill)
         self._spills[spill.job] = spilled
 
@@ -236,16 +272,19 @@ _AHEAD = 8  # a request gets rows for so many blocks before it fills them
 class HeldRows:
     """Allocates rows, many at a time, and frees them."""
 
-    def __init__(self, manager: KVCacheManager, block_size: int, num_rows: int) -> None:
+    def __init__(self, manager: KVCacheManager, block_size: int, num_rows: int, *, keeps: bool) -> None:
+        """`keeps`: a running request keeps rows that no job uses, and gets some before it needs them."""
         self._manager = manager
         self._block_size = block_size
+        self._ahead = _AHEAD if keeps else 0
+        self._keeps = keeps
         self._most = num_rows // _SHARE
         self._all: dict[int, Saving] = {}  # by id
         self._num_rows = 0  # of all of them
 
-    def take(self, tracked: TrackedRequest, tokens: Int32Array) -> KVCacheHandle:
+    def take(self, tracked: TrackedRequest, tokens: Int32Array, num_tokens: int) -> KVCacheHandle:
         """Holds what the host has of a prefix, and rows for the rest; raises `OutOfBlocksError` if there are too few."""
-        return take_rows(self._manager, tracked, tokens, len(tokens), self.make_room)
+        return take_rows(self._manager, tracked, tokens, num_tokens, self.make_room)
 
     def keep(self, tracked: TrackedRequest, handle: KVCacheHandle) -> Saving:
         """Keeps the rows of a running request."""
@@ -261,7 +300,7 @@ class HeldRows:
         short = {id(saving): last for saving, last in growing if last > len(saving.rows)}
         if not short:
             return
-        ahead = min(_AHEAD, self._most // (2 * len(self._all)))
+        ahead = min(self._ahead, self._most // (2 * len(self._all)))
         wanted = {key: last + ahead for key, last in short.items()}
         for key, saving in self._all.items():  # requests that will soon need rows get them in the same call
             if key not in wanted and not saving.is_spoiled and len(saving.rows) < saving.num_ordered + ahead // 2:
@@ -293,7 +332,7 @@ class HeldRows:
         """If no job uses the rows any more, keeps them for the request's next block, or frees them."""
         if saving.num_jobs:
             return
-        if saving.owner.is_over or saving.is_spoiled:
+        if saving.owner.is_over or saving.is_spoiled or not self._keeps:
             self._free(saving)
             if saving.is_spoiled:
                 saving.owner.num_seen = 0  # its pages are considered for storing again

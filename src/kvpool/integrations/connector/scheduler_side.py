@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvpool.config import KVCacheConfig, LayerSpec
+from kvpool.config import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.integrations.connector.loading import Loader, TierLookups
 from kvpool.integrations.connector.orders import Introduction, JobProgress, Orders, Report
@@ -59,6 +59,9 @@ class StepClock:
 
 
 _MAX_EVENTS = 65_536  # kept until the engine takes them
+# Any shape will do: the manager only counts rows.
+_ANY_LAYER = [LayerSpec(kv_heads=1, head_dim=8)]
+_ANY_STATE = [StateSpec((StatePart("state", (1,), DType.FLOAT32),))]
 
 
 class SchedulerSide:
@@ -81,11 +84,13 @@ class SchedulerSide:
         if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
             raise ConfigError(f"{len(workers)} workers introduced themselves to the connector; all of them must")
         num_rows = min(worker.num_rows for worker in workers)
+        num_checkpoints = min(worker.num_checkpoints for worker in workers)
+        has_states = num_checkpoints > 0
         self.manager = KVCacheManager(
             KVCacheConfig(
-                [LayerSpec(kv_heads=1, head_dim=8)],  # any shape will do: this manager only counts rows
+                [*_ANY_LAYER, *_ANY_STATE] if has_states else _ANY_LAYER,
                 block_size=block_size,
-                gpu_blocks=num_rows,
+                gpu_blocks=(num_rows, num_checkpoints) if has_states else num_rows,
                 partial_match=False,
                 watermark=0.0,
                 eviction_policy=settings.policy,
@@ -99,8 +104,9 @@ class SchedulerSide:
         self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
         self._events = None if hash_size is None else BlockEvents(self.manager, block_size, hash_size)
         spills = settings.has_tiers and not settings.read_only
-        self._saver = Saver(self.manager, block_size, num_rows, self._job, has_tiers=spills, events=self._events)
-        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, events=self._events)
+        common: dict[str, Any] = dict(has_states=has_states, events=self._events)
+        self._saver = Saver(self.manager, block_size, num_rows, self._job, has_tiers=spills, **common)
+        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, **common)
         self._no_hit_warning = NoHitWarning(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)
         self._adapters = Adapters()
@@ -132,12 +138,17 @@ class SchedulerSide:
             self._no_hit_warning.looked(tracked, tracked.num_local, num_tokens // self._block_size)
         return num_tokens, waits
 
-    def order_load(self, request: Any, pages: Sequence[list[int]], num_tokens: int) -> None:
-        """The engine gave the request these pages of each group: orders a load of `num_tokens` tokens into them."""
+    def order_load(
+        self, request: Any, pages: Sequence[list[int]], num_tokens: int, state_pages: Sequence[list[int]] = ()
+    ) -> None:
+        """The engine gave the request these pages of each group: orders a load of `num_tokens` tokens into them.
+
+        `state_pages` are those of each group that keeps states, with one at the last block that is loaded.
+        """
         tracked = self._tracked(request)
         tracked.hits = (0, 0, 0)
         if num_tokens:
-            self._loader.order(tracked, pages, num_tokens, self._job(), self._orders)
+            self._loader.order(tracked, pages, num_tokens, self._job(), self._orders, state_pages)
 
     def hit_blocks(self, request: Any) -> tuple[int, int, int]:
         """Of the last load of a request: blocks from the host, the disk and the remote store."""
@@ -150,6 +161,17 @@ class SchedulerSide:
         """A step computes a request, new or resumed, up to `num_tokens`; `pages` are all its pages."""
         if (tracked := self._requests.get(request_id)) is not None:
             tracked.pages, tracked.num_seen = [list(of_group) for of_group in pages], 0
+            self._consider(tracked, num_tokens)
+
+    def follow_checkpoint(
+        self, request_id: str, pages: Sequence[Sequence[int]], num_tokens: int, state_pages: Sequence[int]
+    ) -> None:
+        """Behind this step the engine has the states behind `num_tokens` tokens, in these pages of each group of states.
+
+        `pages` are all pages of the other groups. If layers keep states, this takes the place of `follow`.
+        """
+        if (tracked := self._requests.get(request_id)) is not None:
+            tracked.pages, tracked.state_pages = [list(of_group) for of_group in pages], list(state_pages)
             self._consider(tracked, num_tokens)
 
     def follow_on(

@@ -26,6 +26,7 @@ from kvpool.tiers import KeyedTier, KeySpace, opening
 from kvpool.tiers.settings import REQUEST_TIMEOUT, TierConfig
 
 DEFAULT_HOST_BYTES = 4 * 2**30
+_CHECKPOINT_SHARE = 4  # checkpoints get one byte in so many of the host, as in a cache of kvpool's own engine
 _QUOTA_KEYS = {"guaranteed", "maximum"}
 
 
@@ -123,6 +124,19 @@ class ConnectorSettings:
         if self.host_bytes < block_bytes:
             raise ConfigError(f"host_bytes={self.host_bytes} holds no block: one has {block_bytes} bytes; raise it")
         return min(self.host_bytes // block_bytes, MAX_BLOCKS)
+
+    def num_checkpoints(self, block_bytes: int, checkpoint_bytes: int) -> tuple[int, int]:
+        """How many blocks and how many checkpoints the host holds, if layers keep states."""
+        total = self.host_bytes if self.host_blocks is None else self.host_blocks * block_bytes
+        number = min(total // _CHECKPOINT_SHARE // checkpoint_bytes, MAX_BLOCKS)
+        num_rows = (total - number * checkpoint_bytes) // block_bytes
+        if not number or not num_rows:
+            least = max(_CHECKPOINT_SHARE * checkpoint_bytes, checkpoint_bytes + block_bytes)
+            raise ConfigError(
+                f"the host has {total} bytes; this model needs {least} or more, for blocks of {block_bytes} bytes and, in a "
+                f"quarter of it, states of {checkpoint_bytes} bytes; raise host_bytes"
+            )
+        return min(num_rows, MAX_BLOCKS), number
 
 
 def open_worker_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> list[KeyedTier]:

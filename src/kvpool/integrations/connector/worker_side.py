@@ -23,6 +23,7 @@ from kvpool.integrations.connector.orders import (
 )
 from kvpool.integrations.connector.pages import EnginePages, HostRows, Move
 from kvpool.integrations.connector.reports import Increments
+from kvpool.integrations.connector.saving import CHECKPOINTS
 from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
@@ -52,14 +53,25 @@ class WorkerSide:
     """Copies between pages and rows within a step, and between rows and tiers in the background."""
 
     def __init__(
-        self, settings: ConnectorSettings, pages: EnginePages, introduction: Introduction, *, is_reader: bool = False
+        self,
+        settings: ConnectorSettings,
+        pages: EnginePages,
+        introduction: Introduction,
+        *,
+        states: EnginePages | None = None,
+        is_reader: bool = False,
     ) -> None:
+        """`states` are the pages of layers that keep a state; `pages` are those of all others."""
         self._settings = settings
         self._pages = pages
         self._host = HostRows(introduction.num_rows, pages.row_bytes, pages.gpu)
+        self._states = states
+        if states is not None:
+            self._state_host = HostRows(introduction.num_checkpoints, states.row_bytes, states.gpu)
+        largest = max(pages.row_bytes * _STAGING_BLOCKS, 0 if states is None else states.row_bytes)
         self._space = KeySpace(introduction.fingerprint)
         self._tiers = TierChain(open_worker_tiers(settings, introduction, is_reader=is_reader))
-        self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
+        self._memory = StagingMemory(max(_STAGING_BYTES, largest))
         stores = self._tiers and not is_reader and not settings.read_only
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
         self._threads = ThreadPool("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
@@ -94,7 +106,10 @@ class WorkerSide:
     def store(self, orders: Orders) -> None:
         """Copies what the step has written, and has confirmed rows stored in the tiers."""
         if orders.stores:
-            self._storing.append((self._pages.read(_moves(orders), self._host), orders.stores))
+            over = [self._pages.read(_moves(orders), self._host)]
+            if self._states is not None:
+                over.append(self._states.read(_state_moves(orders.stores), self._state_host))
+            self._storing.append((lambda: all(each() for each in over), orders.stores))
             self._confirm_stores()
         for spill in orders.spills:
             self._spill(spill)
@@ -129,9 +144,13 @@ class WorkerSide:
 
     def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
         """Copies so many rows of each load into their pages and ends the load; reports the other pages as failed."""
+        if self._states is not None:  # whole or not at all
+            landing = [(load, number if number == len(load.pages[0]) else 0) for load, number in landing]
         moves = [Move([of_group[:number] for of_group in load.pages], load.rows[:number]) for load, number in landing]
         try:
             self._pages.write(moves, self._host)
+            if self._states is not None:
+                self._states.write(_state_moves([load for load, number in landing if number]), self._state_host)
         except TransferError as error:
             _log.warning("kvpool connector: %s", error)
             landing = [(load, 0) for load, _ in landing]
@@ -142,7 +161,7 @@ class WorkerSide:
     def _lose(self, load: Load, num_loaded: int) -> None:
         """Reports that pages from `num_loaded` on hold nothing."""
         if lost := load.pages[0][num_loaded:]:
-            if len(load.pages) == 1:
+            if len(load.pages) == 1 and self._states is None:
                 self._failed_pages.update(page for page in lost if page != NO_PAGE)
             elif load.is_async:
                 self._failed_requests.add(load.request_id)
@@ -198,16 +217,24 @@ class WorkerSide:
         """Copies the rows at once, so that the host can reuse them. If too much waits for a tier, it gets nothing."""
         assert self._storer is not None
         self._done(spill.job, len(spill.rows))
-        keys = self._space.keys(spill.digests)
+        self._spill_rows(self._space.keys(spill.digests), spill.rows, self._host)
+        if self._states is not None:
+            keys = self._space.keys(spill.checkpoint_digests, CHECKPOINTS)
+            self._spill_rows(keys, spill.checkpoint_rows, self._state_host)
+
+    def _spill_rows(self, keys: Sequence[bytes], rows: Sequence[int], host: HostRows) -> None:
+        assert self._storer is not None
         lacking = [index for index, key in enumerate(keys) if self._storer.wants(key)]
-        for begin in range(0, len(lacking), _STAGING_BLOCKS):
-            chosen = lacking[begin : begin + _STAGING_BLOCKS]
-            stage = self._storer.take_memory(len(chosen) * self._pages.row_bytes, len(chosen))
+        row_bytes = host.array.shape[1]
+        at_once = min(_STAGING_BLOCKS, self._memory.max_bytes // row_bytes)
+        for begin in range(0, len(lacking), at_once):
+            chosen = lacking[begin : begin + at_once]
+            stage = self._storer.take_memory(len(chosen) * row_bytes, len(chosen))
             if stage is None:
                 continue
-            self._host.gather([spill.rows[index] for index in chosen], stage.data)
-            rows = list(stage.data.reshape(len(chosen), -1))
-            self._storer.store([keys[index] for index in chosen], rows, stage, lambda: None)
+            host.gather([rows[index] for index in chosen], stage.data)
+            staged = list(stage.data.reshape(len(chosen), -1))
+            self._storer.store([keys[index] for index in chosen], staged, stage, lambda: None)
 
     def _begin(self, load: Load) -> None:
         fetch = _TierLoad(load, Pending(time.monotonic() + self._settings.timeout, on_end=self._ended.set))
@@ -223,7 +250,14 @@ class WorkerSide:
             keys = self._space.keys(load.digests)
             self._pages.settle()  # the rows may still be copied to pages of an earlier owner
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
+            if load.checkpoint is not None:
+                assert self._states is not None
+                self._states.settle()
+                keys = keys + self._space.keys(load.digests[-1:], CHECKPOINTS)
+                rows.append(self._state_host.array[load.checkpoint.row])
             came = self._tiers.load_prefix(keys, rows, fetch.rows.due)
+            if load.checkpoint is not None:
+                came = len(load.digests) if came == len(keys) else 0
         finally:
             self._end(fetch, came)
 
@@ -241,7 +275,15 @@ class WorkerSide:
         self._tiers.close()
         self._pages.close()
         self._host.close()
+        if self._states is not None:
+            self._states.close()
+            self._state_host.close()
 
 
 def _moves(orders: Orders) -> list[Move]:
     return [Move(store.pages, store.rows) for store in orders.stores]
+
+
+def _state_moves(orders: Sequence[Load | Store]) -> list[Move]:
+    checkpoints = [order.checkpoint for order in orders if order.checkpoint is not None]
+    return [Move([[page] for page in each.pages], [each.row]) for each in checkpoints]

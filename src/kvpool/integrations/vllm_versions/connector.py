@@ -27,7 +27,7 @@ from kvpool.integrations.connector.reports import COUNTS, STORAGE, BlockEvent, B
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.worker_side import WorkerSide
-from kvpool.integrations.vllm_versions.vllm_identity import checked_block_size, fingerprint, is_windowed
+from kvpool.integrations.vllm_versions.vllm_identity import checked_block_size, fingerprint, is_windowed, keeps_state
 
 EXPECTED = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
@@ -94,7 +94,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = settings.of_engine(vllm_config.parallel_config.data_parallel_index)
         self._block_size = checked_block_size(vllm_config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
-        self._main_group = next((n for n, group in enumerate(groups) if not is_windowed(group)), 0)
+        self._state_groups = [n for n, group in enumerate(groups) if keeps_state(group)]
+        self._row_groups = [n for n, group in enumerate(groups) if not keeps_state(group)]
+        self._main_group = next((n for n in self._row_groups if not is_windowed(groups[n])), self._row_groups[0])
         self._has_windows = any(is_windowed(group) for group in groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -111,18 +113,26 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The worker has made its pages."""
-        config, parallel = self._vllm_config, self._vllm_config.parallel_config
+        config, settings = self._vllm_config, self._settings
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
-        kind = LinkedPages if any(cache.is_cuda for cache in kv_caches.values()) else EnginePages
-        pages = kind(kv_caches, self._kv_cache_config.num_blocks, groups if len(groups) > 1 else None)
+        of_rows, of_states = ([groups[n] for n in some] for some in (self._row_groups, self._state_groups))
+        on_gpu = any(kv_caches[name].is_cuda for of_group in of_rows for name in of_group)
+        kind = LinkedPages if on_gpu else EnginePages
+        num_blocks = self._kv_cache_config.num_blocks
+        pages = kind(kv_caches, num_blocks, of_rows if len(groups) > 1 else None)
+        states = kind(kv_caches, num_blocks, of_states) if of_states else None
+        num_rows, num_checkpoints = settings.num_rows(pages.row_bytes), 0
+        if states is not None:
+            num_rows, num_checkpoints = settings.num_checkpoints(pages.row_bytes, states.row_bytes)
         introduction = self._introduction = Introduction(
-            parallel.rank,
-            parallel.world_size,
-            self._settings.num_rows(pages.row_bytes),
-            fingerprint(config, self._settings, self._block_size, pages),
+            config.parallel_config.rank,
+            config.parallel_config.world_size,
+            num_rows,
+            fingerprint(config, settings, self._block_size, pages, states),
+            num_checkpoints,
         )
         is_reader = not config.kv_transfer_config.is_kv_producer
-        self._worker = WorkerSide(self._settings, pages, introduction, is_reader=is_reader)
+        self._worker = WorkerSide(settings, pages, introduction, states=states, is_reader=is_reader)
 
     def get_handshake_metadata(self) -> WorkerIntroduction | None:
         """The introduction of this worker. vLLM asks every worker before the first step.
@@ -202,14 +212,18 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave a request its blocks."""
-        pages = self._pages(blocks.get_block_ids()) if num_external_tokens else []
-        self._ready_scheduler.order_load(request, pages, num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else [[] for _ in self._kv_cache_config.kv_cache_groups]
+        states = [tables[n] for n in self._state_groups]
+        self._ready_scheduler.order_load(request, self._pages(tables), num_external_tokens, states)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """A step is planned: orders stores of what it writes, and returns all orders for the workers."""
         side, scheduled = self._scheduler, scheduler_output.num_scheduled_tokens
         if side is None:
             return StepMetadata(Orders(is_idle=not scheduled))
+        if self._state_groups:
+            self._follow_states(side, scheduler_output.kv_connector_block_state)
+            return StepMetadata(side.orders(is_idle=not scheduled))
         for new in scheduler_output.scheduled_new_reqs:
             side.follow(new.req_id, self._pages(new.block_ids), new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
@@ -227,6 +241,24 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             side.follow_on(going_on)
         return StepMetadata(side.orders(is_idle=not scheduled))
+
+    def _follow_states(self, side: SchedulerSide, step: Any) -> None:
+        """vLLM says which of its blocks hold a state behind a whole block of a request, after this step at the latest.
+
+        It cannot be read from block tables: they have a block for some states only, and vLLM moves them.
+        """
+        for name, offers in step.boundary_state_offloads.items():
+            states: dict[int, dict[int, int]] = {}
+            for group, block, num_tokens in offers:
+                if num_tokens % self._block_size == 0:
+                    states.setdefault(num_tokens, {})[group] = block
+            whole = [
+                num_tokens for num_tokens, of_groups in states.items() if len(of_groups) == len(self._state_groups)
+            ]
+            tables = step.get_block_ids(name) if whole else None
+            if tables is not None:
+                last = max(whole)
+                side.follow_checkpoint(name, self._pages(tables), last, [states[last][n] for n in self._state_groups])
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did."""
@@ -311,7 +343,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _pages(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
-        """The pages of each group. vLLM writes block 0 for a page that has left its window."""
+        """The pages of each group without states. vLLM writes block 0 for a page that has left its window."""
+        if self._state_groups:
+            return [block_ids[n] for n in self._row_groups]
         if not self._has_windows:
             return list(block_ids)
         return [[page or NO_PAGE for page in of_group] for of_group in block_ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import vllm
@@ -27,9 +28,11 @@ def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
         raise ConfigError("KVPoolConnector does not serve context parallelism: blocks are divided between ranks there")
     groups = kv_cache_config.kv_cache_groups
     refused = {reason for group in groups if (reason := _reason(group)) is not None} if groups else {"no layers"}
+    if not refused and any(keeps_state(group) for group in groups):
+        refused = _reasons_beside_states(groups, parallel)
     if refused:
         raise ConfigError(
-            "KVPoolConnector serves layers with full attention and sliding windows; this model has "
+            "KVPoolConnector serves layers with full attention, sliding windows and states; this model has "
             f"{' and '.join(sorted(refused))}. Leave --kv-transfer-config out for it"
         )
     sizes = {int(group.kv_cache_spec.block_size) for group in groups}
@@ -43,11 +46,32 @@ def is_windowed(group: Any) -> bool:
     return isinstance(group.kv_cache_spec, SlidingWindowSpec)
 
 
+def keeps_state(group: Any) -> bool:
+    """Whether its layers keep a state (Mamba, linear attention, short convolutions), right at one position."""
+    return isinstance(group.kv_cache_spec, MambaSpec)
+
+
+def _reasons_beside_states(groups: Sequence[Any], parallel: Any) -> set[str]:
+    """What cannot be served together with layers that keep a state."""
+    refused = set()
+    if all(keeps_state(group) for group in groups):
+        refused.add("only layers with a state, and no attention whose blocks it could be found with")
+    if any(is_windowed(group) for group in groups):
+        refused.add("layers with a state beside sliding windows, whose pages are gone where the next state is kept")
+    if parallel.pipeline_parallel_size > 1:
+        refused.add("layers with a state in several pipeline stages, of which each has other layers")
+    return refused
+
+
 def _reason(group: Any) -> str | None:
     """Why a group of layers cannot be served; None if it can."""
     spec = group.kv_cache_spec
-    if isinstance(spec, MambaSpec):
-        return "layers with a state (MambaSpec: Mamba, linear attention, short convolutions), right at one position"
+    if type(spec) is MambaSpec:
+        if spec.mamba_cache_mode != "align":
+            return "layers with a state that vLLM keeps nowhere but at the end, as without --enable-prefix-caching"
+        if spec.num_speculative_blocks:
+            return "layers with a state beside speculative decoding, which rewrites states after a step"
+        return None
     if type(spec) not in _SERVED:
         return f"layers of the kind {type(spec).__name__}"
     if getattr(spec, "non_causal", False):
@@ -115,17 +139,24 @@ IRRELEVANT = frozenset(
 """Settings of vLLM that reach no key or value; any other makes another fingerprint."""
 
 
-def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages) -> Fingerprint:
-    """The fingerprint of the pages of one worker."""
+def fingerprint(
+    vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages, states: EnginePages | None
+) -> Fingerprint:
+    """The fingerprint of the pages of one worker; `states` are those of layers that keep a state."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    groups = f" in {pages.num_groups} groups" if pages.num_groups > 1 else ""
+    groups = tuple(
+        f"{each.row_bytes} bytes" + (f" in {each.num_groups} groups" if each.num_groups > 1 else "")
+        for each in (pages, states)
+        if each is not None
+    )
+    layout = pages.layout if states is None else f"{pages.layout} {states.layout}"
     divided = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size}"
     return Fingerprint(
         model=f"{' '.join(model.architectures)} {settings_id(vllm_config, IRRELEVANT)}",
         weights=_weights(vllm_config, settings),
         block_size=block_size,
-        groups=(f"{pages.row_bytes} bytes{groups}",),
-        layout=f"vllm {vllm.__version__} {divided} {pages.layout}",
+        groups=groups,
+        layout=f"vllm {vllm.__version__} {divided} {layout}",
         shard=Shard(parallel.rank, parallel.world_size),
     )
 
