@@ -278,7 +278,7 @@ def test_given_any_policy_that_needs_no_tokens_then_a_full_node_evicts_by_it(fol
 
 
 def test_given_a_policy_that_nobody_knows_then_it_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="policy='newest' must be one of .*adaptive"):
+    with pytest.raises(ConfigError, match=r"policy='newest' must be one of .*adaptive"):
         NodeServer(folder, MEGABYTE, policy="newest")
 
 
