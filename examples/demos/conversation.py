@@ -89,7 +89,7 @@ class Conversation:
         prompts = []
         for visitor in self.visitors:
             visitor.messages.append({"role": "user", "content": QUESTIONS[visitor.name][turn]})
-            prompts.append(self.engine.chat_prompt(visitor.messages))
+            prompts.append(self.engine.token_ids(self.engine.chat_prompt(visitor.messages)))
         generations = []
         for visitor, prompt in zip(self.visitors, prompts, strict=True):
             generation = self.engine.submit(prompt, self.params, on_chunk=self.picture.look)

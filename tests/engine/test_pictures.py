@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+image_library = pytest.importorskip("PIL.Image")
 
 from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
-from vision_models import IMAGE, REFUSED, SERVED, VIDEO, own_answer, prompt, vision_model  # noqa: E402
+from vision_models import (  # noqa: E402
+    IMAGE,
+    REFUSED,
+    SERVED,
+    VIDEO,
+    own_answer,
+    prompt,
+    tiny_processor,
+    vision_model,
+)
 
-from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.engine import Engine, SamplingParams, pictures  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -230,6 +241,71 @@ def test_given_a_disk_tier_then_another_engine_finds_the_image_by_content(
     assert different.num_cached_tokens == len([*BEFORE, 192])  # the text before the image
     assert stats is not None
     assert stats.num_encoded == 1
+
+
+# --- the processor ----------------------------------------------------------------------------------------------------
+
+
+def png(color: str, width: int = 20) -> bytes:
+    file = BytesIO()
+    image_library.new("RGB", (width, 30), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_given_a_text_and_images_of_any_form_then_the_processor_reads_them(
+    models: dict[str, Any], tmp_path: Path
+) -> None:
+    processor = tiny_processor()
+    image = image_library.open(BytesIO(png("red")))
+    given = processor(text=["w3 <image> w4"], images=[image], return_tensors="pt")
+    (expected,) = answers(models["llava"], [dict(given)])
+    path = tmp_path / "red.png"
+    path.write_bytes(png("red"))
+
+    with engine_of(models["llava"], processor=processor) as engine:
+        for form in (image, path, str(path), png("red")):
+            (result,) = engine.generate(["w3 <image> w4"], GREEDY, images=[[form]])
+            assert result.token_ids == expected
+        stats = engine.stats().encoder
+        assert stats is not None
+        assert stats.num_encoded == 1
+        with pytest.raises(InvalidArgumentError, match="cannot be read"):
+            engine.submit("w3 <image>", images=[b"no image"])
+        with pytest.raises(InvalidArgumentError, match="go with a text"):
+            engine.submit([1, 2], images=[image])
+        with pytest.raises(InvalidArgumentError, match="2 images"):
+            engine.submit("w3 <image>", images=[image, image])
+
+
+def test_given_a_directory_with_a_processor_then_conversations_may_have_images(
+    models: dict[str, Any], tmp_path: Path
+) -> None:
+    models["llava"].set_attn_implementation("sdpa")
+    models["llava"].save_pretrained(tmp_path)
+    processor = tiny_processor()
+    processor.save_pretrained(tmp_path)
+    parts = [{"type": "text", "text": "w5"}, {"type": "image", "image": png("blue")}, {"type": "text", "text": "w6"}]
+    messages = [{"role": "user", "content": parts}]
+    shown = image_library.open(BytesIO(png("blue")))
+    given = processor(text=["w1 w5 <image> w6 w2"], images=[shown], return_tensors="pt")
+    (expected,) = answers(models["llava"], [dict(given)])
+
+    with engine_of(str(tmp_path)) as engine:
+        asked = engine.chat_prompt(messages)
+        assert len(asked) == given["input_ids"].shape[1]
+        assert engine.generate([asked], GREEDY)[0].token_ids == expected
+        assert engine.chat_prompt([{"role": "user", "content": "w7"}]).tolist() == [1, 7, 2]
+        with pytest.raises(InvalidArgumentError, match=f"token {IMAGE}, a placeholder for image input"):
+            engine.chat_prompt([{"role": "user", "content": "w7 <image>"}])
+
+
+def test_given_too_many_pixels_then_an_image_is_refused(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 599)
+    refused = pytest.raises(InvalidArgumentError, match="20 x 30 pixels is over 599")
+    with engine_of(models["llava"], processor=tiny_processor()) as engine, refused:
+        engine.submit("<image>", images=[png("red")])
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -180,6 +180,30 @@ def _joined(tensors: list[torch.Tensor], axis: int) -> torch.Tensor:
     return torch.cat(padded, dim=axis)
 
 
+def tiny_processor() -> Any:
+    """A processor of Llava for images of 16 x 16 pixels, with words w0, w1, ..."""
+    import tokenizers
+    from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(IMAGE)} | {"<image>": IMAGE}
+    words |= {f"w{number}": number for number in range(IMAGE + 1, 200)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer=fast,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=(
+            "{% for m in messages %}w1 {% for part in m['content'] %}"
+            "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}w2"
+        ),
+    )
+
+
 def own_answer(model: Any, given: dict[str, torch.Tensor], count: int) -> list[int]:
     """What transformers' own greedy `generate` answers."""
     tokens = model.generate(**given, max_new_tokens=count, do_sample=False)

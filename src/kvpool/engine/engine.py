@@ -29,7 +29,16 @@ from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
-from kvpool.engine.pictures import PicturedPrompt, images_of_prompts, processed, processor_output
+from kvpool.engine.pictures import (
+    PicturedPrompt,
+    chat_images,
+    chat_text_tokens,
+    check_images,
+    images_of_prompts,
+    in_parts,
+    processed,
+    processor_output,
+)
 from kvpool.engine.requests import (
     NewRequest,
     RequestMaker,
@@ -39,6 +48,7 @@ from kvpool.engine.requests import (
     list_of_prompts,
     of_prompt,
     prompt_tokens,
+    rendered_chat,
     results_of,
 )
 from kvpool.engine.settings import as_settings, engine_signature
@@ -75,8 +85,9 @@ class Engine:
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
         self.model = loaded.model
-        self.tokenizer = chosen.tokenizer if chosen.tokenizer is not None else loaded.tokenizer
         self.processor = chosen.processor if chosen.processor is not None else load_processor(loaded)
+        own = loaded.tokenizer if loaded.tokenizer is not None else getattr(self.processor, "tokenizer", None)
+        self.tokenizer = chosen.tokenizer if chosen.tokenizer is not None else own
         self.sampling_defaults = sampling_defaults(self.model) if chosen.model_defaults else USUAL
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
@@ -156,8 +167,8 @@ class Engine:
         for index, (prompt, wanted) in enumerate(chosen):
             watch = None if on_chunk is None else partial(on_chunk, index)
             try:
-                tokens, pictures = self._read(prompt, seen[index])
-                asked.append(self._requests.make(tokens, wanted, watch, pictures=pictures, **options))
+                read = self._read(prompt, seen[index])
+                asked.append(self._requests.make(read.token_ids, wanted, watch, pictures=read.pictures, **options))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
         generations = [generation for generation, _ in asked]
@@ -197,13 +208,13 @@ class Engine:
         whether the answer calls a tool. If `max_new_tokens` exceeds the model's context, it is cut and `Generation.notes`
         say so. A request that can never fit ends with `NeverFitsError`.
         """
-        tokens, pictures = self._read(prompt, images)
+        read = self._read(prompt, images)
         generation, request = self._requests.make(
-            tokens,
+            read.token_ids,
             params,
             on_chunk,
             on_end,
-            pictures=pictures,
+            pictures=read.pictures,
             priority=priority,
             scope=scope,
             deadline=deadline,
@@ -245,11 +256,11 @@ class Engine:
         """
         tiers = self._handing_over()
         prefill: list[Prefill] = []
-        tokens, pictures = self._read(prompt, images)
+        read = self._read(prompt, images)
         generation, request = self._requests.make(
-            tokens,
+            read.token_ids,
             SamplingParams(max_new_tokens=1),
-            pictures=pictures,
+            pictures=read.pictures,
             on_end=lambda: prefill[0].computed(),
             priority=priority,
             scope=scope,
@@ -271,8 +282,8 @@ class Engine:
         tiers, link = self._handing_over(), self._tiers
         assert link is not None
         check_callbacks(on_end)
-        tokens, pictures = self._read(prompt)
-        _, request = self._requests.make(tokens, USUAL, scope=scope, pictures=pictures)
+        read = self._read(prompt)
+        _, request = self._requests.make(read.token_ids, USUAL, scope=scope, pictures=read.pictures)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:
@@ -360,16 +371,30 @@ class Engine:
     def _read(self, prompt: Prompt, images: Sequence[Any] = ()) -> PicturedPrompt:
         """The token ids of a prompt and its pictures. Raises if they do not belong together."""
         if len(images):
-            prompt = processed(prompt, images, self.processor, self._encoder)
+            check_images(self.processor, self._encoder)
+            prompt = processed(prompt, images, self.processor)
         if isinstance(prompt, PicturedPrompt):
             return prompt
         rest = processor_output(prompt)[1] if isinstance(prompt, Mapping) else {}
         tokens = self.token_ids(prompt)
         return PicturedPrompt(tokens, self._encoder.pictures(tokens, rest))
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
-        """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`."""
-        return self.token_ids(chat_tokens(messages, self.tokenizer, **template))
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array | PicturedPrompt:
+        """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`.
+
+        Messages may have parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; images are those of
+        `submit`. A conversation with images is a prompt with its pictures.
+        """
+        images = chat_images(messages)
+        if images:
+            check_images(self.processor, self._encoder)
+        by_processor = bool(getattr(self.processor, "chat_template", None))
+        if not images and not by_processor:
+            return self._read(chat_tokens(messages, self.tokenizer, **template)).token_ids
+        templates = self.processor if by_processor else self.tokenizer
+        text = rendered_chat(in_parts(messages), templates, tokenize=False, **template)
+        read = self._read(text, images) if images else self._read(chat_text_tokens(text, self.tokenizer))
+        return read.token_ids if read.pictures is None else read
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
         """A grammar for `SamplingParams(grammar=...)`: the answer is JSON by this schema; without one, any JSON object."""

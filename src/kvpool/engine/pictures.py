@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from kvpool.model.vision import ImageEncoder, Picture, Pictures, Shown
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.storage.moving import upload
+
+MAX_PIXELS = 2**26  # of one image; decoded, they take three bytes each
 
 
 class EncoderStats(NamedTuple):
@@ -100,15 +103,47 @@ class StepPictures:
         return positions, Shown(upload(np.concatenate(rows), self._device), torch.cat(features, dim=1))
 
 
-class PicturedPrompt(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PicturedPrompt:
     """The token ids of a prompt, and the pictures behind its placeholders."""
 
     token_ids: Int32Array
     pictures: Pictures | None = None
 
-    @property
-    def num_tokens(self) -> int:
+    def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def chat_images(messages: Sequence[Any]) -> list[Any]:
+    """The images of a conversation, in order: parts of its messages such as `{"type": "image", "image": ...}`."""
+    parts = [part for message in messages if isinstance(message, Mapping) for part in message.get("content") or ()]
+    return [part["image"] for part in parts if isinstance(part, Mapping) and "image" in part]
+
+
+def in_parts(messages: Sequence[Any]) -> list[Any]:
+    """The messages as templates of models that take images read them: lists of parts, without the images themselves."""
+    spoken: list[Any] = []
+    for message in messages:
+        content = message.get("content") or "" if isinstance(message, Mapping) else None
+        if content is None:  # refused where the template is used
+            spoken.append(message)
+            continue
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        shown = [{"type": "image"} if isinstance(part, Mapping) and "image" in part else part for part in parts]
+        spoken.append({**message, "content": shown})
+    return spoken
+
+
+def chat_text_tokens(text: str, tokenizer: Any) -> Sequence[int]:
+    """The token ids of what the chat template of a processor wrote."""
+    ids: Sequence[int] = tokenizer(text, **_marks(text, tokenizer))["input_ids"]
+    return ids
+
+
+def _marks(text: str, tokenizer: Any) -> dict[str, bool]:
+    """Keeps a tokenizer from writing the mark of the beginning again, if a chat template wrote it."""
+    mark = getattr(tokenizer, "bos_token", None)
+    return {"add_special_tokens": not (mark and text.startswith(mark))}
 
 
 def images_of_prompts(images: object, num_prompts: int) -> list[Sequence[Any]]:
@@ -123,21 +158,26 @@ def images_of_prompts(images: object, num_prompts: int) -> list[Sequence[Any]]:
     return each
 
 
-def processed(prompt: Any, images: Sequence[Any], processor: Any, encoder: ImageEncoder) -> Mapping[str, Any]:
-    """What the model's processor makes of a text and its images."""
+def check_images(processor: Any, encoder: ImageEncoder) -> None:
+    """Raises InvalidArgumentError if the model takes no images, or came without what reads them."""
     if encoder.refusal is not None:
         raise InvalidArgumentError(encoder.refusal)
-    if not isinstance(prompt, str):
-        raise InvalidArgumentError(
-            f"images go with a text, got {show(prompt)}; or give what the processor makes of both"
-        )
     if processor is None:
         raise InvalidArgumentError(
             "this model came without a processor: use Engine(processor=...), or give input_ids and pixel_values"
         )
+
+
+def processed(prompt: Any, images: Sequence[Any], processor: Any) -> Mapping[str, Any]:
+    """What the model's processor makes of a text and its images."""
+    if not isinstance(prompt, str):
+        raise InvalidArgumentError(
+            f"images go with a text, got {show(prompt)}; or give what the processor makes of both"
+        )
     opened = [open_image(image) for image in images]
+    marks = _marks(prompt, getattr(processor, "tokenizer", None))
     try:
-        found: Mapping[str, Any] = processor(text=[prompt], images=opened, return_tensors="pt")
+        found: Mapping[str, Any] = processor(text=[prompt], images=opened, return_tensors="pt", **marks)
     except Exception as error:  # each processor checks images in its own way
         raise InvalidArgumentError(
             f"the model's processor refuses this text with {len(opened)} images: {error}"
@@ -155,6 +195,8 @@ def open_image(image: Any) -> Any:
         raise InvalidArgumentError("reading images needs Pillow: pip install 'kvpool[vision]'") from error
     try:
         with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise InvalidArgumentError(f"an image of {opened.width} x {opened.height} pixels is over {MAX_PIXELS}")
             return opened.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         name = "" if isinstance(image, bytes) else f" {image}"

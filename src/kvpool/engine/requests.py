@@ -53,7 +53,14 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
 
     `template` holds further arguments for the template, such as `tools`.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    rendered = rendered_chat(messages, tokenizer, tokenize=True, **template)
+    ids: Sequence[int] = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+    return ids
+
+
+def rendered_chat(messages: Sequence[Mapping[str, Any]], templates: Any, **template: Any) -> Any:
+    """A conversation as the chat template of a tokenizer or a processor writes it."""
+    if templates is None or not getattr(templates, "chat_template", None):
         raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
     from jinja2 import TemplateError
 
@@ -66,15 +73,13 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
         _unicode(str(message.get("content", "")))
     try:
         begins = not template.get("continue_final_message")
-        rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=begins, tokenize=True, **template)
+        return templates.apply_chat_template(spoken, add_generation_prompt=begins, **template)
     # A template is a program and may fail in many ways.
     except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         roles = ", ".join(str(message.get("role")) for message in spoken)
         raise InvalidArgumentError(
             f"the model's chat template refuses a conversation of the roles {roles}: {error}"
         ) from error
-    ids: Sequence[int] = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
-    return ids
 
 
 def _unicode(text: str) -> str:

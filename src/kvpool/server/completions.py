@@ -12,8 +12,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.checks import show
 from kvpool.engine.engine import Prompt
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import ChatAnswer, TextAnswer
 from kvpool.server.auth import Caller
@@ -62,7 +62,7 @@ async def chat(
     params = await sampling_params(body, model, context.gate.limits, most, wanted, begun)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun))
     exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([begun.prompt], params, offers_tools=bool(use.offered))
+    return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))
 
 
 async def dialogue(
@@ -75,7 +75,8 @@ async def dialogue(
 ) -> Dialogue:
     """A conversation with its tools, ready for the model. If it `continues`, the answer goes on with the last message."""
     model.answers.check(use)
-    return Dialogue(await conversation_tokens(model, messages, use.offered, template, continues=continues), use)
+    asked = await conversation_tokens(model, messages, use.offered, template, continues=continues)
+    return Dialogue(asked.token_ids, use, asked.pictures)
 
 
 async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequence[Message] | None) -> Int32Array:
@@ -83,7 +84,10 @@ async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequ
     if (prompt is None) == (messages is None):
         raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
     if messages is not None:
-        return await conversation_tokens(model, messages)
+        asked = await conversation_tokens(model, messages)
+        if asked.pictures is not None:
+            raise Problem(400, "this path takes texts only, without images", code="unsupported", param="messages")
+        return asked.token_ids
     assert prompt is not None
     return await model.tokens(prompt)
 
@@ -95,12 +99,12 @@ async def conversation_tokens(
     template: dict[str, Any] | None = None,
     *,
     continues: bool = False,
-) -> Int32Array:
-    """The token ids of a conversation. Text parts of a message are joined."""
+) -> PicturedPrompt:
+    """A conversation as the model gets it. Text parts of a message without images are joined."""
     spoken = []
     for number, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
-        turn["content"] = _text_of(message.content, number)
+        turn["content"] = await model.images.content(message.content, number)
         if "tool_calls" in turn:
             turn["tool_calls"] = _calls_for_template(turn["tool_calls"], number)
         spoken.append(turn)
@@ -142,21 +146,6 @@ def _reserved() -> frozenset[str]:
     from transformers import PreTrainedTokenizerBase
 
     return frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"} | {"messages"}
-
-
-def _text_of(content: str | list[dict[str, Any]] | None, number: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        kind = part.get("type")
-        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise Problem(
-                400,
-                f"message {number} has a part of type {show(kind)} that holds no text; this model reads text only",
-                code="unsupported",
-                param=f"messages.{number}.content",
-            )
-    return "".join(part["text"] for part in content)
 
 
 def _wants_usage(body: Sampling) -> bool:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import Writer
 from kvpool.server.auth import Caller
@@ -62,7 +63,9 @@ class Exchange:
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
-    async def run(self, prompts: Sequence[Int32Array], params: SamplingParams, **more: Any) -> Response:
+    async def run(
+        self, prompts: Sequence[Int32Array | PicturedPrompt], params: SamplingParams, **more: Any
+    ) -> Response:
         """Queues the prompts and answers, at the end or as a stream. `more` are further options for the engine."""
         for prompt in prompts:
             if len(prompt) > self._gate.limits.prompt_tokens:
@@ -73,6 +76,8 @@ class Exchange:
         options = request_options(self._body, self._caller, self._request.headers)
         options |= {name: value for name, value in more.items() if value is not None}
         if pins_of(self._body):
+            if any(isinstance(prompt, PicturedPrompt) and prompt.pictures is not None for prompt in prompts):
+                raise Problem(400, "a pin in retention takes texts only", code="unsupported", param="retention")
             if len(prompts) > 1:
                 raise Problem(
                     400, "a pin in retention needs a request with one prompt", code="invalid_value", param="retention"

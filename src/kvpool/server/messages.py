@@ -22,6 +22,7 @@ from kvpool.server.auth import Caller
 from kvpool.server.completions import conversation_tokens, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
+from kvpool.server.images import image_part
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import Body, Count, Message, Sampling, Stop
 from kvpool.server.served_model import ServedModel
@@ -41,7 +42,7 @@ class CacheControl(Body):
 
 
 class ContentBlock(Body):
-    """A part of a message: text, a thought, a call of a tool, or what a tool returned. Others are refused by their type."""
+    """A part of a message: text, an image, a thought, a call of a tool, or its result. Others are refused by their type."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -52,6 +53,7 @@ class ContentBlock(Body):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[dict[str, Any]] | None = None
+    source: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
 
 
@@ -146,7 +148,7 @@ async def converse(
     answer = MessageAnswer(model.name, model.answers.reader(talk.begun), num_marked)
     exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run(
-        [talk.begun.prompt], params, retention=retention, offers_tools=bool(talk.begun.use.offered)
+        [talk.begun.asked], params, retention=retention, offers_tools=bool(talk.begun.use.offered)
     )
 
 
@@ -179,11 +181,13 @@ def _messages_of(turn: Turn, number: int, names: dict[str, str]) -> list[Message
         return [Message(role=turn.role, content=turn.content)]
     results: list[Message] = []
     calls: list[dict[str, Any]] = []
-    texts: list[str] = []
+    said_parts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for part in turn.content:
         if part.type == "text" and part.text is not None:
-            texts.append(part.text)
+            said_parts.append({"type": "text", "text": part.text})
+        elif part.type == "image" and turn.role == "user":
+            said_parts.append(image_part(part.source))
         elif part.type == "tool_use" and turn.role == "assistant" and part.name and part.id:
             names[part.id] = part.name
             function = {"name": part.name, "arguments": part.input or {}}
@@ -197,12 +201,12 @@ def _messages_of(turn: Turn, number: int, names: dict[str, str]) -> list[Message
             raise Problem(
                 400,
                 f"message {number} has a part of type {part.type!r} that is not complete or that a turn of the "
-                f"{turn.role} cannot have; this model reads text only",
+                f"{turn.role} cannot have",
                 code="unsupported",
             )
-    if results and not texts:
+    if results and not said_parts:
         return results
-    said: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
+    said: dict[str, Any] = {"role": turn.role, "content": said_parts}
     if calls:
         said["tool_calls"] = calls
     if thoughts:
@@ -229,7 +233,7 @@ async def _retention(talk: _Conversation, model: ServedModel) -> Retention | Non
             beginning = await conversation_tokens(model, talk.spoken[:end_of_turn], talk.begun.use.offered)
         except Problem:  # a template that refuses so short a conversation
             continue
-        end = _common(beginning, talk.begun.prompt)
+        end = _common(beginning.token_ids, talk.begun.prompt)
         if end > start:
             ranges.append(TokenRange(start, end, KEPT_PRIORITY, _SECONDS[marks[-1].ttl]))
             start = end

@@ -116,7 +116,7 @@ async def respond(
     params = await sampling_params(body, model, context.gate.limits, most, dialogue=begun)
     answer = ResponseAnswer(model.name, body, model.answers.reader(begun))
     exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([begun.prompt], params, offers_tools=bool(use.offered))
+    return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))
 
 
 def _turns(items: Sequence[ResponseItem]) -> list[Message]:

@@ -80,6 +80,10 @@ def serve(
     tls_cert: Annotated[str | None, typer.Option(help="A certificate, to serve https.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
     log_level: Annotated[str | None, typer.Option(help="warning; debug, info and error are the others.")] = None,
+    image_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A host that images in messages may be fetched from; data URLs need none."),
+    ] = None,
     on_ray: Annotated[
         bool,
         typer.Option(
@@ -121,6 +125,7 @@ def serve(
     given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
     given |= {"tool_parser": tool_parser, "chat_template": chat_template, "max_model_len": max_model_len}
     given |= {"allow_origins": allow_origin, "tls_cert": tls_cert, "tls_key": tls_key, "log_level": log_level}
+    given |= {"image_hosts": image_host}
     settings, models = read_serve(engine_options, host_memory, name, given)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
@@ -139,7 +144,8 @@ def serve(
         served = []
         for model in models:
             opt.tell(f"loading {model.name} ...", quiet)
-            served.append(ServedModel(model.name, stack.enter_context(model.make_engine()), model.tool_parser))
+            engine = stack.enter_context(model.make_engine())
+            served.append(ServedModel(model.name, engine, model.tool_parser, settings.image_hosts))
         config = uvicorn.Config(
             create_app(
                 served,

@@ -55,6 +55,7 @@ _SERVER_KINDS: dict[str, type] = {
         "tls_cert": str,
         "tls_key": str,
         "log_level": str,
+        "image_hosts": list,
     },
     **_OF_EACH_MODEL,
     **dict.fromkeys(_LIMITS, int),
@@ -86,6 +87,8 @@ class ModelSettings:
         engine = self.options.make_engine(host_memory=self.host_memory, scheduler=scheduler, cache=longest)
         if (template := self._template()) is not None and engine.tokenizer is not None:
             engine.tokenizer.chat_template = template
+            if engine.processor is not None:
+                engine.processor.chat_template = template
         return engine
 
     def _template(self) -> str | None:
@@ -116,9 +119,12 @@ class ServeSettings:
     max_model_len: int | None = None
     chat_template: str | None = None
     tool_parser: str = ""
+    image_hosts: tuple[str, ...] = ()  # that images in messages may be fetched from
     limits: Limits = Limits()  # noqa: RUF009 - it is frozen
 
     def __post_init__(self) -> None:
+        if wrong := [host for host in self.image_hosts if not isinstance(host, str)]:
+            raise ConfigError(f"image_hosts are names of hosts, got {show(wrong[0])}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level={show(self.log_level)} is unknown; known: {', '.join(LOG_LEVELS)}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -149,7 +155,8 @@ def read_serve(
     if "keys" in server:
         server["keys"] = Path(server["keys"])
     check_int(server.get("port", 0), "[server] port", 0, 65535)
-    server["allow_origins"] = tuple(server.get("allow_origins", ()))
+    for key in ("allow_origins", "image_hosts"):
+        server[key] = tuple(server.get(key, ()))
     settings = ServeSettings(**server, limits=Limits(**limits))
     options.check(host_memory)
     tables = file.get("models", [])

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
+from kvpool.server.images import ImageSource
 from kvpool.server.tools import AnswerForm
 
 _T = TypeVar("_T")
@@ -24,22 +26,29 @@ _TURN = 16  # requests that are woken before the event loop does other things
 
 
 class ServedModel:
-    """An engine under the name that clients use. `tool_parser` names how its model calls tools (`tool_forms.FORMS`)."""
+    """An engine under the name that clients use. `tool_parser` names how its model calls tools (`tool_forms.FORMS`).
 
-    def __init__(self, name: str, engine: Engine, tool_parser: str = "") -> None:
+    Images in messages may be at addresses of `image_hosts`.
+    """
+
+    def __init__(self, name: str, engine: Engine, tool_parser: str = "", image_hosts: Sequence[str] = ()) -> None:
         self.name = name
         self.engine = engine
         self.answers = AnswerForm(engine.tokenizer, tool_parser)
+        self.images = ImageSource(image_hosts)
         self._notifier: LoopNotifier | None = None
 
     async def tokens(self, prompt: Prompt) -> Int32Array:
         """Token ids."""
         return await _of_library(len(prompt), partial(self.engine.token_ids, prompt))
 
-    async def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
-        """Token ids of a conversation by the model's template."""
-        length = sum(len(message["content"]) for message in messages) + (_SHORT if template else 0)
-        return await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
+    async def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> PicturedPrompt:
+        """Token ids of a conversation by the model's template, with its pictures."""
+        spoken = [message["content"] for message in messages]
+        long = bool(template) or any(isinstance(content, list) for content in spoken)  # reading images takes time
+        length = _SHORT if long else sum(map(len, spoken))
+        found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
+        return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
@@ -47,7 +56,7 @@ class ServedModel:
             raise Problem(400, f"the model {self.name!r} came without a tokenizer", code="no_tokenizer")
         return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def start(self, tokens: Int32Array, params: SamplingParams, **options: Any) -> LiveRequest:
+    def start(self, tokens: Prompt, params: SamplingParams, **options: Any) -> LiveRequest:
         """Queues a request."""
         loop = asyncio.get_running_loop()
         if self._notifier is None or self._notifier.loop is not loop:
@@ -98,7 +107,7 @@ class LiveRequest:
     """One request. Iterating over it gives new chunks, several at a time if they come faster than they are sent."""
 
     def __init__(
-        self, notifier: LoopNotifier, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any
+        self, notifier: LoopNotifier, engine: Engine, tokens: Prompt, params: SamplingParams, **options: Any
     ) -> None:
         self._notifier = notifier
         self._news: deque[Chunk] = deque()

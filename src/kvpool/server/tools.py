@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import ConfigError
+from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answer_reader import THINKING, AnswerReader, HarmonyReader, MarkedReader
 from kvpool.server.errors import Problem
@@ -39,6 +41,12 @@ class Dialogue(NamedTuple):
 
     prompt: Int32Array
     use: ToolUse
+    pictures: Pictures | None = None  # behind placeholders of the prompt
+
+    @property
+    def asked(self) -> PicturedPrompt:
+        """The prompt with its pictures, as the engine takes it."""
+        return PicturedPrompt(self.prompt, self.pictures)
 
 
 def tool_use(offered: Sequence[dict[str, Any]], choice: Any, several: bool) -> ToolUse:

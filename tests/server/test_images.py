@@ -1,0 +1,176 @@
+"""Images in messages, sent as the clients of OpenAI and Anthropic send them."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from live import openai_client
+
+from kvpool.server import ServedModel, create_app, images
+from kvpool.server.images import ImageSource
+from live_app import Live
+
+image_library = pytest.importorskip("PIL.Image")
+
+
+def png(color: str) -> bytes:
+    file = BytesIO()
+    image_library.new("RGB", (20, 30), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def encoded(color: str) -> str:
+    return base64.b64encode(png(color)).decode()
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Any]:
+    """An engine with a tiny Llava."""
+    from vision_models import tiny_processor, vision_model
+
+    from kvpool.engine import Engine
+
+    with Engine(vision_model("llava"), processor=tiny_processor(), device="cpu", kv_blocks=128, block_size=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(seeing: Any) -> Iterator[Live]:
+    live = Live(create_app([ServedModel("tiny", seeing)]))
+    yield live
+    live.stop()
+
+
+def expected(engine: Any, *parts: str | bytes) -> str:
+    """What the engine itself answers to parts of text and images."""
+    from kvpool.engine import SamplingParams
+
+    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    prompt = engine.chat_prompt([{"role": "user", "content": content}])
+    (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=6, temperature=0))
+    return str(result.text)
+
+
+def test_given_an_image_in_a_chat_then_the_answer_is_the_engines(server: Live, seeing: Any) -> None:
+    client = openai_client(server)
+    answers = []
+    for color in ("red", "blue"):
+        url = f"data:image/png;base64,{encoded(color)}"
+        parts = [{"type": "text", "text": "w5 w6"}, {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}]
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": parts}], max_completion_tokens=6, temperature=0
+        )
+        assert answer.usage.prompt_tokens == 1 + 2 + 16 + 1
+        assert answer.choices[0].message.content == expected(seeing, "w5 w6", png(color))
+        answers.append(answer.choices[0].message.content)
+    assert answers[0] != answers[1]
+
+
+def test_given_an_image_for_a_response_then_the_answer_is_the_engines(server: Live, seeing: Any) -> None:
+    parts = [
+        {"type": "input_text", "text": "w7"},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{encoded('green')}"},
+    ]
+    answer = openai_client(server).responses.create(
+        model="tiny", input=[{"role": "user", "content": parts}], max_output_tokens=6, temperature=0
+    )
+    assert answer.output_text == expected(seeing, "w7", png("green"))
+
+
+def test_given_an_image_for_anthropics_messages_then_the_answer_is_the_engines(server: Live, seeing: Any) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded("red")}
+    marked = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    answer = client.messages.create(
+        model="tiny",
+        max_tokens=6,
+        messages=[{"role": "user", "content": [marked, {"type": "text", "text": "w8"}]}],
+    )
+    assert answer.content[0].text == expected(seeing, png("red"), "w8")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("data:image/png;base64,%%%", "no base64"),
+        ("data:image/png;base64", "comma"),
+        (f"data:image/png;base64,{base64.b64encode(b'no image').decode()}", "cannot be read"),
+        ("http://127.0.0.1:1/a.png", "fetches no image from that host"),
+        ("file:///etc/passwd", "images come as data:"),
+    ],
+)
+def test_given_no_image_then_the_error_says_why(server: Live, url: str, words: str) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    with pytest.raises(openai.BadRequestError, match=words):
+        openai_client(server).chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
+
+
+def test_given_a_placeholder_without_an_image_then_the_request_is_refused(server: Live) -> None:
+    client = openai_client(server)
+    with pytest.raises(openai.BadRequestError, match="placeholder for image input"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w5 <image>"}])
+    with pytest.raises(openai.BadRequestError, match="placeholder for image input"):
+        client.completions.create(model="tiny", prompt="w5 <image>")
+
+
+# --- images at addresses ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    """A host with an image, one that is too large, and a redirect."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = {"/red.png?size=1": png("red"), "/large": b"x" * 1001}.get(self.path)
+            self.send_response(200 if body is not None else 302)
+            self.send_header("location", "/red.png?size=1")
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_given_hosts_that_may_be_asked_then_images_are_fetched_within_limits(
+    host: str, seeing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "MAX_BYTES", 1000)
+    live = Live(create_app([ServedModel("tiny", seeing, image_hosts=["127.0.0.1"])]))
+    try:
+        client = openai_client(live)
+
+        def ask(path: str) -> Any:
+            parts = [{"type": "image_url", "image_url": {"url": f"{host}{path}"}}]
+            messages: Any = [{"role": "user", "content": parts}]
+            return client.chat.completions.create(
+                model="tiny", messages=messages, max_completion_tokens=6, temperature=0
+            )
+
+        assert ask("/red.png?size=1").choices[0].message.content == expected(seeing, png("red"))
+        with pytest.raises(openai.BadRequestError, match="over 1000 bytes"):
+            ask("/large")
+        with pytest.raises(openai.BadRequestError, match="status 302"):
+            ask("/moved")
+    finally:
+        live.stop()
+
+
+def test_given_a_name_with_other_letters_then_it_is_the_same_host() -> None:
+    assert ImageSource([" Example.COM ", ""])._hosts == {"example.com"}
