@@ -33,7 +33,6 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
-MOST_SECONDS = 20.0  # of tests for one mutant, as they take without it
 FILE_SECONDS = 600.0  # for one test file without a mutant; one that takes longer is left out
 
 Line = tuple[str, int]  # a file below the root, and the first line of a function in it
@@ -192,6 +191,8 @@ def _start(child: Child, folder: Path) -> int:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         code = child.work(folder / "out")
+    except BaseException as error:  # whatever a mutant may raise
+        (folder / "out").write_text(f"0\n{error!r}")
     finally:
         os._exit(code)
 
@@ -285,7 +286,7 @@ class _Trials:
             kept.learn(file, {} if code or not said else json.loads(said))
         kept.save()
         for file in files:
-            self.usual |= kept.of(file)
+            self.usual |= {test: usual for test, usual in kept.of(file).items() if test in self.items}
             if not kept.of(file):
                 self.say(left_out=file)
         for test, usual in self.usual.items():
@@ -350,7 +351,7 @@ class _Trials:
     def within_limit(self, tests: set[str]) -> list[str]:
         chosen, seconds = [], 0.0
         for test in sorted(tests, key=lambda test: (self.usual[test].seconds, test)):
-            if seconds < MOST_SECONDS:
+            if seconds < self.task["seconds"]:
                 chosen.append(test)
                 seconds += self.usual[test].seconds
         return chosen

@@ -1,7 +1,7 @@
 """Changes kvpool in small ways, one at a time, and looks whether a test notices: what does no test prove?
 
-    python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--processes 2] [--minutes 60]
-                            [--measured FILE] [--json FILE]
+    python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--processes 2] [--seconds 20]
+                            [--minutes 60] [--measured FILE] [--json FILE]
 
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
 the control plane, the tiers and the engine. The tests of those packages are collected and run once without a mutant; those
@@ -40,7 +40,7 @@ LEFT_OUT = (
 APART = {
     "scheduling": ("stateful/test_scheduler_machine.py", "replay/test_costs.py"),
     "tiers": ("stateful/test_disk_tier.py", "engine/test_tiers.py"),
-    "recording": ("replay/test_broken_files.py",),
+    "recording": ("replay/test_broken_files.py", "replay/test_commands.py"),
     **dict.fromkeys(("engine", "replay", "compat", "storage", "server", "cluster", "view"), ()),
 }
 GENERAL = (  # tests of the whole manager
@@ -48,6 +48,7 @@ GENERAL = (  # tests of the whole manager
     *("test_stats.py", "stateful/test_wild_machine.py"),
 )
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
+SECONDS = 20.0  # of tests for one mutant, as they take without it
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
@@ -268,6 +269,7 @@ def run_all(
     limit: float | None = None,
     minutes: float = math.inf,
     measured: Path | None = None,
+    seconds: float = SECONDS,
 ) -> Iterator[Outcome]:
     """What becomes of each mutant that is begun within so many minutes. Raises `RuntimeError` where no test passes."""
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
@@ -280,7 +282,7 @@ def run_all(
         task.write_text(
             json.dumps(
                 dict(root=str(root), words=words, out=str(out), mutants=changes, processes=processes, limit=limit)
-                | dict(minutes=minutes, measured=measured and str(measured.resolve()))
+                | dict(minutes=minutes, seconds=seconds, measured=measured and str(measured.resolve()))
             )
         )
         command = [sys.executable, "-m", "pytest", *words, *places_of(root, [mutant.path for mutant in mutants])]
@@ -357,6 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=2, help="mutants tried at once (2)")
     parser.add_argument("--limit", type=float, help="seconds for a mutant; default: ten times what its tests take")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="of tests for a mutant, the quick ones first (20)"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many minutes")
     parser.add_argument(
         "--measured",
@@ -378,7 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     outcomes = []
     try:
-        for outcome in run_all(root, sample, options.processes, options.limit, options.minutes, options.measured):
+        limits = options.limit, options.minutes, options.measured, options.seconds
+        for outcome in run_all(root, sample, options.processes, *limits):
             outcomes.append(outcome)
             _report(outcome, sources[outcome.mutant.path])
             if options.json is not None:  # after each, for a run that is cut short

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import KeyedPolicy, Run, register_policy
+from kvpool.recording.lines import Lines
 from kvpool.replay import TraceError, TraceRecorder, read_trace, replay_recording
 
 
@@ -129,6 +131,13 @@ def test_given_a_shared_prefix_then_it_is_written_once(tmp_path: Path) -> None:
         for number in range(10):
             manager.allocate(number, [*range(1000), number])
     assert (tmp_path / "t").stat().st_size < 2 * 1000 * 4 * 4 / 3
+
+
+def test_given_a_gzip_file_that_repeats_what_stands_32_kib_before_then_it_is_read(tmp_path: Path) -> None:
+    line = np.random.default_rng(3).bytes(16_000).hex().encode() + b"\n"
+    (tmp_path / "t").write_bytes(gzip.compress(2 * line))
+    with Lines(tmp_path / "t") as lines:
+        assert list(lines) == [line, line]
 
 
 def test_given_a_size_limit_then_the_file_ends_cleanly_there(tmp_path: Path) -> None:

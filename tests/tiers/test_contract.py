@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,9 @@ def test_given_a_tier_that_raises_then_every_key_failed_and_one_line_tells(caplo
     ]
     stats = tier.stats()
     assert (stats.load_failures, stats.store_failures, stats.removed) == (2, 1, 0)
+
+
+def test_given_a_new_tier_then_every_count_is_zero() -> None:
+    stats = asdict(MemoryTier(6_000).stats())
+    counts = {name: number for name, number in stats.items() if isinstance(number, (int, float))}
+    assert {name: number for name, number in counts.items() if number} == {"capacity_bytes": 6_000}

@@ -18,7 +18,7 @@ from kvpool.testing import Kept, TierContract, key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
 from kvpool.tiers.disk import storing as growth
 from kvpool.tiers.disk.directory import Directory
-from kvpool.tiers.disk.upkeep import Upkeep
+from kvpool.tiers.disk.upkeep import Upkeep, remove_everything
 from kvpool.tiers.transport.staging import page_aligned
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -418,3 +418,20 @@ def test_given_a_hanging_disk_and_memory_that_is_kept_then_it_is_shared_until_th
         assert [each.tobytes() for each in out] == [value(number, 8192) for number in (1, 2, 3)]
         assert tier.load(keys, out, keeper=kept) == [Outcome.OK] * 3
         assert kept.users == 0
+
+
+def test_given_a_purge_then_progress_counts_every_value_that_is_looked_at(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**21) as tier:
+        store(tier, [1, 2, 3])
+    seen: list[int] = []
+    with Upkeep(tmp_path, writing=True) as upkeep:
+        assert upkeep.purge(seen.append, keys={key(2)}) == 1
+    assert sum(seen) == 3
+
+
+def test_given_everything_is_removed_then_the_directory_can_be_used_at_once(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**21) as tier:
+        store(tier, [1])
+    assert remove_everything(tmp_path) > 0
+    with DiskTier(tmp_path, 2**21) as tier:
+        assert store(tier, [2]) == [Outcome.OK]
