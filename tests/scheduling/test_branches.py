@@ -238,6 +238,19 @@ def test_given_layers_that_keep_a_state_then_accepted_drafts_are_computed_again(
     assert sequence.live_handle().num_committed == 12
 
 
+def test_given_drafts_of_several_sequences_then_the_plan_asks_for_logits_of_every_row() -> None:
+    engine = make_engine(max_draft_tokens=2)
+    scheduler = engine.scheduler
+    add(engine, request("a", 3, 9), request("b", 3, 9, first=50))
+    first = scheduler.step()
+    scheduler.complete(first, [7, 57])
+    for sequence, drafts in zip(first.sequences, ([8, 9], [58]), strict=True):
+        scheduler.propose(sequence, drafts)
+    plan = scheduler.step()
+    assert plan.token_ids.tolist() == [7, 8, 9, 57, 58]
+    assert plan.logits_indices.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_given_no_room_for_drafts_then_they_are_dropped_and_nobody_gives_way_for_them() -> None:
     engine = make_engine(make_manager(gpu_blocks=4), max_draft_tokens=8)
     scheduler = engine.scheduler

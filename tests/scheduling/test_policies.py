@@ -94,6 +94,12 @@ def test_given_soonest_first_token_when_one_has_waited_long_enough_then_nobody_o
     assert order_of_admission(engine) == ["cold", "colder", "warm"]
 
 
+def test_given_soonest_first_token_with_a_window_of_one_then_it_is_first_come_first_served() -> None:
+    engine = with_prefixes_on_both_tiers(policy=lambda: SoonestFirstToken(window=1))
+    add(engine, request("cold", 12, first=200), request("warm", 12))
+    assert order_of_admission(engine) == ["cold", "warm"]
+
+
 @pytest.mark.parametrize("options", [{"patience": 0.0}, {"patience": "long"}, {"window": 0}])
 def test_given_a_wrong_option_of_soonest_first_token_then_it_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -170,6 +170,19 @@ def test_given_a_sample_with_siblings_then_it_loses_what_it_generated_itself_and
     assert names(until_preempted(engine).preempted) == ["short"]  # 8 tokens are more than it has
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 3])
+def test_given_a_prompt_that_is_swapped_between_two_chunks_then_it_goes_on_with_the_second(num_left: int) -> None:
+    manager = make_manager(gpu_blocks=4, host_blocks=16, enable_prefix_caching=False)
+    engine = make_engine(manager, policy="priority", preemption="swap", max_chunk_tokens=8)
+    requests = [request("calm", 8 + num_left, 2), request("urgent", 8, 2, first=50, priority=1)]
+    add(engine, requests[0])
+    engine.step()
+    add(engine, requests[1])
+    assert [sequence.state for sequence in engine.step().preempted] == [SequenceState.SWAPPED]
+    engine.drain()
+    engine.assert_right(*requests)
+
+
 def test_given_preempted_and_new_requests_then_the_waiting_are_listed_with_the_preempted_first() -> None:
     engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), preemption="recompute")
     add(engine, request("old", 8, 12), request("young", 8, 12, first=50))

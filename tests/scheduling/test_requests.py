@@ -227,3 +227,17 @@ def test_given_something_that_is_no_sequence_then_it_is_refused(verb: str) -> No
     arguments = ([1],) if verb == "propose" else ()
     with pytest.raises(InvalidArgumentError, match="sequence"):
         getattr(make_engine().scheduler, verb)("a", *arguments)
+
+
+def test_given_a_waiting_request_that_is_cancelled_then_nobody_waits_any_more() -> None:
+    engine = make_engine()
+    add(engine, request("a", 3))
+    engine.scheduler.cancel("a")
+    assert (engine.scheduler.num_waiting, engine.scheduler.waiting(9), engine.scheduler.has_work) == (0, [], False)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_given_a_priority_of_32_bits_then_it_is_allowed_and_one_beyond_it_is_not(sign: int) -> None:
+    assert request("a", 3, priority=sign * 2**31).priority == sign * 2**31
+    with pytest.raises(InvalidArgumentError, match="priority"):
+        request("a", 3, priority=sign * (2**31 + 1))

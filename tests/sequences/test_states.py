@@ -193,6 +193,16 @@ def test_a_step_with_drafts_leaves_its_state_before_them() -> None:
     manager.check()
 
 
+def test_a_sequence_that_goes_back_to_a_kept_state_gives_the_blocks_behind_it_back() -> None:
+    manager = make()
+    handle = manager.allocate("a", list(range(10)), reserve=0)
+    compute(manager, handle, 10)
+    decode(manager, handle, [20, 21, 22, 23])
+    manager.rewind(handle, 2)
+    assert handle.num_blocks == 3
+    manager.check()
+
+
 def test_places_that_were_not_written_can_be_given_back() -> None:
     manager = make()
     handle = manager.allocate("a", list(range(6)), reserve=0)
