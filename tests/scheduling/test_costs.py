@@ -139,6 +139,11 @@ def test_given_steps_of_a_linear_machine_then_its_costs_are_found_again() -> Non
     assert max(errors.values()) < 1e-6
 
 
+def test_given_steps_that_mix_prompts_and_decoding_then_nothing_is_fitted_to_them() -> None:
+    mixed = MeasuredStep([(100, 0)], 4, 40, 99.0)
+    assert fit_costs([*steps_of(TRUE), mixed], 1e10)[1] == fit_costs(steps_of(TRUE), 1e10)[1]
+
+
 def test_given_times_that_fall_with_the_context_then_no_cost_is_negative() -> None:
     odd = [MeasuredStep([], 4, context, 0.01 - context * 1e-6) for context in (10, 500, 1000)]
     costs, errors = fit_costs([*steps_of(TRUE)[:6], *odd], 1e10)

@@ -241,3 +241,15 @@ def test_given_a_priority_of_32_bits_then_it_is_allowed_and_one_beyond_it_is_not
     assert request("a", 3, priority=sign * 2**31).priority == sign * 2**31
     with pytest.raises(InvalidArgumentError, match="priority"):
         request("a", 3, priority=sign * (2**31 + 1))
+
+
+def test_given_no_settings_then_a_step_has_2048_tokens_of_256_sequences() -> None:
+    assert (SchedulerConfig().max_tokens_per_step, SchedulerConfig().max_sequences) == (2048, 256)
+
+
+def test_given_a_hint_that_cannot_be_asked_then_the_log_names_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(answer: Any) -> None:
+        raise LookupError("no tokenizer")
+
+    assert request("a", 3, hint=broken).hint_at_end(np.array([1], np.int32)) is None
+    assert "the hint of request 'a' could not be asked" in caplog.text

@@ -65,6 +65,14 @@ def test_a_prompt_is_computed_in_steps_that_leave_a_checkpoint_before_its_last_b
     assert steps[1][1] == steps[0][2] != steps[1][2]  # the checkpoint is read, and stays as it is
 
 
+def test_layers_that_keep_a_state_have_no_slots_for_tokens() -> None:
+    manager = make()
+    handle = manager.allocate("a", list(range(5)))
+    slots = manager.slot_mapping([handle], 0, 5)
+    assert (slots[1 - STATES] >= 0).all()
+    assert (slots[STATES] == -1).all()
+
+
 def test_a_step_inside_a_block_replaces_the_state() -> None:
     manager = make()
     handle = manager.allocate("a", list(range(5)), reserve=0)
