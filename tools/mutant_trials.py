@@ -2,9 +2,9 @@
 
 `tools/mutants.py` starts it with a task in a file, and it writes what it finds, a line each, as JSON. First every test file
 runs without a mutant: that says which tests pass here, which functions each of them calls, and how long it takes. Then a
-child for each mutant puts the changed function in the place of the old one and runs the tests that call it, the quick ones
-first. No file changes. What is no function's body, such as a constant of a module or a default value, is changed while it is
-imported: then the tests of that module run in a process of their own. A Python that a test starts sees the code unchanged.
+child for each mutant puts the changed function in the place of the old one and runs the tests that call it. No file changes.
+What is no function's body, such as a constant of a module or a default value, is changed while it is imported: then the tests
+of that module run in a process of their own. A Python that a test starts sees the code unchanged.
 """
 
 from __future__ import annotations
@@ -340,17 +340,18 @@ class _Trials:
             self.say(mutant=number, result=result, seconds=seconds, killer=killer, num_tests=int(num_tests or 0))
 
     def tests_of(self, change: Change) -> list[str]:
-        """Those that call the function, or something of the module, or any if nothing of it is called; quick ones first."""
+        """Those that call the function, or something of the module, or any if nothing of it is called."""
         around = function_around((self.root / change.path).read_bytes(), change.start)
         first, last = around or (0, sys.maxsize)
         chosen = {test for line, test in self.callers.get(change.path, ()) if first <= line <= last}
         if not chosen and around is None:
             chosen = {test for test, usual in self.usual.items() if usual.passes}
-        return self.within_limit(chosen)
+        return self.within_limit(chosen, f"tests/{Path(change.path).parts[2]}/")
 
-    def within_limit(self, tests: set[str]) -> list[str]:
+    def within_limit(self, tests: set[str], own: str) -> list[str]:
+        """As many as a mutant may meet: those of its own package first, and the quick ones of them."""
         chosen, seconds = [], 0.0
-        for test in sorted(tests, key=lambda test: (self.usual[test].seconds, test)):
+        for test in sorted(tests, key=lambda test: (not test.startswith(own), self.usual[test].seconds, test)):
             if seconds < self.task["seconds"]:
                 chosen.append(test)
                 seconds += self.usual[test].seconds

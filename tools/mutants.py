@@ -6,9 +6,9 @@
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
 the control plane, the tiers and the engine. The tests of those packages are collected and run once without a mutant; those
 that fail here, because something is not installed, are left out. `--measured` keeps what they call for the next run. Then
-each mutant meets every test that calls the changed function, the quick ones first, in a forked process (`mutant_trials.py`).
-What survives is printed with its diff: a test is missing, the code is not needed, or the change changes nothing. At the end
-stands how many were killed, by folder.
+each mutant meets the tests that call the changed function, those of its package first, in a forked process
+(`mutant_trials.py`). What survives is printed with its diff: a test is missing, the code is not needed, or the change changes
+nothing. At the end stands how many were killed, by folder.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="mutants tried at once (2)")
     parser.add_argument("--limit", type=float, help="seconds for a mutant; default: ten times what its tests take")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="of tests for a mutant, the quick ones first (20)"
+        "--seconds", type=float, default=SECONDS, help="of tests for a mutant, those of its package first (20)"
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many minutes")
     parser.add_argument(

@@ -87,11 +87,3 @@ def test_a_number_of_tokens_caps_what_a_byte_budget_takes(budget: dict[str, Any]
 def test_a_cap_beside_exact_counts_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_gpu_tokens=64 caps gpu_bytes or gpu_fraction"):
         KVCacheConfig(GEMMA, gpu_blocks=9, max_gpu_tokens=64)
-
-
-def test_checkpoints_of_large_states_get_a_quarter_of_the_bytes() -> None:
-    states = StateSpec((StatePart("conv", (65_536, 4), DType.FLOAT32),))
-    attention, checkpoints = KVCacheConfig([FULL, states], gpu_bytes=200 * MIB).pools
-    share = checkpoints.num_blocks[Tier.GPU] * checkpoints.block_bytes / (200 * MIB)
-    assert share == pytest.approx(0.25, abs=0.01)
-    assert attention.num_blocks[Tier.GPU] > 0
