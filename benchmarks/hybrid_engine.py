@@ -1,9 +1,10 @@
 """Models whose layers keep a state, through the engine, beside transformers' own generation with its static cache.
 
-    python benchmarks/hybrid_engine.py [--prompt 8192] [--json FILE]
+    python benchmarks/hybrid_engine.py [--prompt 8192] [--only falcon_h1] [--no-peers] [--drafts 4] [--json FILE]
 
 Random weights, bfloat16, the shapes of `hybrid_gpu.py`. For each: the bytes of a checkpoint; the first token of a prompt,
-cold and from the cache; seconds per decode step at batch 1 and 64, ours and transformers'. Prints JSON.
+cold and from the cache; seconds per decode step at batch 1 and 64, ours and transformers'. With `--drafts`: those of steps
+with drafts that are all wrong, and all right (random models accept none by themselves). Prints JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from hybrid_gpu import FALCON, QWEN, Shape, random_model
@@ -66,10 +69,33 @@ def transformers_step_seconds(model: Any, batch: int) -> float:
     return (min(took[1::2]) - min(took[::2])) / 16
 
 
-def measured(shape: Shape, num_prompt_tokens: int) -> dict[str, Any]:
+def draft_step_seconds(model: Any, num_drafts: int) -> dict[str, float]:
+    """Seconds per step and per token of one sequence whose drafts are all wrong, and all right."""
+    found: dict[str, float] = {}
+    prompt, params = random_prompt(64, 7), SamplingParams(max_new_tokens=8 + STEPS, temperature=0.0, ignore_eos=True)
+    with Engine(model, memory_fraction=0.4, draft_tokens=num_drafts) as engine:
+        (plain,) = engine.generate([prompt], params)
+        text = np.array(prompt + plain.token_ids, np.int32)
+        for name, shift in (("wrong", 1), ("right", 0)):
+
+            def propose(tokens: Any, num: int, shift: int = shift) -> Any:
+                return (text[len(tokens) : len(tokens) + num] + shift) % 32000
+
+            took = []
+            with patch("kvpool.engine.loop.propose", propose):
+                for _ in range(3):
+                    before, start = engine.stats().scheduler.steps, time.perf_counter()
+                    engine.generate([prompt], params)
+                    took.append((time.perf_counter() - start, engine.stats().scheduler.steps - before))
+            seconds, steps = min(took)
+            found |= {f"draft_step_ms_{name}": 1e3 * seconds / steps, f"token_ms_{name}": 1e3 * seconds / (8 + STEPS)}
+    return found
+
+
+def measured(shape: Shape, num_prompt_tokens: int, peers: bool, num_drafts: int) -> dict[str, Any]:
     model = random_model(shape)
     found: dict[str, Any] = {}
-    for batch in (1, 64):
+    for batch in (1, 64) if peers else ():
         try:
             found[f"transformers_step_ms_{batch}"] = 1e3 * transformers_step_seconds(model, batch)
         except Exception as error:  # its static cache does not know every family
@@ -94,8 +120,10 @@ def measured(shape: Shape, num_prompt_tokens: int) -> dict[str, Any]:
         found["cached_is_sooner"] = found["first_token_cold_ms"] / found["first_token_cached_ms"]
         for batch in (1, 64):
             found[f"step_ms_{batch}"] = 1e3 * step_seconds(engine, batch)
+    if num_drafts:
+        found |= draft_step_seconds(model, num_drafts)
     for batch in (1, 64):
-        theirs = found[f"transformers_step_ms_{batch}"]
+        theirs = found.get(f"transformers_step_ms_{batch}")
         if isinstance(theirs, float):
             found[f"step_ratio_{batch}"] = found[f"step_ms_{batch}"] / theirs
     return found
@@ -104,12 +132,17 @@ def measured(shape: Shape, num_prompt_tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompt (default %(default)s)")
+    parser.add_argument("--only", default="", help="one shape: qwen3_next or falcon_h1")
+    parser.add_argument("--no-peers", action="store_true", help="without transformers' own steps")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of a step, measured too (default: none)")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there, too")
     args = parser.parse_args()
     found = {}
-    for shape in (QWEN, FALCON):
+    for shape in (FALCON, QWEN):
+        if args.only not in ("", shape[0]):
+            continue
         try:
-            found[shape[0]] = measured(shape, args.prompt)
+            found[shape[0]] = measured(shape, args.prompt, not args.no_peers, args.drafts)
         except Exception as error:
             found[shape[0]] = {"error": f"{type(error).__name__}: {error}"[:2000]}
         print(json.dumps({shape[0]: found[shape[0]]}, indent=1), flush=True)

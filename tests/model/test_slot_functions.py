@@ -154,6 +154,8 @@ def test_drafts_leave_the_state_that_the_tokens_before_them_leave(modules: list[
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", PACKED)
 def test_a_step_in_a_graph_on_a_gpu(family: str) -> None:
+    if importlib.util.find_spec("fla") is not None and family in DELTA:
+        pytest.skip("transformers takes flash-linear-attention for itself, which has no float32")
     model = hybrid_model(family)
     modules = modules_of(model)
     expected_slots = random_slots(modules)
