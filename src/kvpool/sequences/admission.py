@@ -239,7 +239,21 @@ class AdmissionPlanner:
         if not plan.fits and match.partial is not None:
             # The source of a partial block must stay until it is copied: in a full pool, do without it.
             plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope)
+        while not plan.fits and self._brings_too_much(plan):
+            plan = self._count(self._without_last_run(plan.match), num_tokens, lookahead, cross_tokens, scope)
         return plan
+
+    def _brings_too_much(self, plan: AdmissionPlan) -> bool:
+        """Whether a request would need more than a whole GPU pool, some of it for runs that lower tiers have."""
+        pools = zip(plan.needs, self.state.gpu_pools, strict=True)
+        from_below = bool(plan.match.path) and plan.match.path[-1].tier != GPU
+        return from_below and any(need > pool.num_blocks for need, pool in pools)
+
+    def _without_last_run(self, match: Match) -> Match:
+        """A match that ends where its last run begins, or before, as the windows allow."""
+        size = self.context.block_size
+        shorter = self._cut(match, match.path[-1].start * size)
+        return self._cut(shorter, self._valid_in_windows(shorter, shorter.num_tokens(size), None)[0])
 
     def _count(
         self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
