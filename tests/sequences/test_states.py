@@ -262,6 +262,16 @@ def test_checkpoints_inside_runs_leave_before_those_at_their_ends() -> None:
     assert manager.match_prefix([*range(10), 1, 2]).num_tokens == 0
 
 
+def test_a_prompt_that_fills_its_blocks_finds_a_checkpoint_before_its_last_token_when_it_comes_again() -> None:
+    """The one behind all of it serves longer prompts only. Where memory is short, the earlier one stays for both."""
+    manager = make(gpu=(32, 5), checkpoint_every=SIZE)
+    prompt = list(range(16))
+    finish(manager, "a", prompt)  # checkpoints behind 4, 8, 12 and 16 tokens
+    finish(manager, "b", list(range(100, 117)))
+    assert manager.match_prefix(prompt).num_tokens == 12
+    assert manager.match_prefix([*prompt, 0]).num_tokens == 12
+
+
 def test_a_run_takes_its_last_checkpoint_to_the_host_and_back() -> None:
     manager = make(host_blocks=(16, 4))
     finish(manager, "a", list(range(19)))

@@ -312,23 +312,32 @@ class WindowReaders:
         return group.first_read(last.start * size + len(last.tokens))
 
     def _last_checkpoint(self, node: Node, group: Group) -> int:
-        """The depth of the last checkpoint in this run; its end if there is none, or if all requests find a later one."""
-        last = node
+        """The depth of the checkpoint in this run that must stay; its end if there is none, or if requests find a later one.
+
+        It is the last one before the next end of a run. A prompt that fills its blocks ends there, and left one more, a block
+        earlier: it computes its last token when it comes again, so it needs that one, which serves longer prompts too.
+        """
+        last, kept = node, self._checkpoints(node, group)
         while last.children is not None and len(last.children) == 1 and not last.num_remainders:
             (last,) = last.children.values()
-            self.context.sync(last)
-            if (last.ids[group.index] >= 0).any():
-                return node.end
+            kept += self._checkpoints(last, group)
+        if not kept:
+            return node.end
+        earlier = last.end - 2
+        return min(earlier if last.children is None and earlier in kept else kept[-1], node.end)
+
+    def _checkpoints(self, node: Node, group: Group) -> list[int]:
+        """The depths of the checkpoints in a run."""
         self.context.sync(node)
-        kept = np.flatnonzero(node.ids[group.index] >= 0)
-        return node.start + int(kept[-1]) if len(kept) else node.end
+        depths: list[int] = (node.start + np.flatnonzero(node.ids[group.index] >= 0)).tolist()
+        return depths
 
     def needed(self, node: Node, group: Group, first: int = 0) -> BoolArray:
         """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
-        if group.keeps_state:  # few are kept, and each was chosen
-            kept: BoolArray = node.ids[group.index][first:] >= 0
-            return kept
         depths = np.arange(node.start + first, node.end)
+        if group.keeps_state:  # few are kept, and each was chosen
+            kept: BoolArray = (node.ids[group.index][first:] >= 0) & (depths <= self._last_checkpoint(node, group))
+            return kept
         wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < group.sinks)
         return wanted & (node.ids[group.index][first:] >= 0)
 
@@ -400,7 +409,9 @@ class WindowReaders:
                     kept.append(leftover)
                     if freed == num_blocks:
                         break
-                elif not whole and (depth >= first_needed or depth < sinks):
+                elif not whole and (
+                    depth == first_needed if group.keeps_state else depth >= first_needed or depth < sinks
+                ):
                     lasts = True
                 else:
                     self.remove_block(node, group, depth - node.start, reason)
