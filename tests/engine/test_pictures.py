@@ -26,6 +26,7 @@ from vision_models import (  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams, pictures  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
+from kvpool.engine.text_commands import Conversation  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
@@ -306,6 +307,49 @@ def test_given_too_many_pixels_then_an_image_is_refused(
     refused = pytest.raises(InvalidArgumentError, match="20 x 30 pixels is over 599")
     with engine_of(models["llava"], processor=tiny_processor()) as engine, refused:
         engine.submit("<image>", images=[png("red")])
+
+
+def test_given_an_image_for_a_conversation_then_the_first_question_shows_it(
+    models: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "red.png"
+    path.write_bytes(png("red"))
+    asked = [{"type": "image", "image": path}, {"type": "text", "text": "w5"}]
+
+    with engine_of(models["llava"], processor=tiny_processor()) as engine:
+        first = engine.generate([engine.chat_prompt([{"role": "user", "content": asked}])], GREEDY)[0].text
+        talk = Conversation(engine, "", GREEDY, [path])
+        talk.turn("w5")
+        talk.turn("w6")
+    assert capsys.readouterr().out.startswith(f"{first}\n[")
+    assert [message["content"] for message in talk.messages if message["role"] == "user"] == [asked, "w6"]
+
+
+# --- recordings and events --------------------------------------------------------------------------------------------
+
+
+def test_given_a_recording_then_its_replay_finds_what_images_shared(models: dict[str, Any], tmp_path: Path) -> None:
+    from kvpool.replay import replay_recording
+
+    file = tmp_path / "trace.kvt"
+    with engine_of(models["llava"], record=file) as engine:
+        for seed in (5, 6, 5):
+            engine.generate([prompt("llava", BEFORE, seed, BEHIND)], GREEDY)
+        live = engine.stats().cache
+    again = replay_recording(file)
+    assert again.hit_tokens == live.hit_tokens
+    assert sum(live.hit_tokens.values()) > 0
+
+
+def test_given_events_then_they_name_the_image_by_its_key(models: dict[str, Any]) -> None:
+    given = prompt("llava", BEFORE, 5, BEHIND)
+    with engine_of(models["llava"], cache={"event_buffer_size": 100}) as engine:
+        with engine.manager.subscribe() as subscription:
+            engine.generate([given], GREEDY)
+            items = [item for event in subscription.poll().events for item in getattr(event, "multimodal", ())]
+        pictures_read = engine._read(given).pictures
+    assert pictures_read is not None
+    assert set(items) == set(pictures_read.items)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

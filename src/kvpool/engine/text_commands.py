@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,6 +127,10 @@ def chat(
     *,
     engine_options: opt.EngineOptions,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = DEFAULT_SYSTEM,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="An image for the first question; may be given again."),
+    ] = None,
     max_tokens: opt.MaxTokens = 256,
     sampling: opt.SamplingOptions,
 ) -> None:
@@ -135,15 +140,16 @@ def chat(
     with engine_options.make_engine(model_defaults=sampling.model_defaults) as engine:
         opt.tell_sampling(engine, params, quiet=False)
         silent = engine.sampling_defaults == SamplingParams()
-        Conversation(engine, system, params.with_defaults(LIVELY) if silent else params).run()
+        Conversation(engine, system, params.with_defaults(LIVELY) if silent else params, image or ()).run()
 
 
 class Conversation:
     """One conversation, and how fast its prompts were computed so far."""
 
-    def __init__(self, engine: Engine, system: str, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, system: str, params: SamplingParams, images: Sequence[Path] = ()) -> None:
         self.engine = engine
         self.params = params
+        self._images = images  # for the next question
         self.messages = _opening(engine, system)
         self._seconds_per_token: float | None = None  # of prompt tokens that had to be computed
 
@@ -164,7 +170,9 @@ class Conversation:
 
     def turn(self, said: str) -> None:
         """Asks one question and prints the answer as it grows. A conversation that is too long loses its oldest turns."""
-        messages = [*self.messages, {"role": "user", "content": said}]
+        shown: list[Any] = [{"type": "image", "image": image} for image in self._images]
+        content = [*shown, {"type": "text", "text": said}] if shown else said
+        messages: list[dict[str, Any]] = [*self.messages, {"role": "user", "content": content}]
         while True:
             try:
                 prompt = self.engine.chat_prompt(messages)
@@ -181,6 +189,7 @@ class Conversation:
             except InvalidArgumentError as error:
                 print(f"[{error}]")
                 return
+        self._images = ()
         forgotten = (len(self.messages) + 1 - len(messages)) // 2
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
         words = self.saved(result) + (f"; too long: forgot the first {forgotten} turns" if forgotten else "")
@@ -205,7 +214,7 @@ class Conversation:
         return words
 
 
-def _opening(engine: Engine, system: str) -> list[dict[str, str]]:
+def _opening(engine: Engine, system: str) -> list[dict[str, Any]]:
     """The first messages. Tries the model's template now, so that it fails before the user has typed anything."""
     question = {"role": "user", "content": "?"}
     engine.chat_prompt([question])
@@ -220,7 +229,7 @@ def _opening(engine: Engine, system: str) -> list[dict[str, str]]:
     return opening
 
 
-def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _without_oldest_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation without its first question and answer; empty if only the newest question is left."""
     first = 1 if messages[0]["role"] == "system" else 0
     return messages[:first] + messages[first + 2 :] if len(messages) > first + 1 else []
