@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.errors import SequenceStateError, StepError, UnsupportedModelError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, SequenceStateError, StepError, UnsupportedModelError  # noqa: E402
 from kvpool.hf import CachePool  # noqa: E402
+from kvpool.model import faster_layers  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 PROMPT = random_prompt(40).tolist()
@@ -250,3 +252,96 @@ def test_given_weights_or_modules_that_are_replaced_then_requests_are_refused_wi
         answer(engine)
     with Engine(model, kv_blocks=64) as another:
         assert answer(another) == by_itself(model)
+
+
+# --- the caller's global state, and models of other packages ---------------------------------------------------------
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("state", ["dtype", "device", "autocast", "inference"])
+def test_given_any_global_state_of_the_caller_then_answers_are_the_same(
+    state: str, family: str, restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faster_layers, "_SMALLEST", 1)
+    monkeypatch.setattr(faster_layers, "_measured", {})
+    monkeypatch.setattr(faster_layers, "_fastest", lambda weights: (faster_layers.in_float32,) * 4)
+    model = tiny_model(family)
+    wanted = by_itself(model)
+    modes = {"autocast": torch.autocast("cpu", dtype=torch.bfloat16), "inference": torch.inference_mode()}
+    if state == "dtype":
+        torch.set_default_dtype(torch.bfloat16)
+    elif state == "device":
+        torch.set_default_device("meta")
+    with modes.get(state, nullcontext()), Engine(model, kv_bytes=2**22) as engine:
+        assert answer(engine) == wanted
+
+
+def test_given_a_model_that_accelerate_prepared_for_mixed_precision_then_its_own_dtype_is_computed(model: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    wanted = by_itself(model)
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)
+    with Engine(prepared, kv_blocks=64) as engine:
+        assert answer(engine) == wanted
+
+
+def test_given_a_model_that_accelerate_offloaded_then_it_is_refused_with_the_remedy(model: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with pytest.raises(InvalidArgumentError, match=r"not in memory .*; load it whole, without device_map"):
+        Engine(accelerate.cpu_offload(model), kv_blocks=64)
+
+
+class OddTensor(torch.Tensor):
+    """A tensor as torchao's are: it knows the plain product only."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.mm, torch.matmul):
+            raise NotImplementedError(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_given_quantised_weights_that_know_few_operations_then_their_products_stay_plain(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faster_layers, "_SMALLEST", 1)
+    monkeypatch.setattr(faster_layers, "_measured", {})
+    monkeypatch.setattr(faster_layers, "_fastest", lambda weights: (faster_layers.swapped,) * 4)
+    wanted = by_itself(model)
+    odd = model.lm_head.weight.detach().as_subclass(OddTensor)
+    model.lm_head.weight = torch.nn.Parameter(odd, requires_grad=False)
+    with Engine(model, kv_blocks=64) as engine:
+        assert answer(engine) == wanted
+
+
+def test_given_weights_that_are_nan_then_the_message_says_so_and_names_one(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight[3] = torch.nan
+    with pytest.raises(
+        UnsupportedModelError, match=r"logits that are NaN .*model\.layers\.1\.mlp\.up_proj\.weight holds NaN"
+    ):
+        Engine(model, kv_blocks=64)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("max_new_tokens", r"write SamplingParams\(max_new_tokens=\.\.\.\)"),
+        ("pixel_values", "images="),
+        ("assistant_model", "draft_tokens"),
+        ("logits_processor", "logit_bias"),
+        ("no_such_thing", "it has on_chunk, on_end, priority, scope"),
+    ],
+)
+def test_given_an_option_that_requests_do_not_have_then_the_error_names_it_and_the_remedy(
+    engine: Engine, option: str, remedy: str
+) -> None:
+    for ask in (engine.submit, lambda prompt, **options: engine.generate([prompt], **options)):
+        with pytest.raises(InvalidArgumentError, match=f"no option '{option}': .*{remedy}"):
+            ask(PROMPT, **{option: 1})

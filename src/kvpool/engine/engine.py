@@ -44,6 +44,7 @@ from kvpool.engine.requests import (
     RequestMaker,
     chat_tokens,
     check_callbacks,
+    check_options,
     checked_generation,
     list_of_prompts,
     of_prompt,
@@ -162,6 +163,7 @@ class Engine:
         """
         chosen = list_of_prompts(prompts, params)
         check_callbacks(on_chunk)
+        check_options(options)
         seen = images_of_prompts(images, len(chosen))
         asked: list[NewRequest] = []
         for index, (prompt, wanted) in enumerate(chosen):
@@ -196,6 +198,7 @@ class Engine:
         retention: Retention | None = None,
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
+        **unknown: Any,
     ) -> Generation:
         """Queues one prompt and returns at once; `Generation.result()` waits for it.
 
@@ -208,6 +211,7 @@ class Engine:
         whether the answer calls a tool. If `max_new_tokens` exceeds the model's context, it is cut and `Generation.notes`
         say so. A request that can never fit ends with `NeverFitsError`.
         """
+        check_options(unknown)
         read = self._read(prompt, images)
         generation, request = self._requests.make(
             read.token_ids,
@@ -311,6 +315,7 @@ class Engine:
 
         parent = checked_generation(generation)
         wanted = parent.params if params is None else params
+        check_options(options)
 
         def branch() -> Generation:
             forked, request = self._requests.make(parent.token_ids, wanted, pictures=parent.pictures, **options)

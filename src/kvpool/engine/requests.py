@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple
 
 from kvpool.checks import as_flag, show
@@ -226,6 +227,29 @@ class RequestMaker:
         note = f"max_new_tokens={wanted} was cut to {room}: the prompt has {num_tokens} tokens, the context ends at {limit}"
         log.info(note)
         return replace(params, max_new_tokens=room), (note,)
+
+
+_INSTEAD = {  # arguments of transformers' `generate`
+    "assistant_model": "Engine(draft_tokens=...) drafts without a second model",
+    "logits_processor": "SamplingParams has logit_bias, penalties and grammar",
+    "input_ids": "the first argument takes token ids",
+    "pixel_values": "images=... takes images, and a prompt may be what the processor gave",
+    "stopping_criteria": "SamplingParams has stop, stop_token_ids and max_new_tokens",
+    "streamer": "use Engine.stream, or on_chunk",
+    "generation_config": "give SamplingParams",
+}
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Refuses options that requests do not have, and says where they belong."""
+    own = ("self", "tokens", "params", "pictures")
+    allowed = [name for name in inspect.signature(RequestMaker.make).parameters if name not in own]
+    for name in options.keys() - set(allowed):
+        if name in {each.name for each in fields(SamplingParams)}:
+            remedy = f"write SamplingParams({name}=...)"
+        else:
+            remedy = _INSTEAD.get(name, f"it has {', '.join(allowed)}")
+        raise InvalidArgumentError(f"a request has no option {name!r}: {remedy}")
 
 
 def check_callbacks(*callbacks: object) -> None:

@@ -104,7 +104,13 @@ def run_largest_step(model: Any, shape: ModelShape, device: torch.device, limits
     logits = forward(model, torch.zeros_like(positions), positions, samples, attend)
     rows = SamplingRows([_COSTLIEST] * num_samples, device)
     counts = TokenCounts(limits.max_sequences, shape.vocab_size, device)
-    sample(logits, rows, torch.zeros(num_samples, device=device), counts, samples % limits.max_sequences)
+    sample(
+        logits,
+        rows,
+        torch.zeros(num_samples, dtype=torch.float32, device=device),
+        counts,
+        samples % limits.max_sequences,
+    )
     return logits
 
 

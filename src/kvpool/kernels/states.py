@@ -64,7 +64,7 @@ def convolve_reference(
         inputs = torch.cat([before.T, tokens.to(states.dtype)])  # [input, channel]
         kept.append(inputs[-states.shape[2] :].T)
         seen = pad(inputs, (0, 0, 1, 0)).float()[-(len(tokens) + len(taps) - 1) :]
-        out = torch.zeros(tokens.shape, device=x.device)
+        out = torch.zeros(tokens.shape, dtype=torch.float32, device=x.device)
         for i, tap in enumerate(taps):
             out.addcmul_(seen[i : i + len(tokens)], tap)
         outputs.append(out)

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def _epsilon(module: nn.Module) -> float | None:
     if len(inspect.signature(module.forward).parameters) != 1:  # it may be given a gate, too
         return None
     numbers = {value for value in vars(module).values() if isinstance(value, float) and 0.0 < value < 0.1}
-    steps = torch.arange(len(weight), device=weight.device)
+    steps = torch.arange(len(weight), device=weight.device, dtype=torch.float32)
     inputs = torch.stack([size * torch.cos(steps * (1.0 + size)) for size in _SIZES])
     try:
         given = module(inputs)
@@ -205,12 +205,17 @@ def _plain_linears(model: nn.Module) -> list[nn.Linear]:
     return [
         module
         for module in model.modules()
-        if type(module) is nn.Linear
-        and "forward" not in vars(module)
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and all(owners[id(parameter)] == 1 for parameter in module.parameters())
+        if _is_unchanged(module) and all(owners[id(parameter)] == 1 for parameter in module.parameters())
     ]
+
+
+def _is_unchanged(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a `Linear` as torch has it: without hooks, and with a weight that is an ordinary tensor.
+
+    torchao keeps quantised weights in a `Linear`, as tensors of classes that know few operations.
+    """
+    hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and not hooked and type(module.weight) is nn.Parameter
 
 
 def _alike(one: nn.Linear, other: nn.Linear) -> bool:
@@ -232,7 +237,7 @@ def swapped(x: Tensor, weight: Tensor) -> Tensor:
 def in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Converts the weight to float32 part by part, because every CPU multiplies that fast. Rounds the result once."""
     columns = x.float().t()
-    product = torch.empty(len(weight), len(x))
+    product = torch.empty(len(weight), len(x), dtype=torch.float32, device=weight.device)
     step = max(1, _PART // weight.shape[1])
     for first in range(0, len(weight), step):
         torch.mm(weight[first : first + step].float(), columns, out=product[first : first + step])
@@ -286,11 +291,13 @@ def choose_products(model: nn.Module) -> int:
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    if type(module) is not nn.Linear or hooked:
-        return False
     weight = module.weight
-    return weight.device.type == "cpu" and weight.is_floating_point() and weight.numel() >= _SMALLEST
+    return (
+        _is_unchanged(module)
+        and weight.device.type == "cpu"
+        and weight.is_floating_point()
+        and weight.numel() >= _SMALLEST
+    )
 
 
 def _place(num_rows: int) -> int:

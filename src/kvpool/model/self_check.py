@@ -79,11 +79,23 @@ def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], cached:
     tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
     differences = _relative_difference(got, _eager_logits(model, texts, cached))
     difference = differences.quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
-    if not difference <= tolerance:  # also when it is not a number
+    if difference != difference:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) gives logits that are NaN on a few tokens{_first_nan(model)}"
+        )
+    if not difference <= tolerance:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({model.config.model_type}) fails the self-check: its logits in flattened steps differ "
             f"from those of its own eager attention by {difference:.2g} of their spread (allowed: {tolerance}); {reason}"
         )
+
+
+def _first_nan(model: Any) -> str:
+    """Says which of its weights is to blame."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
+            return f": its weight {name} holds NaN or infinity; load or save it again"
+    return ": its weights are finite, so its computation overflows; try dtype='bfloat16' or 'float32'"
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _continues(module: StateModule, hidden: Tensor, arguments: Arguments) -> boo
     for chosen in module.parts:
         states = {part.name: hidden.new_zeros((1, *part.shape)).float() for part in module.parts}
         without = _last(module, states, hidden, arguments, 1)
-        states[chosen.name] = torch.randn(1, *chosen.shape, generator=generator).to(hidden.device)
+        states[chosen.name] = torch.randn(1, *chosen.shape, generator=generator, dtype=torch.float32).to(hidden.device)
         singly = _last(module, states, hidden, arguments, 1)
         together = _last(module, states, hidden, arguments, hidden.shape[1] - 1)
         # A state that is ignored is off by all that it does. Rounding in 16 bits is far from half of it.
@@ -115,7 +115,7 @@ def _same(
             slots = StateSlots.allocate({module.layer: StateSpec(module.parts)}, 3, hidden.device)
             generator = torch.Generator().manual_seed(0)
             for states in slots.store.states(0).values():
-                states.copy_(torch.randn(states.shape, generator=generator))
+                states.copy_(torch.randn(states.shape, generator=generator, dtype=torch.float32))
             step = StateStep.of(slots, lengths, sources, [2, 1])
             if chosen and in_graph:
                 borders = np.cumsum([0, *lengths])
