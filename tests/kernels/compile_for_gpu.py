@@ -24,6 +24,8 @@ from kvpool.config.layers import DType
 from kvpool.kernels.convolution_triton import convolve_one_triton, convolve_triton
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
 from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates, SteppedStates
+from kvpool.kernels.lora import empty_weights
+from kvpool.kernels.lora_triton import add_lora_triton
 from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.kernels.states_triton import (
     delta_rule_one_triton,
@@ -129,6 +131,15 @@ def update_states() -> None:
     select_one_triton(channels, Selection(channels, a, b, b, None, None, True), states(1, 8192, 16), None)
 
 
+def add_adapters() -> None:
+    """Q, K and V of Llama 3.1 8B, for decoding tokens and for prompts, with adapters of low and of high ranks."""
+    sizes = (4096, 1024, 1024)
+    for dtype, tile, rank in ((torch.bfloat16, 16, 16), (torch.bfloat16, 64, 256), (torch.float32, 64, 32)):
+        weights = empty_weights(2, rank, 4096, sizes, dtype=dtype, device=torch.device("cpu"))
+        groups = torch.zeros(20, tile + 1, dtype=torch.int32)
+        add_lora_triton(torch.zeros(64, sum(sizes), dtype=dtype), torch.zeros(64, 4096, dtype=dtype), weights, groups)
+
+
 def main() -> None:
     case = ""
 
@@ -142,6 +153,8 @@ def main() -> None:
     JITFunction.run = compile_only
     case = "copies"
     copy()
+    case = "adapters"
+    add_adapters()
     case = "states"
     update_states()
     for name, kind in SPECS.items():

@@ -30,8 +30,10 @@ def test_given_no_gpu_then_all_kernels_compile_for_one_and_fit_its_memory(tmp_pa
         "_convolve_kernel",
         "_convolve_one_kernel",
         "_delta_rule_kernel",
+        "_expand_kernel",
         "_keep_inputs_kernel",
         "_select_kernel",
+        "_shrink_kernel",
     }
     too_large = [(name, case, shared) for name, case, shared in compiled if int(shared) > SHARED_MEMORY]
     assert not too_large

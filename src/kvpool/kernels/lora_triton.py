@@ -1,0 +1,148 @@
+"""`add_lora` as two Triton kernels: from inputs to ranks, and from ranks to outputs.
+
+A program owns a group of tokens that share an adapter. The first kernel divides the inputs among programs, which leave
+partial sums in float32; the second one adds these up, so that nothing is added atomically and results are the same every
+time.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpool.kernels.lora import LoraWeights
+
+_INPUTS = 128  # of x that a program multiplies at once
+_OUTPUTS = 128  # of one program
+_RANKS = 64  # of one program, at most
+_PROGRAMS = 264  # that the first kernel should have: two for each multiprocessor of an H200
+_LEAST_INPUTS = 512  # of a program
+
+
+@triton.jit
+def _shrink_kernel(
+    x,
+    x_row,
+    groups,
+    a,
+    ranks,
+    low,
+    num_inputs,
+    inputs_each,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    group, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(groups + group * (TILE + 1))
+    if slot >= 0:
+        part, first = block // (RANK // RANKS), block % (RANK // RANKS) * RANKS
+        if first < tl.load(ranks + slot * PARTS + part):
+            lane = tl.arange(0, TILE)
+            token = tl.load(groups + group * (TILE + 1) + 1 + lane)
+            rank = first + tl.arange(0, RANKS)
+            rows = x + token.to(tl.int64) * x_row
+            weights = a + ((slot * PARTS + part).to(tl.int64) * RANK + rank) * num_inputs
+            total = tl.zeros([TILE, RANKS], tl.float32)
+            end = tl.minimum((split + 1) * inputs_each, num_inputs)
+            for start in range(split * inputs_each, end, INPUTS):
+                at = start + tl.arange(0, INPUTS)
+                inside = at < end
+                inputs = tl.load(rows[:, None] + at, mask=(token >= 0)[:, None] & inside, other=0.0)
+                factors = tl.load(weights[None, :] + at[:, None], mask=inside[:, None], other=0.0)
+                total = tl.dot(inputs, factors, total, input_precision="ieee")
+            place = ((split * tl.num_programs(0) + group) * TILE + lane).to(tl.int64) * (PARTS * RANK)
+            tl.store(low + place[:, None] + part * RANK + rank, total)
+
+
+@triton.jit
+def _expand_kernel(
+    low,
+    num_splits,
+    groups,
+    b,
+    scales,
+    ranks,
+    blocks,
+    out,
+    out_row,
+    num_outputs,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    TILE: tl.constexpr,
+    RANKS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    group, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(groups + group * (TILE + 1))
+    if slot >= 0:
+        part, first, end = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
+        num_ranks = tl.load(ranks + slot * PARTS + part)
+        if num_ranks > 0:
+            lane, column = tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
+            token, inside = tl.load(groups + group * (TILE + 1) + 1 + lane), column < end
+            weights = b + (slot.to(tl.int64) * num_outputs + column) * RANK
+            total = tl.zeros([TILE, OUTPUTS], tl.float32)
+            for start in range(0, num_ranks, RANKS):
+                rank = start + tl.arange(0, RANKS)
+                sums = tl.zeros([TILE, RANKS], tl.float32)
+                for split in range(0, num_splits):
+                    place = ((split * tl.num_programs(0) + group) * TILE + lane).to(tl.int64) * (PARTS * RANK)
+                    sums += tl.load(low + place[:, None] + part * RANK + rank)
+                factors = tl.load(weights[None, :] + rank[:, None], mask=inside, other=0.0)
+                total = tl.dot(sums.to(factors.dtype), factors, total, input_precision="ieee")
+            at = out + token.to(tl.int64)[:, None] * out_row + column
+            there = (token >= 0)[:, None] & inside
+            before = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            total = before + total * tl.load(scales + slot * PARTS + part)
+            tl.store(at, total.to(out.dtype.element_ty), mask=there)
+
+
+def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor) -> None:
+    """What `add_lora` does. May be captured in a graph, which then reads the groups and weights of each replay."""
+    num_groups, tile = groups.shape[0], groups.shape[1] - 1
+    _, parts, rank, num_inputs = weights.a.shape
+    if not num_groups:
+        return
+    ranks = min(rank, _RANKS)
+    blocks = parts * (rank // ranks)
+    splits = max(1, min(_PROGRAMS // (num_groups * blocks), num_inputs // _LEAST_INPUTS))
+    inputs_each = triton.cdiv(triton.cdiv(num_inputs, splits), _INPUTS) * _INPUTS
+    splits = triton.cdiv(num_inputs, inputs_each)
+    low = torch.empty(splits, num_groups * tile, parts * rank, dtype=torch.float32, device=x.device)
+    shape = {"PARTS": parts, "RANK": rank, "TILE": tile, "RANKS": ranks, "num_warps": 4}
+    _shrink_kernel[(num_groups, blocks, splits)](
+        x, x.stride(0), groups, weights.a, weights.ranks, low, num_inputs, inputs_each, INPUTS=_INPUTS, **shape
+    )
+    of_parts = _blocks(weights.sizes, out.device)
+    _expand_kernel[(num_groups, len(of_parts))](
+        low,
+        splits,
+        groups,
+        weights.b,
+        weights.scales,
+        weights.ranks,
+        of_parts,
+        out,
+        out.stride(0),
+        out.shape[1],
+        OUTPUTS=_OUTPUTS,
+        **shape,
+    )
+
+
+@cache
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The outputs of each program: part, first and end; a program has outputs of one part only."""
+    found, begin = [], 0
+    for part, size in enumerate(sizes):
+        found += [(part, first, begin + size) for first in range(begin, begin + size, _OUTPUTS)]
+        begin += size
+    return torch.tensor(found, dtype=torch.int32).to(device)
