@@ -151,7 +151,7 @@ def test_given_lists_that_outgrow_their_buffers_then_the_graph_is_captured_again
     before = dict(mixed._captured)
 
     assert tokens(engine) == plain()
-    assert all(mixed._captured[size] is not before[size] for size in (64, 100))
+    assert all(mixed._captured[size, False] is not before[size, False] for size in (64, 100))
 
 
 def test_given_a_small_step_after_a_large_one_then_nothing_is_written_for_the_rows_behind_it() -> None:
@@ -160,7 +160,7 @@ def test_given_a_small_step_after_a_large_one_then_nothing_is_written_for_the_ro
         engine.generate([PROMPTS[1][:20]], SamplingParams(max_new_tokens=1))
         mixed = engine._loop.runner.mixed_graphs
         assert mixed is not None
-        slots = mixed._captured[64].slots
+        slots = mixed._captured[64, False].slots
         assert (slots[:, :20] >= 0).all()
         assert (slots[:, 20:] == -1).all()
 

@@ -30,6 +30,7 @@ TOKENIZER = SimpleNamespace(decode=lambda tokens, skip_special_tokens=True: "".j
 def maker(**options: Any) -> RequestMaker:
     usual: dict[str, Any] = dict(
         tokenizer=TOKENIZER,
+        scope_of=lambda adapter, scope: ReuseScope() if scope is None else scope,
         vocab_size=100,
         max_seq_len=10,
         defaults=SamplingParams(),

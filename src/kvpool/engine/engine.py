@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 from kvpool.checks import show
 from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
+from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -135,6 +137,7 @@ class Engine:
         """
         return RequestMaker(
             None if self.tokenizer is None else Pieces(self.tokenizer),
+            self._loop.runner.adapters.scope,
             self.shape.vocab_size,
             self.config.max_seq_len,
             self.sampling_defaults,
@@ -191,6 +194,7 @@ class Engine:
         images: Sequence[Any] = (),
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         scope: ReuseScope | None = None,
         deadline: float | None = None,
@@ -206,6 +210,7 @@ class Engine:
         order; the model's processor reads them. A prompt may also be what the processor gave: `input_ids`, `pixel_values`
         and what the model takes with them.
 
+        `adapter` names a LoRA adapter of the engine; without it the model answers as it is.
         `deadline` is in seconds from now. `retention` says which of its tokens stay cached longer, `hint` when its
         continuation is expected. If the prompt `offers_tools` and there is no hint, the engine tells the eviction policy
         whether the answer calls a tool. If `max_new_tokens` exceeds the model's context, it is cut and `Generation.notes`
@@ -219,6 +224,7 @@ class Engine:
             on_chunk,
             on_end,
             pictures=read.pictures,
+            adapter=adapter,
             priority=priority,
             scope=scope,
             deadline=deadline,
@@ -249,6 +255,7 @@ class Engine:
         images: Sequence[Any] = (),
         on_progress: Callable[[int], None] | None = None,
         on_end: Callable[[], None] | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         scope: ReuseScope | None = None,
         deadline: float | None = None,
@@ -266,6 +273,7 @@ class Engine:
             SamplingParams(max_new_tokens=1),
             pictures=read.pictures,
             on_end=lambda: prefill[0].computed(),
+            adapter=adapter,
             priority=priority,
             scope=scope,
             deadline=deadline,
@@ -276,7 +284,12 @@ class Engine:
         return prefill[0]
 
     def prefetch(
-        self, prompt: Prompt, *, scope: ReuseScope | None = None, on_end: Callable[[int], None] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        scope: ReuseScope | None = None,
+        on_end: Callable[[int], None] | None = None,
     ) -> Future[int]:
         """Loads what tiers have of a prompt into the cache, even if computing it were faster. Returns at once.
 
@@ -287,7 +300,7 @@ class Engine:
         assert link is not None
         check_callbacks(on_end)
         read = self._read(prompt)
-        _, request = self._requests.make(read.token_ids, USUAL, scope=scope, pictures=read.pictures)
+        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, pictures=read.pictures)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:
@@ -309,6 +322,7 @@ class Engine:
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
         """A new request whose prompt is all tokens that the first sample of another one has now; options as in `submit`.
 
+        It has the adapter of the other one unless it names its own.
         While the other request decodes, both share all of its blocks and nothing is computed again. If it is over, or its
         next step is in flight, the new request reuses what is cached: all but the last, partly filled block.
         """
@@ -316,6 +330,8 @@ class Engine:
         parent = checked_generation(generation)
         wanted = parent.params if params is None else params
         check_options(options)
+
+        options.setdefault("adapter", parent.adapter)
 
         def branch() -> Generation:
             forked, request = self._requests.make(parent.token_ids, wanted, pictures=parent.pictures, **options)
@@ -363,6 +379,31 @@ class Engine:
             generation.result(0)  # raises what ended it
         finally:
             generation.cancel()
+
+    # --- adapters ----------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Adds a LoRA adapter that peft saved in a directory; requests name it with `adapter=`.
+
+        An adapter of this name is replaced, unless requests use it. The first adapter with other target modules or a larger
+        rank than those before it takes memory of the device, and CUDA graphs for steps with adapters are captured again.
+        """
+        adapters = self._loop.runner.adapters
+        adapter = adapters.read(name, path)
+        self._thread.ask(partial(self._loop.add_adapter, name, path, adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; raises SequenceStateError if requests use it. What it computed stays in the cache."""
+        self._thread.ask(partial(self._loop.remove_adapter, name))
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The adapters that requests may name."""
+        return self._loop.runner.adapters.info()
+
+    def scope_of(self, adapter: str | None, scope: ReuseScope | None = None) -> ReuseScope:
+        """The scope in which requests with an adapter share prefixes, for `invalidate` and the manager."""
+        return self._loop.runner.adapters.scope(adapter, scope)
 
     # --- text --------------------------------------------------------------------------------------------------------
 
@@ -482,6 +523,7 @@ class Engine:
                 self._tiers.close()
             self.plane.close()
             self._loop.runner.close()
+            self._loop.runner.adapters.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
+from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
@@ -47,6 +48,9 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
         shape = _prepared(own, compile)
         encoder = ImageEncoder(own)
         sees = encoder.refusal is None
+        adapters = EngineAdapters(own, settings.max_adapters)
+        for name, path in (settings.adapters or {}).items():
+            adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
         if settings.kv_blocks is None and kv_bytes is None:
             # As much as for the features again is for the work of the encoder.
             beside = 2 * settings.encoder_bytes if sees else 0
@@ -63,6 +67,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
             shape,
             plane,
             create_backend(settings.attention, where),
+            adapters=adapters,
             cuda_graphs=settings.cuda_graphs,
             max_sequences=limits.max_sequences,
             max_tokens=limits.max_tokens_per_step,
@@ -73,7 +78,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         opened = model_tiers.open(model, config)
-        requests, inbox = ScheduledRequests(scheduler), Inbox()
+        requests, inbox = ScheduledRequests(scheduler, adapters), Inbox()
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
         loop = EngineLoop(
             scheduler,

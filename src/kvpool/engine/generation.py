@@ -122,6 +122,7 @@ class Generation:
         self.params = params
         # tokens that end a sample and are not part of its text
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self.adapter: str | None = None  # the name of its LoRA adapter
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0

@@ -23,9 +23,12 @@ from torch import Tensor
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.config.layers import ceil_div
+from kvpool.engine.adapters import EngineAdapters
 from kvpool.errors import KVPoolError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import whole_device
+from kvpool.kernels.lora import group_tokens, max_groups, tile_size
+from kvpool.model.adapters import AdapterStep, adapting
 from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.state_steps import StateStep
 from kvpool.pools.arrays import Int64Array
@@ -60,6 +63,7 @@ class StepRunner(Protocol):
     largest_buffers: dict[int, PlanBuffers]
     states: StateSlots | None
     num_axes: int
+    adapters: EngineAdapters
 
     def layer_of(self, call: AttentionCall) -> int: ...
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
@@ -158,6 +162,7 @@ class _Captured(NamedTuple):
     slots: Tensor  # [layer group, token]
     keep: Tensor  # tokens whose logits are computed
     states: Tensor | None  # where sequences have their states: see `_state_inputs`
+    adapted: AdapterStep | None  # tokens by the slots of their adapters
     buffers: list[PlanBuffers]
     alive: Any  # other objects that the graph reads: they must live as long as the graph
 
@@ -178,12 +183,21 @@ class StepGraphs(ABC):
         self._runner = runner
         self._recorder = recorder
         self._sizes = list(sizes)
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}  # by size and whether tokens may have adapters
 
     @property
     def sizes(self) -> list[int]:
         """Tokens of each graph that was captured."""
-        return sorted(self._captured)
+        return sorted({size for size, _ in self._captured})
+
+    @property
+    def num_graphs(self) -> int:
+        """All that were captured: for steps without adapters, and for steps with some."""
+        return len(self._captured)
+
+    def drop_adapted(self) -> None:
+        """Forgets the graphs of steps with adapters."""
+        self._captured = {key: captured for key, captured in self._captured.items() if not key[1]}
 
     @abstractmethod
     def fits(self, plan: BatchPlan) -> bool:
@@ -196,16 +210,25 @@ class StepGraphs(ABC):
     def capture_all(self) -> None:
         """Captures every size, the largest first, so that the others fit into its memory."""
         for size in reversed(self._sizes):
-            self._captured[size] = self._capture(size, [_one_token(kind) for kind in self._runner.kinds])
+            for adapted in (True, False) if self._runner.adapters.stacks.num_bytes else (False,):
+                batches = [_one_token(kind) for kind in self._runner.kinds]
+                self._captured[size, adapted] = self._capture(size, batches, adapted)
 
-    def run(self, plan: BatchPlan, token_ids: Tensor, positions: Int64Array) -> Tensor:
-        """The logits of a step that fits; the next step of the same kind overwrites them."""
+    def run(
+        self, plan: BatchPlan, token_ids: Tensor, positions: Int64Array, adapter_slots: Int64Array | None = None
+    ) -> Tensor:
+        """The logits of a step that fits; the next step of the same kind overwrites them.
+
+        `adapter_slots` has the slot of each token's adapter; None: no token has one.
+        """
         runner, count = self._runner, plan.num_tokens
-        size = self._size_for(plan)
+        size, adapted = self._size_for(plan), adapter_slots is not None
         batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
-        captured = self._captured.get(size)
+        captured = self._captured.get((size, adapted))
         if captured is None or not captured.holds(batches):
-            captured = self._captured[size] = self._capture(size, batches)
+            captured = self._captured[size, adapted] = self._capture(size, batches, adapted)
+        if captured.adapted is not None and adapter_slots is not None:
+            _fill_groups(captured.adapted.groups, adapter_slots, runner)
         slots = runner.plane.prepare(plan.slots, plan.batch, plan.states)
         captured.token_ids[:count] = token_ids
         captured.positions[..., :count] = runner.upload(positions)
@@ -240,7 +263,7 @@ class StepGraphs(ABC):
         """The tensor that holds the logits until they are sampled from: here, memory of the graph itself."""
         return logits
 
-    def _capture(self, size: int, batches: Sequence[PagedBatch]) -> _Captured:
+    def _capture(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
         runner = self._runner
         device, config = runner.device, runner.plane.config
         token_ids = torch.zeros(size, dtype=torch.int64, device=device)
@@ -273,14 +296,21 @@ class StepGraphs(ABC):
             inputs = torch.from_numpy(self._state_inputs(size, runner.states, None)).to(device)
             states = self._state_step(runner.states, inputs)
 
+        adapters = None
+        if adapted:
+            stacks, tile = runner.adapters.stacks, tile_size(size)
+            shape = max_groups(size, stacks.num_slots), tile + 1
+            adapters = AdapterStep(stacks, torch.full(shape, -1, dtype=torch.int32, device=device))
+
         def step() -> Tensor:
-            return self._kept(runner.forward(token_ids, positions, keep, attend, states))
+            with adapting(adapters):
+                return self._kept(runner.forward(token_ids, positions, keep, attend, states))
 
         try:
             recorded = self._recorder.record(step)
         except CaptureError as error:
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
-        return _Captured(recorded, token_ids, positions, slots, keep, inputs, buffers, plans)
+        return _Captured(recorded, token_ids, positions, slots, keep, inputs, adapters, buffers, plans)
 
 
 class DecodeGraphs(StepGraphs):
@@ -401,7 +431,15 @@ def capture(graphs: StepGraphs, recorder: Recorder) -> CaptureReport:
     """Captures all sizes and says what that cost."""
     began, before = time.perf_counter(), recorder.num_bytes()
     graphs.capture_all()
-    return CaptureReport(len(graphs.sizes), time.perf_counter() - began, recorder.num_bytes() - before)
+    return CaptureReport(graphs.num_graphs, time.perf_counter() - began, recorder.num_bytes() - before)
+
+
+def _fill_groups(groups: Tensor, adapter_slots: Int64Array, runner: StepRunner) -> None:
+    """Tells a graph the adapter of each token."""
+    rows = np.full(groups.shape, -1, np.int32)
+    found = group_tokens(adapter_slots, groups.shape[1] - 1)
+    rows[: len(found)] = found
+    groups.copy_(runner.upload(rows))
 
 
 def _one_token(kind: AttentionKind) -> PagedBatch:

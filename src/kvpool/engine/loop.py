@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
+from kvpool.model.adapters import Adapter
 from kvpool.model.private_copy import SharedWeights
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
@@ -86,12 +88,12 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flying)
+        return self.scheduler.has_work or bool(self._flying) or bool(self._requests.num_waiting)
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for their prefix outside the scheduler."""
-        return 0 if self.tiers is None else self.tiers.num_held
+        """Requests that wait for their prefix or their adapter outside the scheduler."""
+        return self._requests.num_waiting + (0 if self.tiers is None else self.tiers.num_held)
 
     @property
     def patience(self) -> float | None:
@@ -99,9 +101,10 @@ class EngineLoop:
         return None if self.tiers is None else self.tiers.patience
 
     def tend(self) -> None:
-        """Called between two steps: requests that waited too long for their prefix go on without it."""
+        """Called between two steps: requests that waited too long for their prefix, or for their adapter, go on."""
         if self.tiers is not None:
             self.tiers.tend()
+        self._requests.admit_waiting()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -134,12 +137,14 @@ class EngineLoop:
             with suppress(UnknownRequestError):  # the scheduler has ended it already
                 live = self.scheduler.sequences(other.id)
         parent = next((sequence for sequence in live if sequence.index == 0 and not sequence.is_finished), None)
-        if parent is None or not np.array_equal(self.scheduler.token_ids(parent), request.prompt):
+        if (
+            parent is None
+            or parent.request.scope != request.scope
+            or not np.array_equal(self.scheduler.token_ids(parent), request.prompt)
+        ):
             self.add(generation, request)
             return
-        shares = self.scheduler.fork(parent, request)
-        self._requests.register(generation, request)
-        if shares:
+        if self._requests.fork(parent, generation, request):
             (child,) = self.scheduler.sequences(request.id)
             generation.admit(child.live_handle().num_cached_tokens)
             self._track(child)
@@ -148,8 +153,22 @@ class EngineLoop:
         """Ends a request that is not over; nothing happens if it is."""
         if self.tiers is not None:
             self.tiers.release(generation)
+        self._requests.release(generation)
         if self._requests.includes(generation):
             self._end(self.scheduler.cancel(generation.id))
+
+    def add_adapter(self, name: str, path: str | PathLike[str], adapter: Adapter) -> None:
+        """Adds or replaces an adapter. Graphs with adapters are captured again if there is more to compute in them."""
+        if self.runner.adapters.add(name, path, adapter, self._num_users):
+            self.runner.drop_adapted_graphs()
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter; raises SequenceStateError if requests use it."""
+        self.runner.adapters.remove(name, self._num_users)
+
+    def _num_users(self, adapter_id: str) -> int:
+        held = 0 if self.tiers is None else self.tiers.num_held_with(adapter_id)
+        return held + self._requests.num_users(adapter_id)
 
     def fail(self, error: KVPoolError) -> None:
         """Ends every request with an error."""
@@ -405,7 +424,7 @@ class EngineLoop:
         """A request is over, by itself or because of a failure."""
         if self.tiers is not None:
             self.tiers.ended(done.request.id)
-        generation = self._requests.generations.pop(done.request.id, None)
+        generation = self._requests.pop(done.request.id)
         if generation is None:
             return
         search = self._requests.searches.pop(done.request.id, None)

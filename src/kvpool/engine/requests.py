@@ -156,6 +156,7 @@ class RequestMaker:
     """Makes the requests of one engine."""
 
     tokenizer: Any
+    scope_of: Callable[[str | None, ReuseScope | None], ReuseScope]  # with the adapter of a request
     vocab_size: int
     max_seq_len: int | None
     defaults: SamplingParams
@@ -172,6 +173,7 @@ class RequestMaker:
         on_end: Callable[[], None] | None = None,
         *,
         priority: int = 0,
+        adapter: str | None = None,
         scope: ReuseScope | None = None,
         deadline: float | None = None,
         session: str | None = None,
@@ -188,13 +190,14 @@ class RequestMaker:
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
         told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes, "pictures": pictures}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
+        generation.adapter = adapter
         request = Request(
             generation.id,
             tokens,
             params.max_new_tokens,
             n=max(params.n, params.num_beams),
             priority=priority,
-            scope=ReuseScope() if scope is None else scope,
+            scope=self.scope_of(adapter, scope),
             stop_token_ids=generation.stop_ids,
             deadline=None if deadline is None else self.clock() + deadline,
             steered=params.num_beams > 1,

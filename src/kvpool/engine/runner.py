@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config.layers import ceil_div
+from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.graphs import (
     MIXED_SIZES,
     STEPPED_SIZES,
@@ -28,6 +29,8 @@ from kvpool.engine.graphs import (
     mixed_sizes,
 )
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
+from kvpool.kernels.lora import group_tokens, tile_size
+from kvpool.model.adapters import AdapterStep, adapting
 from kvpool.model.faster_layers import compile_each_layer
 from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.probing import ModelShape, forward
@@ -90,6 +93,7 @@ class ModelRunner:
         plane: DataPlane,
         backend: AttentionBackend,
         *,
+        adapters: EngineAdapters | None = None,
         cuda_graphs: bool | None = None,
         max_sequences: int = 256,
         max_tokens: int = 2048,
@@ -103,6 +107,7 @@ class ModelRunner:
             compile_each_layer(model, model.config.get_text_config().num_hidden_layers)
         self.plane = plane
         self.backend = backend
+        self.adapters = EngineAdapters(model) if adapters is None else adapters
         self.device = plane.device
         self.max_tokens = max_tokens
         config = plane.config
@@ -187,10 +192,20 @@ class ModelRunner:
         self.largest_buffers.clear()
         self.captured = CaptureReport(0, 0.0, 0)
 
-    def close(self) -> None:
-        """Gives the memory of the graphs back, once the device is done with them."""
+    def drop_adapted_graphs(self) -> None:
+        """Forgets graphs with adapters, whose stacks have changed. They are captured again when a step needs them."""
+        self._wait_for_graphs()
+        for graphs in (self.graphs, self.mixed_graphs):
+            if graphs is not None:
+                graphs.drop_adapted()
+
+    def _wait_for_graphs(self) -> None:
         if self.device.type == "cuda" and self.graphs is not None:
             torch.cuda.default_stream(self.device).synchronize()  # the stream of every engine's thread
+
+    def close(self) -> None:
+        """Gives the memory of the graphs back, once the device is done with them."""
+        self._wait_for_graphs()
         self._drop_graphs()
 
     def run(
@@ -206,10 +221,11 @@ class ModelRunner:
         runs without a graph.
         """
         where = plan.positions if positions is None else positions
+        adapter_slots = self.adapters.slots_of(plan)
         for graphs in (self.graphs, self.mixed_graphs):
             if graphs is not None and shown is None and graphs.fits(plan):
                 try:
-                    return graphs.run(plan, token_ids, where)
+                    return graphs.run(plan, token_ids, where, adapter_slots)
                 except CaptureError as error:
                     self._give_up_graphs(error)
                     break
@@ -219,8 +235,13 @@ class ModelRunner:
         if self.states is not None and plan.states is not None:
             sources, targets = plan.states
             states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets, plan.num_kept)
+        adapted = None
+        if adapter_slots is not None:
+            tile = tile_size(plan.num_tokens) if self.device.type == "cuda" else plan.num_tokens
+            adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(adapter_slots, tile)))
         inputs = token_ids, self.upload(where), self.upload(plan.logits_indices)
-        return self._run(*inputs, slots, batches, states, shown)
+        with adapting(adapted):
+            return self._run(*inputs, slots, batches, states, shown)
 
     def _run(
         self,

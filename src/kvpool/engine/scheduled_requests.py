@@ -1,27 +1,105 @@
-"""The requests that an engine has handed to its scheduler."""
+"""The requests that an engine has handed to its scheduler, or will as soon as their adapter is on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
+from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.beams import BeamSearch
 from kvpool.engine.generation import Generation
 from kvpool.errors import KVPoolError
-from kvpool.scheduling import Request, Scheduler
+from kvpool.scheduling import Request, ScheduledSequence, Scheduler
 
 
 class ScheduledRequests:
-    """What the engine knows of each request in its scheduler: its generation, and its beam search if it has one."""
+    """What the engine knows of each request in its scheduler: its generation, and its beam search if it has one.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    A request whose adapter finds no place on the device waits here. Requests with adapters keep their order, so that those
+    who wait are not passed for ever by requests of adapters that are there.
+    """
+
+    def __init__(self, scheduler: Scheduler, adapters: EngineAdapters) -> None:
         self._scheduler = scheduler
+        self._adapters = adapters
         self.generations: dict[Hashable, Generation] = {}  # by request id
         self.searches: dict[Hashable, BeamSearch] = {}
+        self._placed: dict[Hashable, str] = {}  # the adapter of each request that has one
+        self._waiting: deque[tuple[Generation, Request]] = deque()  # for a place of their adapter
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place of their adapter."""
+        return len(self._waiting)
+
+    def num_users(self, adapter_id: str) -> int:
+        """Requests with this adapter."""
+        waiting = sum(request.scope.adapter == adapter_id for _, request in self._waiting)
+        return waiting + sum(placed == adapter_id for placed in self._placed.values())
 
     def enqueue(self, generation: Generation, request: Request) -> None:
-        """Hands a request to the scheduler; raises if it can never run."""
-        self._scheduler.add(request)
+        """Hands a request to the scheduler once its adapter is on the device; raises if it can never run."""
+        if request.scope.adapter and (self._waiting or not self._adapters.place(request.scope.adapter)):
+            arrival = self._scheduler.clock() if request.arrival is None else request.arrival
+            self._waiting.append((generation, replace(request, arrival=arrival)))
+        else:
+            self._add(generation, request)
+
+    def admit_waiting(self) -> None:
+        """Hands over requests whose adapter finds a place now, and those whose deadline has passed: they end unused."""
+        if not self._waiting:
+            return
+        now = self._scheduler.clock()
+        for generation, request in list(self._waiting):
+            if request.deadline is not None and request.deadline <= now:
+                self.release(generation)
+        waiting, self._waiting = self._waiting, deque()
+        while waiting and not self._waiting:  # until one has to wait again
+            generation, request = waiting.popleft()
+            try:
+                self.enqueue(generation, request)
+            except KVPoolError as error:
+                generation.end(error)
+        self._waiting.extend(waiting)
+
+    def release(self, generation: Generation) -> None:
+        """Hands a request that waits to the scheduler though its adapter has no place: it is about to be ended."""
+        for each in [each for each in self._waiting if each[0] is generation]:
+            self._waiting.remove(each)
+            try:
+                self._scheduler.add(each[1])
+                self.register(*each)
+            except KVPoolError as error:
+                generation.end(error)
+
+    def fork(self, parent: ScheduledSequence, generation: Generation, request: Request) -> bool:
+        """Hands a request to the scheduler that goes on from a sequence of the same scope; whether they share blocks."""
+        if request.scope.adapter:
+            self._adapters.place(request.scope.adapter)  # it is there: the parent uses it
+        with self._using_adapter(request):
+            shares = self._scheduler.fork(parent, request)
         self.register(generation, request)
+        return shares
+
+    def _add(self, generation: Generation, request: Request) -> None:
+        with self._using_adapter(request):
+            self._scheduler.add(request)
+        self.register(generation, request)
+
+    @contextmanager
+    def _using_adapter(self, request: Request) -> Iterator[None]:
+        """Notes that a request uses its adapter, which has its place, unless the scheduler refuses the request."""
+        adapter_id = request.scope.adapter
+        try:
+            yield
+        except BaseException:
+            if adapter_id:
+                self._adapters.release(adapter_id)
+            raise
+        if adapter_id:
+            self._placed[request.id] = adapter_id
 
     def register(self, generation: Generation, request: Request) -> None:
         """Adds a request that the scheduler has already."""
@@ -33,9 +111,20 @@ class ScheduledRequests:
         """Whether this request is ours and not over. Ids alone do not tell: another engine may have one of the same id."""
         return self.generations.get(generation.id) is generation
 
+    def pop(self, request_id: Hashable) -> Generation | None:
+        """A request is over, and its adapter may leave the device."""
+        adapter_id = self._placed.pop(request_id, None)
+        if adapter_id is not None:
+            self._adapters.release(adapter_id)
+        return self.generations.pop(request_id, None)
+
     def fail(self, error: KVPoolError) -> None:
         """Ends every request with an error."""
-        for generation in self.generations.values():
+        for generation in [*self.generations.values(), *(generation for generation, _ in self._waiting)]:
             generation.end(error)
+        for adapter_id in self._placed.values():
+            self._adapters.release(adapter_id)
         self.generations.clear()
         self.searches.clear()
+        self._placed.clear()
+        self._waiting.clear()

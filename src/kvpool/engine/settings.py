@@ -43,6 +43,9 @@ class EngineSettings:
     are `KeyedTier`s of your own. The engine asks them in the order `tiers`, `disk`, `remote`. A request waits for them
     `tier_timeout` seconds at most. A block is stored when `tier_min_uses` requests have used it, by default when it is full.
 
+    `adapters` are directories of LoRA adapters by name, for `generate(adapter=NAME)`. At most `max_adapters` are on the
+    device at once: docs/adapters.md.
+
     `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached: docs/cluster.md.
     """
 
@@ -67,6 +70,8 @@ class EngineSettings:
     draft_tokens: int = 0
     processor: Any = None
     encoder_bytes: int = 2**28
+    adapters: Mapping[str, str | Path] | None = None
+    max_adapters: int = 16
     scheduler: SchedulerConfig | None = None
     cache: Mapping[str, Any] | None = None
     record: str | Path | None = _shown(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
@@ -102,6 +107,11 @@ class EngineSettings:
             )
         if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
             raise ConfigError(f"tokenizer={show(self.tokenizer)} has no decode(), so it is no tokenizer")
+        check_int(self.max_adapters, "max_adapters", 1, 2**16)
+        if self.adapters is not None and not isinstance(self.adapters, Mapping):
+            raise ConfigError(f"adapters must be a mapping of names to directories, got {show(self.adapters)}")
+        if self.adapters and self.compile:
+            raise ConfigError("compile=True with adapters: compiled layers cannot take them; use compile=False")
         cache = self.cache
         if cache is not None and not (isinstance(cache, Mapping) and all(isinstance(name, str) for name in cache)):
             raise ConfigError(f"cache must be a mapping of fields of KVCacheConfig, got {show(cache)}")

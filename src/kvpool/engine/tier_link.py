@@ -180,6 +180,10 @@ class TierLink:
     def num_held(self) -> int:
         return len(self._held)
 
+    def num_held_with(self, adapter_id: str) -> int:
+        """Requests that are held and have this adapter."""
+        return sum(held.request.scope.adapter == adapter_id for held in self._held.values())
+
     @property
     def patience(self) -> float | None:
         """Seconds until a held request stops waiting; None: none is held."""

@@ -1,4 +1,4 @@
-"""What kernels see: K and V as strided views, blocks as rows of bytes, states in slots, and which GPU is the current one."""
+"""What kernels see: K and V as views, blocks as rows of bytes, states and adapters in slots, and the current GPU."""
 
 from __future__ import annotations
 
@@ -158,6 +158,21 @@ class Selection:
     d: Tensor | None  # [head, channel]: what of a value goes by the state
     dt_bias: Tensor | None  # [head, channel]
     softplus: bool  # of the time step
+
+
+class LoraWeights(NamedTuple):
+    """What adapters add to one matrix product, each adapter in a slot of its own.
+
+    The product may be joined of several projections of one input (Q, K and V); `sizes` are the outputs of each of these
+    parts. An adapter may leave parts out, and its ranks may differ between parts. Rows and columns of `a` and `b` beyond its
+    rank are zeros.
+    """
+
+    a: Tensor  # [slot, part, rank, in]
+    b: Tensor  # [slot, out of all parts, rank]
+    scales: Tensor  # [slot, part], float32
+    ranks: Tensor  # [slot, part], int32; 0: the adapter leaves this part as it is
+    sizes: tuple[int, ...]
 
 
 def widest_view(data: Tensor) -> Tensor:

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.kernels.layout import current
+from kvpool.kernels.layout import LoraWeights, current
 from kvpool.pools.arrays import Int32Array
-
-
-class LoraWeights(NamedTuple):
-    """What adapters add to one matrix product, each adapter in a slot of its own.
-
-    The product may be joined of several projections of one input (Q, K and V); `sizes` are the outputs of each of these
-    parts. An adapter may leave parts out, and its ranks may differ between parts. Rows and columns of `a` and `b` beyond its
-    rank are zeros.
-    """
-
-    a: Tensor  # [slot, part, rank, in]
-    b: Tensor  # [slot, out of all parts, rank]
-    scales: Tensor  # [slot, part], float32
-    ranks: Tensor  # [slot, part], int32; 0: the adapter leaves this part as it is
-    sizes: tuple[int, ...]
 
 
 def group_tokens(slots: npt.NDArray[np.integer], tile: int) -> Int32Array:

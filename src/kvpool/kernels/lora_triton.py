@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.lora import LoraWeights
+from kvpool.kernels.layout import LoraWeights
 
 _INPUTS = 128  # of x that a program multiplies at once
 _OUTPUTS = 128  # of one program

@@ -106,20 +106,22 @@ class JoinedProduct(nn.Module):
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [member.out_features for member in members]
+        self.members = tuple(members)
         self._latest = _Latest()
         # Not parameters and not in the state dict: the model keeps the parameters of the members.
         self.register_buffer("weight", _joined([member.weight for member in members]), persistent=False)
         biases = [member.bias for member in members if member.bias is not None]
         self.register_buffer("bias", _joined(biases) if biases else None, persistent=False)
 
-    def part(self, place: int, x: Tensor) -> Tensor | None:
-        """The product of member number `place` with `x`; None if the first member was not called with the same tensor."""
+    def forward(self, x: Tensor) -> Tensor:
+        """The products of all members with `x`, one behind the other."""
+        return linear(x, self.weight, self.bias)
+
+    def part(self, place: int, x: Tensor) -> Tensor:
+        """The product of member number `place` with `x`: that of the first member's call, if it was with the same tensor."""
         latest = self._latest.product
-        if place == 0:
-            product = linear(x, self.weight, self.bias)
-            latest = self._latest.product = x, torch.split_with_sizes(product, self.sizes, dim=-1)
-        elif latest is None or latest[0] is not x:
-            return None
+        if place == 0 or latest is None or latest[0] is not x:
+            latest = self._latest.product = x, torch.split_with_sizes(self(x), self.sizes, dim=-1)
         if place == len(self.sizes) - 1:  # the last member frees the product
             self._latest.product = None
         return latest[1][place]
@@ -133,8 +135,7 @@ class ProjectionPart(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and self.weight.requires_grad
-        part = None if trained else self.joined.part(self.place, input)
-        return linear(input, self.weight, self.bias) if part is None else part
+        return linear(input, self.weight, self.bias) if trained else self.joined.part(self.place, input)
 
 
 @torch.no_grad()

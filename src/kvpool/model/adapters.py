@@ -1,0 +1,337 @@
+"""LoRA adapters: read from the files that peft writes, and stacked in slots of the device beside the model's own weights.
+
+A step names the slot of every token's adapter (`AdapterStep`). Projections that adapters target then add the products of
+these adapters to their own. The weights of the model stay as they are, and tokens without an adapter get the model's own
+results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvpool.checks import show
+from kvpool.errors import ConfigError, InvalidArgumentError, StorageMemoryError, UnsupportedModelError
+from kvpool.kernels.layout import LoraWeights
+from kvpool.kernels.lora import add_lora, empty_weights, padded_rank
+from kvpool.model.faster_layers import JoinedProduct, ProjectionPart
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# Fields of adapter_config.json that change no result, or that are read here. Any other field must be empty.
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the weights tell
+        *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+        *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    }
+)
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # others also change the model's own weights
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
+
+
+class LoraPair(NamedTuple):
+    """What an adapter adds to one projection: `scale * b @ a @ x`."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float
+
+
+class Adapter(NamedTuple):
+    """An adapter in the memory of the host. Its `id` is a digest of everything that results depend on."""
+
+    id: str
+    pairs: Mapping[str, LoraPair]  # by the name of the projection in the model
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max(len(pair.a) for pair in self.pairs.values())
+
+
+def read_adapter(path: str | os.PathLike[str]) -> Adapter:
+    """Reads the directory of an adapter that peft saved. Raises ConfigError for what cannot be served."""
+    directory = Path(path).expanduser()
+    config = _read_config(directory / CONFIG_FILE)
+    file = directory / WEIGHTS_FILE
+    try:
+        from safetensors.torch import load
+
+        tensors = load(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"the adapter in {directory} cannot be read: {error.strerror or error}: {file.name}"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"{file} is no file of safetensors: {error}") from None
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None or tensor.ndim != 2 or not tensor.is_floating_point():
+            raise ConfigError(f"{file} holds {key}; served are lora_A and lora_B of linear layers")
+        found.setdefault(match[1], {})[match[2]] = tensor
+    if not found:
+        raise ConfigError(f"{file} holds no weights")
+    pairs = {name: _pair(file, name, halves, config) for name, halves in sorted(found.items())}
+    return Adapter(_digest(pairs), pairs)
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file.parent} is no directory of an adapter: {file.name}: {error.strerror or error}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON file: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise ConfigError(f"{file}: peft_type={show(kind)} is not served; LORA is")
+    for name, value in config.items():
+        if name not in _READ and value:
+            raise ConfigError(f"{file}: {name}={show(value)} is not served")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"{file}: bias={show(config['bias'])} is not served; 'none' is")
+    start = config.get("init_lora_weights")
+    if start not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"{file}: init_lora_weights={show(start)} changed the model's own weights; convert the adapter with "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    return config
+
+
+def _pair(file: Path, name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraPair:
+    if halves.keys() != {"A", "B"} or len(halves["A"]) != halves["B"].shape[1]:
+        shapes = ", ".join(f"lora_{half} {list(tensor.shape)}" for half, tensor in halves.items())
+        raise ConfigError(f"{file}: {name} needs lora_A [rank, in] and lora_B [out, rank]; it has {shapes}")
+    rank = len(halves["A"])
+    said, alpha = (
+        _of_pattern(config.get(pattern) or {}, name, config.get(usual))
+        for pattern, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    if said != rank or not isinstance(alpha, (int, float)):
+        raise ConfigError(
+            f"{file}: {name} has rank {rank}; {CONFIG_FILE} says r={show(said)}, lora_alpha={show(alpha)}"
+        )
+    return LoraPair(halves["A"], halves["B"], alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
+    """The value of the first pattern that fits the end of a name, as peft finds it."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+
+
+def _digest(pairs: Mapping[str, LoraPair]) -> str:
+    digest = hashlib.sha256()
+    for name, (a, b, scale) in pairs.items():
+        digest.update(json.dumps([name, str(a.dtype), list(a.shape), str(b.dtype), list(b.shape), scale]).encode())
+        for tensor in (a, b):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# --- on the device -------------------------------------------------------------------------------------------------------
+
+
+class AdapterStep(NamedTuple):
+    """Which adapter each token of a step has: what `group_tokens` gives, on the device of the stacks."""
+
+    stacks: AdapterStacks
+    groups: Tensor
+
+
+_STEP: ContextVar[AdapterStep | None] = ContextVar("kvpool_adapters", default=None)
+
+
+@contextmanager
+def adapting(step: AdapterStep | None) -> Iterator[None]:
+    """While it is open, the projections of a model add what the adapters of a step add, in this thread or task."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+@dataclass
+class _Product:
+    """A matrix product that adapters add to, and their weights. It is of one module, or joined of several."""
+
+    module: nn.Module
+    names: tuple[str, ...]  # of its parts, in the model
+    weights: LoraWeights
+    hook: Any  # how the module is told to call us; removed with the stacks
+
+
+class AdapterStacks:
+    """The weights of adapters on the device of a model, in `num_slots` slots.
+
+    Stacks exist for projections that some adapter targets, with room for the largest rank. An adapter with other targets or
+    a larger rank makes them grow (`make_room`); whatever has captured them must then be captured again.
+    """
+
+    def __init__(self, model: Any, num_slots: int) -> None:
+        self.model = model
+        self.num_slots = num_slots
+        self._modules = dict(model.named_modules())
+        self._products: dict[nn.Module, _Product] = {}
+        self._rank = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all stacks."""
+        return sum(part.nbytes for each in self._products.values() for part in each.weights[:4])
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises InvalidArgumentError unless all targets of an adapter are linear layers of the model, of its shapes."""
+        head = self.model.get_output_embeddings()
+        for name, (a, b, _) in adapter.pairs.items():
+            module = self._modules.get(name)
+            if module is None:
+                raise InvalidArgumentError(
+                    f"the adapter targets {name}, which {type(self.model).__name__} does not have"
+                )
+            if module is head or not _is_linear(module):
+                raise InvalidArgumentError(
+                    f"the adapter targets {name}, a {type(module).__name__}{' for the logits' * (module is head)}; served "
+                    "are linear layers that compute every token"
+                )
+            needed, given = _sizes(module), (a.shape[1], b.shape[0])
+            if needed != given:
+                raise InvalidArgumentError(
+                    f"the adapter's {name} is for {given[0]} inputs and {given[1]} outputs; the model has {needed[0]} and "
+                    f"{needed[1]}: it belongs to another model"
+                )
+
+    def make_room(self, adapter: Adapter, probe: Any) -> bool:
+        """Makes stacks for the targets and the rank of an adapter; returns whether that changed any.
+
+        `probe` runs a few tokens through the model. If there is no memory, or a target does not compute every token, it
+        raises, and the stacks are as they were.
+        """
+        rank = max(self._rank, padded_rank(adapter.rank))
+        missing = {_whole(self._modules[name]) for name in adapter.pairs} - self._products.keys()
+        if rank == self._rank and not missing:
+            return False
+        if any(module._compiled_call_impl is not None for module in self.model.modules()):
+            raise InvalidArgumentError("compiled layers cannot take further adapters: use compile=False")
+        if missing:
+            self._check_calls(missing, probe)
+        kept = [] if rank == self._rank else list(self._products)
+        try:
+            made = {module: self._empty(module, rank) for module in (*kept, *missing)}
+        except torch.OutOfMemoryError as error:
+            raise StorageMemoryError(
+                f"{self.model.device} has no memory for {self.num_slots} adapters of rank {rank}; lower max_adapters: {error}"
+            ) from None
+        for module in kept:
+            old, new = self._products[module].weights, made[module]
+            new.a[:, :, : self._rank] = old.a
+            new.b[..., : self._rank] = old.b
+            new.scales.copy_(old.scales)
+            new.ranks.copy_(old.ranks)
+            self._products[module].weights = new
+        names = {module: name for name, module in self._modules.items()}
+        for module in missing:
+            parts = tuple(names[part] for part in _parts(module))
+            hook = module.register_forward_hook(self._add)
+            self._products[module] = _Product(module, parts, made[module], hook)
+        self._rank = rank
+        return True
+
+    @torch.inference_mode()
+    def fill(self, slot: int, adapter: Adapter) -> None:
+        """Writes the weights of an adapter into a slot, for which there is room."""
+        for product in self._products.values():
+            weights, begin = product.weights, 0
+            pairs = [adapter.pairs.get(name) for name in product.names]
+            if any(pair is not None for pair in pairs):
+                weights.a[slot].zero_()
+                weights.b[slot].zero_()
+            for part, pair in enumerate(pairs):
+                if pair is not None:
+                    weights.a[slot, part, : len(pair.a)] = pair.a.to(weights.a.device, weights.a.dtype)
+                    rows = weights.b[slot, begin : begin + weights.sizes[part]]
+                    rows[:, : len(pair.a)] = pair.b.to(weights.b.device, weights.b.dtype)
+                begin += weights.sizes[part]
+            weights.ranks[slot] = weights.ranks.new_tensor([0 if pair is None else len(pair.a) for pair in pairs])
+            weights.scales[slot] = weights.scales.new_tensor([0.0 if pair is None else pair.scale for pair in pairs])
+
+    def close(self) -> None:
+        """The model forgets the stacks."""
+        for product in self._products.values():
+            product.hook.remove()
+        self._products.clear()
+
+    def _empty(self, module: nn.Module, rank: int) -> LoraWeights:
+        parts = [_sizes(part) for part in _parts(module)]
+        sizes = tuple(outputs for _, outputs in parts)
+        where = {"dtype": self.model.dtype, "device": self.model.device}
+        return empty_weights(self.num_slots, rank, parts[0][0], sizes, **where)
+
+    def _check_calls(self, modules: Iterable[nn.Module], probe: Any) -> None:
+        """Raises UnsupportedModelError if a module is not called with every token of a step, as experts are not."""
+        rows: dict[nn.Module, list[int]] = {module: [] for module in modules}
+
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            rows[module].append(args[0][..., 0].numel())
+
+        hooks = [module.register_forward_pre_hook(note) for module in rows]
+        try:
+            logits, _ = probe()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for module, counts in rows.items():
+            if set(counts) != {len(logits)}:
+                name = next(name for name, each in self._modules.items() if each is _parts(module)[0])
+                raise UnsupportedModelError(
+                    f"the adapter targets {name}, which does not compute every token in one product; this is not served"
+                )
+
+    def _add(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        step = _STEP.get()
+        if step is not None and step.stacks is self:
+            weights = self._products[module].weights
+            x = args[0].reshape(-1, weights.a.shape[-1])
+            add_lora(output.view(-1, output.shape[-1]), x, weights, step.groups)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    inputs, outputs = module.weight.shape  # Conv1D of GPT-2
+    return inputs, outputs
+
+
+def _whole(module: nn.Module) -> nn.Module:
+    """The module that computes the product of a linear layer."""
+    return module.joined if isinstance(module, ProjectionPart) else module
+
+
+def _parts(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The linear layers whose products a module computes."""
+    return module.members if isinstance(module, JoinedProduct) else (module,)
