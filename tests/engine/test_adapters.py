@@ -95,12 +95,13 @@ def test_given_rows_of_several_adapters_and_of_none_then_one_batch_answers_all(a
 def test_given_joined_projections_then_each_part_gets_what_its_adapter_adds(adapters: Adapters) -> None:
     engine = adapters.engine(adapters=None)
     with engine:
-        assert join_projections(engine.model, lambda: run_probe(engine.model)) == 6
+        model = engine._loop.runner.model
+        assert join_projections(model, lambda: run_probe(model)) == 6
         for name, path in adapters.paths.items():
             engine.load_adapter(name, path)
         names = [None, *adapters.paths]
         assert mixed_answers(engine, names) == [adapters.expected(name) for name in names]
-        layer = engine.model.model.layers[0]
+        layer = model.model.layers[0]
         assert isinstance(layer.self_attn.k_proj, ProjectionPart)
         x = torch.randn(3, 64)
         torch.testing.assert_close(layer.self_attn.k_proj(x), x @ layer.self_attn.k_proj.weight.T)  # alone
@@ -329,7 +330,7 @@ def test_given_two_engines_on_one_model_then_adapters_of_one_are_not_in_the_othe
 
 def test_given_a_closed_engine_then_the_model_has_no_hooks_left(adapters: Adapters) -> None:
     with adapters.engine() as engine:
-        model = engine.model
+        model = engine._loop.runner.model
         assert any(module._forward_hooks for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
 

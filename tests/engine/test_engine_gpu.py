@@ -162,7 +162,7 @@ def test_given_an_engine_then_all_its_graphs_are_captured_before_the_first_reque
         graphs = engine._loop.runner.graphs
         assert graphs is not None
         before = dict(graphs._captured)
-        assert sorted(before) == [1, 2, 4, 8, 16, 24]
+        assert sorted(before) == [(size, False) for size in (1, 2, 4, 8, 16, 24)]
         engine.generate(PROMPTS, GREEDY)
         assert graphs._captured == before
 
@@ -220,7 +220,7 @@ def test_given_a_step_with_prompts_then_its_graph_gives_bit_for_bit_what_running
 
         def both(plan: Any, token_ids: Any) -> Any:
             logits = run(plan, token_ids).clone()
-            captured = mixed._captured[mixed._size_for(plan)]
+            captured = mixed._captured[mixed._size_for(plan), False]
             again = recorder.steps[id(captured.recorded.output)]()[: len(logits)]
             seen.append((plan.num_tokens, torch.equal(again, logits)))
             return logits

@@ -200,6 +200,8 @@ class AdapterStacks:
 
     def check(self, adapter: Adapter) -> None:
         """Raises InvalidArgumentError unless all targets of an adapter are linear layers of the model, of its shapes."""
+        if any(hasattr(module, "merged_adapters") for module in self._modules.values()):
+            raise InvalidArgumentError("the model has adapters of peft in its layers; load others into a model without")
         head = self.model.get_output_embeddings()
         for name, (a, b, _) in adapter.pairs.items():
             module = self._modules.get(name)

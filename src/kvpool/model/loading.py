@@ -150,6 +150,8 @@ def torch_device(device: torch.device | str | None) -> torch.device:
 
 
 def _adopt(model: Any, device: torch.device | None, dtype: torch.dtype | None) -> LoadedModel:
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        model = _without_peft(model)
     check_model(model)
     if any(tensor.is_meta for tensor in model.parameters()):
         raise InvalidArgumentError(
@@ -169,6 +171,18 @@ def _adopt(model: Any, device: torch.device | None, dtype: torch.dtype | None) -
 
 def _converted(device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+
+def _without_peft(model: Any) -> Any:
+    """The model of transformers inside a `PeftModel`, in whose layers the active adapters are."""
+    for name in model.active_adapters:
+        config = model.peft_config[name]
+        if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+            kind = "aLoRA" if not config.is_prompt_learning else config.peft_type
+            raise UnsupportedModelError(
+                f"adapter {name!r} of the PeftModel ({kind}) changes more than the layers of the model; it is not served"
+            )
+    return model.get_base_model()
 
 
 def _config(source: Any) -> Any:

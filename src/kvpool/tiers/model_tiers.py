@@ -100,8 +100,22 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def model_id(model: Any) -> str:
-    """The class of a model and a digest of its configuration, which alone holds positions, norms and scales."""
-    return f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)}"
+    """The class of a model and a digest of its configuration, which alone holds positions, norms and scales.
+
+    Of adapters that peft put into its layers, it also says which are active and how they are scaled.
+    """
+    named = f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)}"
+    adapted = {
+        name: [
+            module.active_adapters,
+            module.disable_adapters,
+            module.merged_adapters,
+            getattr(module, "scaling", None),
+        ]
+        for name, module in model.named_modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters")
+    }
+    return f"{named} {settings_id(adapted)}" if adapted else named
 
 
 @torch.no_grad()

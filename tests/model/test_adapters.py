@@ -1,0 +1,186 @@
+"""Adapters as peft saves them: what is read, what is refused, and that engines answer as peft does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from adapter_files import ALL, write_adapter  # noqa: E402
+from models import random_prompt, tiny_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError  # noqa: E402
+from kvpool.model.adapters import read_adapter  # noqa: E402
+from kvpool.tiers.model_tiers import model_id  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
+PROMPT = random_prompt(20).tolist()
+SCORED = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=3)
+
+
+def test_given_an_adapter_then_scales_and_ranks_are_those_of_its_modules(tmp_path: Path) -> None:
+    write_adapter(
+        *(tmp_path, tiny_model("llama"), ("q_proj", "v_proj")),
+        rank=4,
+        alpha=8,
+        rank_pattern={"v_proj": 2},
+        alpha_pattern={"layers.1.self_attn.q_proj": 16},
+    )
+    pairs = read_adapter(tmp_path).pairs
+    found = {name: (len(pair.a), pair.scale) for name, pair in pairs.items()}
+    attention = "model.layers.{}.self_attn.{}_proj"
+    assert found == {
+        attention.format(0, "q"): (4, 2.0),
+        attention.format(1, "q"): (4, 4.0),
+        attention.format(0, "v"): (2, 4.0),
+        attention.format(1, "v"): (2, 4.0),
+    }
+
+
+def test_given_any_change_of_content_then_the_id_changes_and_of_names_it_does_not(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    first = write_adapter(tmp_path / "first", model)
+    same = write_adapter(tmp_path / "same", model, base_model_name_or_path="elsewhere", lora_dropout=0.1)
+    others = [
+        write_adapter(tmp_path / "alpha", model, alpha=9),
+        write_adapter(tmp_path / "rslora", model, use_rslora=True),
+        write_adapter(tmp_path / "seed", model, seed=1),
+        write_adapter(tmp_path / "targets", model, ALL[:3]),
+    ]
+    ids = [read_adapter(path).id for path in (first, same, *others)]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not served; LORA is"),
+        ({"use_dora": True}, "use_dora=True is not served"),
+        ({"bias": "all"}, "bias='all' is not served"),
+        ({"lora_bias": True}, "lora_bias=True is not served"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not served"),
+        ({"target_parameters": ["experts.w"]}, "target_parameters=.* is not served"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not served"),
+        ({"a_field_of_next_year": 1}, "a_field_of_next_year=1 is not served"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changed the model's own weights"),
+        ({"r": 5}, "has rank 4; adapter_config.json says r=5"),
+    ],
+    ids=str,
+)
+def test_given_what_is_not_served_then_the_error_names_it(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path, tiny_model("llama"))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    with pytest.raises(ConfigError, match=message):
+        read_adapter(tmp_path)
+
+
+def test_given_files_that_are_no_adapter_then_the_error_names_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no directory of an adapter: adapter_config.json: No such file"):
+        read_adapter(tmp_path)
+    write_adapter(tmp_path, tiny_model("llama"))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 160)}, file)
+    with pytest.raises(ConfigError, match=r"holds base_model.model.model.embed_tokens.lora_embedding_A; served are"):
+        read_adapter(tmp_path)
+    save_file({key: tensor for key, tensor in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in key}, file)
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.up_proj needs lora_A \[rank, in\] and lora_B"):
+        read_adapter(tmp_path)
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="is no file of safetensors"):
+        read_adapter(tmp_path)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory: adapter_model.safetensors"):
+        read_adapter(tmp_path)
+
+
+# --- beside peft ---------------------------------------------------------------------------------------------------------
+
+
+def saved_by_peft(directory: Path, seed: int, **settings: Any) -> Path:
+    """An adapter with random weights that peft itself made and saved."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(init_lora_weights=False, **settings))
+    model.save_pretrained(directory)
+    return directory
+
+
+def said_by(model: Any) -> tuple[list[int], Any]:
+    """The tokens of a model's greedy answer, and their log probabilities."""
+    ids = torch.tensor([PROMPT])
+    out = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens = out[0, len(PROMPT) :].tolist()
+    logprobs = model(out).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return tokens, logprobs[range(len(tokens)), tokens].detach()
+
+
+def said_by_engine(engine: Engine, name: str | None = None) -> tuple[list[int], Any]:
+    sample = engine.submit(PROMPT, SCORED, adapter=name).result(60).samples[0]
+    return sample.token_ids, torch.tensor([each.logprob for each in sample.logprobs])
+
+
+def test_given_adapters_saved_by_peft_then_tokens_and_logits_are_those_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    paths = {
+        "all": saved_by_peft(tmp_path / "all", 1, r=4, target_modules="all-linear"),
+        "some": saved_by_peft(
+            tmp_path / "some",
+            2,
+            r=8,
+            lora_alpha=20,
+            use_rslora=True,
+            target_modules=["q_proj", "down_proj"],
+            rank_pattern={"q_proj": 3},
+            alpha_pattern={"layers.1.mlp.down_proj": 2},
+        ),
+    }
+    with Engine(tiny_model("llama"), kv_blocks=64, adapters=paths) as engine:
+        running = {name: engine.submit(PROMPT, SCORED, adapter=name) for name in (None, *paths)}
+        for name, path in paths.items():
+            tokens, logprobs = said_by(peft.PeftModel.from_pretrained(tiny_model("llama"), path))
+            mixed = running[name].result(60).samples[0]
+            alone, of_alone = said_by_engine(engine, name)
+            assert mixed.token_ids == alone == tokens
+            torch.testing.assert_close(of_alone, logprobs, rtol=1e-4, atol=1e-4)
+            mine = torch.tensor([each.logprob for each in mixed.logprobs])
+            torch.testing.assert_close(mine, logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_given_a_peft_model_then_it_is_served_with_its_active_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    one = saved_by_peft(tmp_path / "one", 1, r=4, target_modules="all-linear")
+    two = saved_by_peft(tmp_path / "two", 2, r=8, target_modules=["q_proj", "v_proj"])
+    model = peft.PeftModel.from_pretrained(tiny_model("llama"), one, adapter_name="one")
+    model.load_adapter(two, adapter_name="two")
+    ids = set()
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        tokens, logprobs = said_by(model)
+        with Engine(model, kv_blocks=64) as engine:
+            ids.add(model_id(engine.model))
+            answer, of_answer = said_by_engine(engine)
+            assert answer == tokens
+            torch.testing.assert_close(of_answer, logprobs, rtol=1e-4, atol=1e-4)
+            model.set_adapter("two" if name == "one" else "one")  # the engine runs a copy of the layers
+            assert said_by_engine(engine)[0] == tokens
+            with pytest.raises(InvalidArgumentError, match="the model has adapters of peft in its layers"):
+                engine.load_adapter("a", one)
+    assert len(ids) == 2  # tiers tell them apart, though the weights of both are in the model
+
+
+def test_given_a_peft_model_with_learned_prompts_then_it_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(UnsupportedModelError, match="changes more than the layers of the model"):
+        Engine(peft.get_peft_model(tiny_model("llama"), config), kv_blocks=16)
