@@ -98,7 +98,7 @@ def steady_decode(model: Any, batch: int, context: int = 1024, num_steps: int = 
             if len(ends) == num_steps // 4:
                 graphs = loop.runner.graphs
                 assert graphs is not None
-                replays.append(gpu_seconds(graphs._captured[batch].recorded.replay))
+                replays.append(gpu_seconds(graphs._captured[batch, False].recorded.replay))
         return launched
 
     loop._launch = timed  # type: ignore[method-assign]
