@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpool.config import KVCacheConfig
-from kvpool.errors import InvalidArgumentError
+from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
+from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
 from kvpool.model.private_copy import private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model
+from kvpool.model.states import state_modules
 from kvpool.pools.arrays import BoolArray, as_token_array
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -38,6 +39,8 @@ class PooledCache(Protocol):
 
     length: int
 
+    def enter(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> list[int]: ...
+
     def begin(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> int: ...
 
     def end(self, token_ids: Tensor) -> None: ...
@@ -48,7 +51,8 @@ class CachePool:
 
     Give `num_blocks` or `num_bytes`; other fields of `KVCacheConfig` (`host_bytes`, `eviction_policy`, ...) may follow.
     Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window. Sequences end
-    where the model's positions do, unless `max_seq_len` says otherwise.
+    where the model's positions do, unless `max_seq_len` says otherwise. Layers that keep a state find it at a checkpoint: a
+    prompt is computed in two passes, so that one ends behind its last whole block, and its state is kept there.
 
     Prefixes outlive the process in tiers, as those of the `Engine` do: `disk` is a directory that holds up to `disk_bytes`
     (10 GiB), or an address like `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many processes
@@ -79,12 +83,18 @@ class CachePool:
             tiers, disk, disk_bytes, remote=remote, tier_timeout=tier_timeout, tier_min_uses=tier_min_uses
         )
         shape = _shape_of(model)
-        layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
+        layers: list[LayerSpec | StateSpec] = [
+            replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)
+        ]
+        layers += shape.states.values()
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
         self.manager = KVCacheManager(
             KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields)
         )
         self.plane = DataPlane(self.manager, model.device)
+        self.states = self.plane.state_slots(dict(enumerate(shape.states, len(shape.layers))))
+        self.attending = {number: index for index, number in enumerate(shape.attending)}
+        self.model_config = model.config
         opened = model_tiers.open(model, self.manager.config)
         self.tiers = None if opened is None else PoolTiers(opened, self.manager, self.plane)
         if self.tiers is not None:
@@ -97,10 +107,6 @@ class CachePool:
             model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
             model.register_forward_hook(partial(_after_forward, self_or_gone), with_kwargs=True),
         )
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.manager.config.layers)
 
     def next_id(self) -> int:
         """A request id that no sequence of this pool has had."""
@@ -186,13 +192,24 @@ def _before_forward(
             "already; give it longer rows, or reset() it for others"
         )
     irregular = irregular_rows(kwargs, cache.length, *token_ids.shape)
-    skip = cache.begin(token_ids, irregular, num_logits(kwargs, token_ids.shape[1]))
+    num_needed = num_logits(kwargs, token_ids.shape[1])
+    ends = cache.enter(token_ids, irregular, num_needed)
+    for start, stop in itertools.pairwise(ends):  # passes of their own, which end with a checkpoint
+        part = _cut_inputs({**kwargs, "input_ids": token_ids}, start, stop)
+        module(**{**part, "attention_mask": None, "logits_to_keep": 1})
+    skip = ends[-1] + cache.begin(token_ids[:, ends[-1] :], irregular, num_needed)
     if not skip:
         return None
+    return (args[0][:, skip:], *args[1:]) if args else args, _cut_inputs(kwargs, skip, None)
+
+
+def _cut_inputs(kwargs: dict[str, Any], start: int, stop: int | None) -> dict[str, Any]:
+    """The arguments of a pass over some of its tokens."""
+    cut = dict(kwargs)
     for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
         if kwargs.get(name) is not None:
-            kwargs[name] = kwargs[name][..., skip:]
-    return (args[0][:, skip:], *args[1:]) if args else args, kwargs
+            cut[name] = kwargs[name][..., start:stop]
+    return cut
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -216,7 +233,13 @@ def _shape_of(model: Any) -> ModelShape:
     if model.training:
         raise InvalidArgumentError(f"{type(model).__name__} is in training mode: call model.eval() first")
     with without_callers_state(model.device):
-        return inspect_model(own)
+        shape = inspect_model(own, with_states=True)
+    if beginners := sorted({type(each.module).__name__ for each in state_modules(own) if not each.continues}):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot use a CachePool: {', '.join(beginners)} of transformers begins at zero when it "
+            "gets several tokens behind a state, as behind a cached prefix; kvpool.Engine serves it"
+        )
+    return shape
 
 
 def _plain(tokens: Any) -> Any:

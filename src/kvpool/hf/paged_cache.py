@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.kernels.write import read_values
+from kvpool.model.states import StateModule
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.states import StatePlaces
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
 from kvpool.tiers.transport.cache_blocks import OfferProgress
@@ -42,8 +44,13 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise InvalidArgumentError(f"scope must be a ReuseScope, got {show(scope)}")
         if pool.is_closed:
             raise SequenceStateError("this CachePool is closed; make a new one")
-        super().__init__(layers=[_PagedLayer(self, layer) for layer in range(pool.num_layers)])
+        layers = _layers(self, pool)
+        super().__init__(layers=layers)
         self.pool = pool
+        # Of layers that keep a state: between checkpoints, transformers' own layers have it.
+        self._state_layers = {} if pool.states is None else {number: layers[number] for number in pool.states.specs}
+        self._state_targets: Tensor | None = None  # where this pass leaves checkpoints
+        self._is_open = False  # a pass has begun and not ended
         self.scope = ReuseScope() if scope is None else scope
         self.handles: list[KVCacheHandle] = []
         self.length = 0  # tokens of each row that the model may look back at
@@ -57,15 +64,59 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     # --- a forward pass ----------------------------------------------------------------------------------------------
 
+    def enter(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> list[int]:
+        """Where the next tokens [row, token] are to be divided into passes: after the cached ones, and at checkpoints.
+
+        The last number is where the pass begins that `begin` prepares. Without layers that keep a state it is 0.
+        """
+        if not self._state_layers:
+            return [0]
+        if self._is_open:
+            raise SequenceStateError("a pass of this PagedCache failed, and the states behind it are lost: reset() it")
+        num_tokens = token_ids.shape[1]
+        is_new = not self.handles
+        if is_new:
+            self._check_open()
+            self._allocate(_on_host(token_ids), irregular)
+            self.num_cached_tokens = self._common_state(num_tokens - num_needed)
+        start = self.num_cached_tokens if is_new else 0
+        ends, last = [start], num_tokens - num_needed
+        self.length += start
+        while not irregular.any():
+            at = self.length - start + ends[-1]
+            stop = min(self.pool.manager.step_end(handle, at, at + num_tokens) for handle in self.handles)
+            if stop - self.length + start > last or stop - at == num_tokens:
+                break
+            ends.append(stop - self.length + start)
+        return ends
+
+    def _common_state(self, most: int) -> int:
+        """The tokens behind which every row goes on from a state; rows that have more are rewound. 0 if there is none."""
+        manager = self.pool.manager
+        common = min(handle.num_written for handle in self.handles)
+        try:
+            if common > most:
+                raise SequenceStateError(f"the last {common - most} tokens are wanted")
+            for handle in self.handles:
+                manager.rewind(handle, handle.num_reserved - common)
+        except SequenceStateError:
+            common = 0
+            for handle in self.handles:
+                manager.rewind(handle, handle.num_reserved)
+        return common
+
+    def _check_open(self) -> None:
+        if not self._closer.alive:
+            raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
+        self.pool.free_gone()
+
     def begin(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> int:
         """Makes room for the next tokens [row, token]; returns how many of them are cached and need no computing.
 
         The last `num_needed` are always computed, because the caller wants their logits. `irregular` rows are padded or have
         unusual positions. They reuse nothing, and what they compute from here on is not published.
         """
-        if not self._closer.alive:
-            raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
-        self.pool.free_gone()
+        self._check_open()
         num_rows, num_tokens = token_ids.shape
         cached = 0
         self._irregular = irregular
@@ -80,19 +131,22 @@ class PagedCache(Cache):  # type: ignore[misc]
             self._cut(self.length)  # a failed pass may have left reserved places
             self.pool.manager.extend_batch(self.handles, num_tokens)
         self._prepare(num_tokens - cached)
+        self._is_open = True
         self._began = time.monotonic()
         return cached
 
     def _allocate(self, tokens: Any, irregular: BoolArray) -> None:
         manager, tiers = self.pool.manager, None if irregular.any() else self.pool.tiers
         latest = 0.0 if tiers is None else time.monotonic() + tiers.transport.timeout
+        places = 0 if self._state_layers else None  # passes that end at checkpoints get theirs one by one
         try:
             for row, ids in enumerate(tokens):
                 known = {"num_tokens": len(ids)} if irregular[row] else {"tokens": ids}
                 request_id = self.pool.next_id()
                 lease = None if tiers is None else tiers.load_prefix(request_id, ids, self.scope, latest)
                 try:
-                    self.handles.append(manager.allocate(request_id, scope=self.scope, **known))
+                    handle = manager.allocate(request_id, scope=self.scope, reserve=places, **known)
+                    self.handles.append(handle)
                 finally:
                     if lease is not None:
                         manager.free(lease)
@@ -113,17 +167,46 @@ class PagedCache(Cache):  # type: ignore[misc]
         for row, start in enumerate(starts.tolist()):
             slots[:, row, start - self.length :] = fresh[:, offset : offset + stop - start]
             offset += stop - start
-        self._step = self.pool.plane.prepare(slots.reshape(len(fresh), -1))
+        plane, states = self.pool.plane, None
+        if self._state_layers:
+            states = manager.state_places(self.handles, self.length, stop)
+        self._step = plane.prepare(slots.reshape(len(fresh), -1), states=states)
+        if states is not None:
+            self._restore(states, stop)
         # All layers keep all tokens, and layers of one shape form one group: every group has tables of its own.
-        plane = self.pool.plane
         places = [
             np.concatenate([plane.slots_of(handle, handle.block_ids(group), group, 0, stop) for handle in self.handles])
-            for group in range(len(manager.config.groups))
+            for group in range(len(fresh) - bool(self._state_layers))  # states come last
         ]
         self._places = upload(np.stack(places), plane.device)
 
+    def _restore(self, states: StatePlaces, stop: int) -> None:
+        """Fills the layers of transformers from a checkpoint, if they begin there; keeps where this pass leaves one."""
+        slots = self.pool.states
+        assert slots is not None
+        if self.length and self.length == self.num_cached_tokens and not self._has_state:
+            sources = upload(states.sources.astype(np.int64), slots.device)
+            for number, layer in self._state_layers.items():
+                parts = slots.specs[number].parts
+                StateModule.fill(layer, {part.name: slots.gather(number, part.name, sources) for part in parts})
+        is_whole = stop % self.pool.manager.config.block_size == 0
+        self._state_targets = upload(states.targets.astype(np.int64), slots.device) if is_whole else None
+
+    @property
+    def _has_state(self) -> bool:
+        return any(any(layer.has_previous_state.values()) for layer in self._state_layers.values())
+
+    def _keep_states(self) -> None:
+        """The pass ended with a block: its states are a checkpoint."""
+        slots, targets = self.pool.states, self._state_targets
+        if slots is not None and targets is not None:
+            for number, layer in self._state_layers.items():
+                for part in slots.specs[number].parts:
+                    slots.scatter(number, part.name, targets, StateModule.state_in(layer, part.name))
+
     def end(self, token_ids: Tensor) -> None:
         """The pass is over: commits its tokens."""
+        self._keep_states()
         num_new = token_ids.shape[1]
         stop = self.length + num_new
         manager = self.pool.manager
@@ -138,7 +221,8 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self.pool.tiers.observe(num_new * len(self.handles), time.monotonic() - self._began)
             self._offer(self.pool.tiers)
         self.length = stop
-        self._step = self._places = None
+        self._is_open = False
+        self._step = self._places = self._state_targets = None
 
     def _offer(self, tiers: PoolTiers) -> None:
         """Offers the blocks that this pass has filled to tiers."""
@@ -191,6 +275,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             chosen.append(handle if handle is not None else manager.fork(self.handles[row], self.pool.next_id())[0])
         manager.free_batch(list(unused.values()))
         self.handles[:] = chosen
+        for layer in self._state_layers.values():
+            LinearAttentionLayer.reorder_cache(layer, torch.tensor(rows))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last tokens. As in transformers, a positive number is the remaining length (deprecated there)."""
@@ -199,6 +285,11 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _cut(self, length: int) -> None:
         """Only the first `length` tokens of each row keep their places."""
+        if self._state_layers and length < self.length:
+            raise SequenceStateError(
+                f"{self.length} tokens cannot be cut to {length}: layers of this model keep a state, and only that behind "
+                "the last token is there; reset() the cache and give it all tokens again"
+            )
         for handle in self.handles:
             if handle.num_reserved > length:
                 self.pool.manager.rewind(handle, handle.num_reserved - length)
@@ -211,6 +302,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Ends its sequences; the next call starts afresh."""
         self.pool.release(self.handles)
         self.length = self.num_cached_tokens = 0
+        self._is_open = False
+        for layer in self._state_layers.values():
+            LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
 
     def close(self) -> None:
         """Returns its blocks to the pool; what they hold stays cached."""
@@ -253,6 +347,29 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
+
+
+class _PagedStateLayer(LinearAttentionLayer, _PagedLayer):  # type: ignore[misc]
+    """A layer that attends and keeps a state."""
+
+    is_compileable = False
+
+    def __init__(self, cache: PagedCache, layer: int, number_of_states: int) -> None:
+        _PagedLayer.__init__(self, cache, layer)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+
+def _layers(cache: PagedCache, pool: CachePool) -> list[Any]:
+    """The layers of a cache by their number in the model. Transformers' own cache knows which of them keep a state."""
+    if pool.states is None:
+        return [_PagedLayer(cache, index) for index in pool.attending.values()]
+    layers: list[Any] = list(DynamicCache(config=pool.model_config).layers)
+    for number, index in pool.attending.items():
+        if isinstance(own := layers[number], LinearAttentionLayer):
+            layers[number] = _PagedStateLayer(cache, index, own.number_of_states)
+        else:
+            layers[number] = _PagedLayer(cache, index)
+    return layers
 
 
 def _on_host(token_ids: Tensor) -> Any:

@@ -91,7 +91,8 @@ class StateModule:
 
         return LinearAttentionLayer(number_of_states=self._number_of_states)
 
-    def fill(self, layer: Any, states: Mapping[str, Tensor | SlotStates]) -> None:
+    @staticmethod
+    def fill(layer: Any, states: Mapping[str, Tensor | SlotStates]) -> None:
         """Puts states [sequence, *shape] into a new layer, as if it had computed them."""
         for name, state in states.items():
             field, index = _place(name)
@@ -102,7 +103,8 @@ class StateModule:
                 layer.dtype, layer.device = state.dtype, state.device
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
 
-    def state_in(self, layer: Any, name: str) -> Tensor:
+    @staticmethod
+    def state_in(layer: Any, name: str) -> Tensor:
         """A part of the states that a layer holds, [sequence, *shape]."""
         field, index = _place(name)
         state: Tensor = getattr(layer, field)[index]
