@@ -95,6 +95,13 @@ def test_given_two_engines_then_what_one_stores_the_other_loads_and_it_is_there_
         sound(server)
 
 
+def test_given_engines_with_names_then_the_statistics_of_a_tier_say_who_holds_what(folder: Path) -> None:
+    with node_thread(folder), tier_of(folder, "?engine=one") as one, tier_of(folder, "?engine=two") as two:
+        store(one, [1, 2])
+        store(two, [3])
+        assert one.stats().holders == two.stats().holders == {"one": 2 * 8192, "two": 8192}
+
+
 def test_given_more_keys_than_a_message_holds_then_all_are_stored_and_found(folder: Path) -> None:
     numbers = list(range(2 * wire.MAX_KEYS + 7))
     with node_thread(folder) as server, tier_of(folder, "?timeout=60") as tier:

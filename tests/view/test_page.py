@@ -10,8 +10,10 @@ import pytest
 from chromium import Chromium, Page, find_chromium
 
 from kvpool import Tier
+from kvpool.tiers.contract import TierStats
 from kvpool.view import LiveView, serve
 from kvpool.view.sampling import FREE
+from kvpool.view.tier_rows import tier_row
 from kvpool.view.view_command import Traffic
 
 PROGRAM = find_chromium()
@@ -153,4 +155,33 @@ def test_given_a_key_when_the_page_is_opened_then_it_asks_for_it(browser: Chromi
         page.until("document.getElementById('key-dialog').open && document.getElementById('key-problem').textContent")
         page.value(ENTER_KEY.format("secret"))
         page.until("kvpool.drawn.frames")
+        page.ask("Page.close")
+
+
+def test_given_keyed_tiers_then_the_page_shows_how_full_they_are_and_who_filled_them(
+    browser: Chromium, traffic: Traffic
+) -> None:
+    node = TierStats(
+        "node", hits=3, misses=1, stored=2, num_values=7, used_bytes=3 * 2**20, capacity_bytes=8 * 2**20,
+        holders={"engine-0": 2**20, "engine-1": 2 * 2**20},
+    )  # fmt: skip
+    down = TierStats("redis", problem="no answer")
+    rows = [tier_row(node), tier_row(down)]
+    with serve(traffic.manager, port=0, rate=25.0, more=lambda: {"tiers": rows}) as view:
+        page = browser.open(view.url)
+        page.until("document.querySelectorAll('#keyed-list > li').length == 2")
+        assert not page.value("document.getElementById('keyed').hidden")
+        assert page.value("[...document.querySelectorAll('#keyed-list .room')].map((one) => one.textContent)") == [
+            "3.0 MiB of 8.0 MiB, 7 values, 75 % of 4 loads here, 2 stored by this engine",
+            "no answer",
+        ]
+        assert page.value("[...document.querySelectorAll('#keyed-list .keys li')].map((one) => one.textContent)") == [
+            "engine-1 2.0 MiB",
+            "engine-0 1.0 MiB",
+        ]
+        assert page.value("[...document.querySelectorAll('#keyed-list .bar i')].map((one) => one.style.width)") == [
+            "25%",
+            "12.5%",
+        ]
+        assert page.problems() == []
         page.ask("Page.close")

@@ -21,9 +21,11 @@ from kvpool.server.schema import CacheQuery
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
+from kvpool.view.tier_rows import tier_row
 from kvpool.web import EventStream
 
 _MAX_TOLD = 100  # waiting requests that are shown
+_TIER_SECONDS = 2.0  # how often tiers are asked how full they are
 _ASK_SECONDS = 0.5  # how often waiting requests are read, and until a stream notices that the server ends
 
 
@@ -104,13 +106,14 @@ def _require_admin(caller: Caller) -> None:
 
 
 class _EngineStatus:
-    """What the page shows of an engine besides its manager: waiting requests, and how long requests take."""
+    """What the page shows of an engine besides its manager: waiting requests, how long requests take, and its tiers."""
 
     def __init__(self, engine: Engine, latencies: Latencies) -> None:
         self._engine = engine
         self._latencies = latencies
-        self._due = 0.0
+        self._due = self._tiers_due = 0.0
         self._known: Mapping[str, Any] = {}
+        self._tiers: list[dict[str, Any]] = []
 
     def __call__(self) -> Mapping[str, Any]:
         if time.monotonic() >= self._due:
@@ -118,6 +121,19 @@ class _EngineStatus:
             told = [
                 [str(one.request_id), one.tenant, one.num_tokens, round(one.seconds, 1)] for one in waiting[:_MAX_TOLD]
             ]
-            self._known = {"waiting": told, "num_waiting": len(waiting), "latency": self._latencies.recent()}
+            self._known = {
+                "waiting": told,
+                "num_waiting": len(waiting),
+                "latency": self._latencies.recent(),
+                "tiers": self._told_tiers(),
+            }
             self._due = time.monotonic() + _ASK_SECONDS
         return self._known
+
+    def _told_tiers(self) -> list[dict[str, Any]]:
+        """The tiers that find blocks by key, which outlive the engine: how full they are, and who filled them."""
+        if time.monotonic() >= self._tiers_due:
+            found = self._engine.stats().tiers
+            self._tiers = [] if found is None else [tier_row(measured.stats) for measured in found.tiers]
+            self._tiers_due = time.monotonic() + _TIER_SECONDS
+        return self._tiers

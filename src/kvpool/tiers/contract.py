@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -134,6 +134,8 @@ class TierStats:
     capacity_bytes: int | None = None
     problem: str = ""
     """Why it answers nothing at the moment, in words; empty while it works."""
+    holders: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by the engine that stored them, where several share the tier and it tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Room:
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     problem: str = ""
+    holders: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Moved:
@@ -297,6 +300,7 @@ class KeyedTier(ABC):
             used_bytes=room.used_bytes,
             capacity_bytes=room.capacity_bytes,
             problem="closed" if self._closed else room.problem,
+            holders=room.holders,
             **sums,  # type: ignore[arg-type]  # mypy joins the values of the dictionary
         )
 

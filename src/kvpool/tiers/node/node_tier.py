@@ -248,7 +248,7 @@ class NodeTier(KeyedTier):
             stats = self.node_stats(timeout=LOOK_SECONDS)
         except (OSError, LostNodeError) as error:
             return Room(problem=self._breaker.problem or str(error) or "no answer in time")
-        return Room(stats["num_values"], stats["used_bytes"], stats["capacity_bytes"])
+        return Room(stats["num_values"], stats["used_bytes"], stats["capacity_bytes"], holders=stats["engines"])
 
     def _close(self) -> None:
         self._drop_idle()

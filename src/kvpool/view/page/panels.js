@@ -63,6 +63,46 @@ export function keep(list, wanted, make, fill) {
   for (const row of old.values()) row.remove();
 }
 
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export function sized(bytes) {
+  const power = Math.min(UNITS.length - 1, bytes < 1 ? 0 : Math.floor(Math.log2(bytes) / 10));
+  return `${(bytes / 1024 ** power).toFixed(power ? 1 : 0)} ${UNITS[power]}`;
+}
+
+// Tiers that find blocks by key: how full each is, and whose engines filled it.
+export function showKeyedTiers(card, list, tiers, colours) {
+  card.hidden = !tiers.length;
+  keep(list, tiers.map((tier) => ({ key: tier.name, ...tier })),
+    () => element("li", {}, element("b"), element("span", { className: "room" }), element("div", { className: "bar" }), element("ul", { className: "keys" })),
+    (row, tier) => {
+      const [name, room, bar, keys] = row.children;
+      const holders = [...tier.holders, ...(tier.others ? [["others", tier.others]] : [])];
+      const looked = tier.hits + tier.misses;
+      name.textContent = tier.name;
+      room.textContent = tier.problem || [
+        tier.used === null ? "" : `${sized(tier.used)}${tier.capacity === null ? "" : ` of ${sized(tier.capacity)}`}`,
+        tier.values === null ? "" : many(tier.values, "value"),
+        looked ? `${((100 * tier.hits) / looked).toFixed(0)} % of ${many(looked, "load")} here` : "",
+        tier.stored ? `${short(tier.stored)} stored by this engine` : "",
+      ].filter(Boolean).join(", ");
+      row.classList.toggle("down", Boolean(tier.problem));
+      const parts = holders.length || tier.used === null ? holders : [["", tier.used]];
+      bar.hidden = tier.capacity === null;
+      bar.replaceChildren(...parts.map(([who, bytes], number) => {
+        const part = element("i", { title: who ? `${who}: ${sized(bytes)}` : sized(bytes) });
+        part.style.width = `${(100 * bytes) / Math.max(tier.capacity ?? 1, 1)}%`;
+        part.style.background = colours.tenant(number);
+        return part;
+      }));
+      keys.replaceChildren(...holders.map(([who, bytes], number) => {
+        const swatch = element("i", { className: "swatch" });
+        swatch.style.background = colours.tenant(number);
+        return element("li", {}, swatch, `${who} ${sized(bytes)}`);
+      }));
+    });
+}
+
 export function showRequests(list, count, rest, colours, chosen, choose) {
   const waiting = rest.more.waiting ?? [];
   const longest = Math.max(1, ...rest.sequences.map((row) => row[7]), ...waiting.map((row) => row[2]));
