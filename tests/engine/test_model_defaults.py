@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import tiny_model  # noqa: E402
-from transformers import GenerationConfig  # noqa: E402
+from transformers import AutoConfig, GenerationConfig  # noqa: E402
 
 from kvpool.cli import main  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.params import described, sampling_defaults  # noqa: E402
+from kvpool.engine.params import described, eos_token_ids, sampling_defaults  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -121,3 +122,10 @@ def test_commands_sample_as_the_model_says_and_say_so(
 def test_sampling_in_words_leaves_out_what_nobody_set() -> None:
     assert described(SamplingParams()) == "greedy"
     assert described(SamplingParams(top_k=3)) == "top_k 3"
+
+
+def test_given_a_configuration_whose_text_part_names_no_last_token_then_there_is_none_or_that_of_the_whole() -> None:
+    config = AutoConfig.for_model("qwen3_vl")  # its text part has no such field at all
+    assert eos_token_ids(SimpleNamespace(generation_config=None, config=config)) == frozenset()
+    config.eos_token_id = 7
+    assert eos_token_ids(SimpleNamespace(generation_config=None, config=config)) == {7}

@@ -195,6 +195,6 @@ def described(params: SamplingParams) -> str:
 
 def eos_token_ids(model: Any) -> frozenset[int]:
     """The tokens at which the model's own `generate` would stop."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = model.config.get_text_config().eos_token_id if named is None else named
+    places = (getattr(model, "generation_config", None), model.config.get_text_config(), model.config)
+    named = next((ids for place in places if (ids := getattr(place, "eos_token_id", None)) is not None), None)
     return frozenset(() if named is None else [named] if isinstance(named, int) else named)
