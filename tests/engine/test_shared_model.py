@@ -336,7 +336,7 @@ def test_given_weights_that_are_nan_then_the_message_says_so_and_names_one(model
         ("pixel_values", "images="),
         ("assistant_model", "draft_tokens"),
         ("logits_processor", "logit_bias"),
-        ("no_such_thing", "it has on_chunk, on_end, priority, scope"),
+        ("no_such_thing", "it has on_chunk, on_end, priority, "),
     ],
 )
 def test_given_an_option_that_requests_do_not_have_then_the_error_names_it_and_the_remedy(
