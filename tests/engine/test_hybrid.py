@@ -209,11 +209,12 @@ def test_drafts_change_no_token_whether_they_are_accepted_or_not(family: str, mo
     params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
     recorder = FakeRecorder()
     with engine_for(model, kv_blocks=None, kv_bytes=2**24, draft_tokens=3) as engine:
+        served = engine._loop.runner.model
+        runner = ModelRunner(served, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, max_tokens=24)
+        runner.warm_up()
         found = [completion.token_ids for completion in engine.generate(prompts, params)]
         stats = engine.stats().scheduler
         assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
-        runner = ModelRunner(model, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, max_tokens=24)
-        runner.warm_up()
         engine._loop.runner = runner
         again = engine.generate(prompts, params)
         assert [completion.token_ids for completion in again] == found == expected
