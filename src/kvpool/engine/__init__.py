@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvpool.engine.adapters import AdapterInfo
     from kvpool.engine.engine import Engine
     from kvpool.engine.engine_stats import EngineStats, WaitingRequest
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
@@ -32,6 +33,7 @@ _HOMES = {
     "WaitingRequest": ".engine_stats",
     "TieringStats": "kvpool.tiers.transport.tier_transport",
     "CaptureReport": ".graphs",
+    "AdapterInfo": ".adapters",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "WaitingRequest",
     "TieringStats",
     "CaptureReport",
+    "AdapterInfo",
 ]
 
 
