@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvpool.engine.graphs import CaptureReport
     from kvpool.engine.handover import Prefill, PrefillResult
     from kvpool.engine.params import SamplingParams
+    from kvpool.engine.pictures import EncoderStats, PicturedPrompt
     from kvpool.tiers.transport.tier_transport import TieringStats
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
@@ -34,6 +35,8 @@ _HOMES = {
     "TieringStats": "kvpool.tiers.transport.tier_transport",
     "CaptureReport": ".graphs",
     "AdapterInfo": ".adapters",
+    "PicturedPrompt": ".pictures",
+    "EncoderStats": ".pictures",
 }
 
 __all__ = [
@@ -53,6 +56,8 @@ __all__ = [
     "TieringStats",
     "CaptureReport",
     "AdapterInfo",
+    "PicturedPrompt",
+    "EncoderStats",
 ]
 
 
