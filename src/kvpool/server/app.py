@@ -42,7 +42,7 @@ from kvpool.server.schema import (
     PromptForOthers,
     Tokenize,
 )
-from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.server.served_model import ServedModel
 from kvpool.server.tracing import Tracing
 from kvpool.version import __version__
 from kvpool.web import BodyLimit, LocalNames
@@ -59,8 +59,9 @@ class Server:
         if not models:
             raise ConfigError("a server needs at least one model")
         self.models = {model.name: model for model in models}
-        if len(self.models) < len(models):
-            raise ConfigError(f"two models have the same name: {', '.join(model.name for model in models)}")
+        names = [name for model in models for name in (model.name, *model.engine.adapters)]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two models or adapters have the same name: {', '.join(names)}")
         for model in models:
             for tenant, quota in access.quotas.items():
                 model.engine.manager.cache.set_quota(tenant, guaranteed=quota.guaranteed, maximum=quota.maximum)
@@ -73,15 +74,25 @@ class Server:
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name; the only one needs no name."""
+        """The model of that name, or the model with the adapter of that name; the only model needs no name."""
         if not name and len(self.models) == 1:
             return next(iter(self.models.values()))
+        for model in self.models.values():
+            if name in model.engine.adapters:
+                return model.with_adapter(name)
         if name not in self.models:
-            known = ", ".join(self.models)
+            known = ", ".join(one["id"] for one in self.described())
             raise Problem(
                 404, f"there is no model {name!r} here; served: {known}", code="model_not_found", param="model"
             )
         return self.models[name]
+
+    def described(self) -> list[dict[str, Any]]:
+        """All models and adapters, as clients see them."""
+        found = []
+        for model in self.models.values():
+            found += [_described(model), *(_described(model, name) for name in model.engine.adapters)]
+        return found
 
     def refused(self, status: int, message: str, code: str) -> JSONResponse:
         """The answer to a request that is refused before it reaches a route, for its body or its `Host` header."""
@@ -232,20 +243,21 @@ def _add_looks(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def list_models(caller: Caller = caller_of) -> dict[str, Any]:
-        """The models that are served."""
-        return {"object": "list", "data": [_described(model) for model in server.models.values()]}
+        """The models that are served, and their adapters."""
+        return {"object": "list", "data": server.described()}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str, caller: Caller = caller_of) -> dict[str, Any]:
         """One of them."""
-        return _described(server.model(name))
+        server.model(name)
+        return next(one for one in server.described() if one["id"] == name)
 
     @app.post("/tokenize")
     async def tokenize(body: Tokenize, caller: Caller = caller_of) -> dict[str, Any]:
         """Token ids of a text or a conversation; with `cache_keys`, what isolates the caller's cache in published events."""
         model = server.model(body.model)
         tokens = await named_tokens(model, body.prompt, body.messages)
-        keys = scope_keys(scope_for_tenant(caller.tenant, body.cache_salt))[1]
+        keys = scope_keys(await model.scope(caller.tenant, body.cache_salt))[1]
         limit = model.engine.config.max_seq_len
         return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit, "cache_keys": list(keys)}
 
@@ -256,9 +268,10 @@ def _add_looks(app: FastAPI, server: Server) -> None:
         return {"prompt": model.text_of((await model.tokens(body.tokens)).tolist())}
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _described(model: ServedModel, adapter: str | None = None) -> dict[str, Any]:
     limit = model.engine.config.max_seq_len
-    return {"id": model.name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": limit}
+    told = {"id": adapter or model.name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": limit}
+    return told if adapter is None else {**told, "parent": model.name}
 
 
 def _add_generation(app: FastAPI, server: Server) -> None:

@@ -82,7 +82,7 @@ class CacheRoutes:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
         elif body.prompt is None and body.messages is None:
             name, salt = caller.tenant, body.cache_salt
-            what: dict[str, Any] = {"scope": scope_for_tenant(name, salt)} if salt else {"tenant": name}
+            what: dict[str, Any] = {"scope": await model.scope(name, salt)} if salt else {"tenant": name}
             removed = await _quietly(lambda: engine.invalidate(**what))
         else:
             tokens, scope = await _asked(body, model, caller)
@@ -91,7 +91,8 @@ class CacheRoutes:
 
     async def warm(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Computes a prompt, so that the next request that begins with it finds it."""
-        tokens, scope = await _asked(body, model, caller)
+        tokens = await named_tokens(model, body.prompt, body.messages)
+        scope = scope_for_tenant(caller.tenant, body.cache_salt)
         running = model.start(tokens, SamplingParams(max_new_tokens=1), scope=scope)
         try:
             async for _ in running:
@@ -106,8 +107,9 @@ class CacheRoutes:
 
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
-    """The prompt of a body, and the scope that the caller may use."""
-    return await named_tokens(model, body.prompt, body.messages), scope_for_tenant(caller.tenant, body.cache_salt)
+    """The prompt of a body, and the scope in which the caller's requests find it."""
+    tokens = await named_tokens(model, body.prompt, body.messages)
+    return tokens, await model.scope(caller.tenant, body.cache_salt)
 
 
 async def _quietly(call: Any, *arguments: Any) -> Any:
@@ -146,7 +148,7 @@ async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict
         scope_for_tenant(caller.tenant, body.cache_salt),
     )
     try:
-        found = await asyncio.to_thread(model.engine.prefetch, tokens, scope=scope)
+        found = await asyncio.to_thread(model.engine.prefetch, tokens, scope=scope, adapter=model.adapter)
     except KVPoolError as error:
         raise problem_of(error) from error
     return {"prompt_tokens": len(tokens), "cached_tokens": await asyncio.wrap_future(found)}
@@ -173,6 +175,7 @@ class _RunningPrefill:
             on_end=running._tell,
             priority=body.priority,
             scope=scope_for_tenant(caller.tenant, body.cache_salt),
+            adapter=model.adapter,
             deadline=None if body.deadline_ms is None else body.deadline_ms / 1e3,
         )
         try:

@@ -22,7 +22,7 @@ from kvpool.server.metrics import Latencies
 from kvpool.server.parameters import pins_of, request_options
 from kvpool.server.pins import TenantPins
 from kvpool.server.schema import Sampling
-from kvpool.server.served_model import LiveRequest, ServedModel, scope_for_tenant
+from kvpool.server.served_model import LiveRequest, ServedModel
 from kvpool.server.tracing import RequestTrace, Tracing
 from kvpool.web import EventStream, unless_gone
 
@@ -90,6 +90,7 @@ class Exchange:
                 request, path = self._request, self._request.url.path
                 names = (request.state.id, self._model.name, self._caller.tenant)
                 self._trace = self._tracing.begin(request.headers, f"POST {path}", *names)
+            await self._model.scope(self._caller.tenant, "")  # reads an adapter's files outside of the event loop
             for prompt in prompts:
                 self._running.append(self._model.start(prompt, params, **options))
             if self._body.stream:
@@ -123,7 +124,7 @@ class Exchange:
         """Pins what the client asked for. At the first token the prompt is computed, and the request holds its blocks."""
         made: list[dict[str, Any]] = []
         tenant = self._caller.tenant
-        scope = scope_for_tenant(tenant, self._body.cache_salt)
+        scope = await self._model.scope(tenant, self._body.cache_salt)
         try:
             for kept in pins_of(self._body):
                 tokens = running.generation.prompt[: kept.end]

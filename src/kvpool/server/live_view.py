@@ -18,7 +18,7 @@ from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
 from kvpool.server.metrics import Latencies
 from kvpool.server.schema import CacheQuery
-from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.server.served_model import ServedModel
 from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
 from kvpool.view.tier_rows import tier_row
@@ -87,7 +87,7 @@ class LiveViews:
     async def prompt(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """The pieces of a prompt of the caller's own, and how many of the first come from which tier."""
         tokens = await named_tokens(model, body.prompt, body.messages)
-        scope = scope_for_tenant(caller.tenant, body.cache_salt)
+        scope = await model.scope(caller.tenant, body.cache_salt)
         match = await asyncio.to_thread(model.engine.manager.match_prefix, tokens, scope)
         left, tiers = match.num_tokens, []
         parts = [*sorted(match.tokens_by_tier.items()), (Tier.GPU, match.num_partial_tokens)]

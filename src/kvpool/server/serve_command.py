@@ -73,6 +73,12 @@ def serve(
             help="How the model writes calls of tools, where its chat template does not tell: docs/server.md."
         ),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH", help="A LoRA adapter; clients ask for it as the model NAME. May be repeated."
+        ),
+    ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(help="A site whose pages may ask this server (CORS), such as https://chat.example; * for all."),
@@ -126,7 +132,7 @@ def serve(
     given |= {"tool_parser": tool_parser, "chat_template": chat_template, "max_model_len": max_model_len}
     given |= {"allow_origins": allow_origin, "tls_cert": tls_cert, "tls_key": tls_key, "log_level": log_level}
     given |= {"image_hosts": image_host}
-    settings, models = read_serve(engine_options, host_memory, name, given)
+    settings, models = read_serve(engine_options, host_memory, name, given, adapter or ())
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
     if on_ray:

@@ -14,8 +14,8 @@ Options of the command override the file. `[tiers]` of the same file is for all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, 
 # What a server may say for all of its models, and a model for itself.
 _OF_EACH_MODEL: dict[str, type] = {"max_sequences": int, "max_model_len": int, "chat_template": str, "tool_parser": str}
 _MODEL_KINDS: dict[str, type] = {
-    **{"name": str, "model": str, "host_memory": str},
+    **{"name": str, "model": str, "host_memory": str, "adapters": dict, "max_adapters": int},
     **_OF_EACH_MODEL,
     **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
 }
@@ -73,8 +73,13 @@ class ModelSettings:
     max_model_len: int | None = None
     chat_template: str | None = None
     tool_parser: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_adapters: int = 16
 
     def __post_init__(self) -> None:
+        for name, path in self.adapters.items():
+            if not isinstance(path, str) or not (Path(path).expanduser() / "adapter_config.json").is_file():
+                raise ConfigError(f"adapter {name!r}: {show(path)} is no directory with an adapter_config.json")
         check_tool_parser(self.tool_parser)
         check_int(self.max_sequences, "max_sequences", 1, 2**31)
         check_int(1 if self.max_model_len is None else self.max_model_len, "max_model_len", 1, 2**31)
@@ -84,7 +89,14 @@ class ModelSettings:
         """Makes the engine of this model."""
         scheduler = step_limits(self.options.device, self.max_sequences)
         longest = {} if self.max_model_len is None else {"max_seq_len": self.max_model_len}
-        engine = self.options.make_engine(host_memory=self.host_memory, scheduler=scheduler, cache=longest)
+        adapters = {name: Path(path).expanduser() for name, path in self.adapters.items()}
+        engine = self.options.make_engine(
+            host_memory=self.host_memory,
+            scheduler=scheduler,
+            cache=longest,
+            adapters=adapters or None,
+            max_adapters=self.max_adapters,
+        )
         if (template := self._template()) is not None and engine.tokenizer is not None:
             engine.tokenizer.chat_template = template
             if engine.processor is not None:
@@ -140,11 +152,15 @@ class ServeSettings:
 
 
 def read_serve(
-    options: EngineOptions, host_memory: str | None, name: str | None, given: Mapping[str, Any]
+    options: EngineOptions,
+    host_memory: str | None,
+    name: str | None,
+    given: Mapping[str, Any],
+    adapters: Sequence[str] = (),
 ) -> tuple[ServeSettings, list[ModelSettings]]:
     """The settings of a server and of its models. `given` are options of the command; None means not given.
 
-    `--model` serves that model instead of those in the file.
+    `--model` serves that model instead of those in the file. `adapters` of it are written NAME=PATH.
     """
     file = {} if options.config is None else read_toml(options.config)
     server = _checked(file.get("server", {}), f"{options.config}: [server]", _SERVER_KINDS)
@@ -164,10 +180,27 @@ def read_serve(
         raise ConfigError(f"{options.config}: write [[models]], once for each model")
     if options.model is not None or not tables:
         called = name or ("SmolLM2-135M-Instruct" if options.model is None else Path(options.model).resolve().name)
-        return settings, [ModelSettings(called, options, host_memory, **settings.of_each_model)]
+        return settings, [
+            ModelSettings(called, options, host_memory, **settings.of_each_model, adapters=_adapters(adapters))
+        ]
+    if adapters:
+        raise ConfigError(f"--adapter is for --model; write adapters = {{NAME = PATH}} for a model of {options.config}")
     if name is not None:
         raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
     return settings, _models(tables, options, host_memory, settings)
+
+
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """Adapters of the command line, by name."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, _, path = each.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--adapter is written NAME=PATH, got {each!r}")
+        if name in found:
+            raise ConfigError(f"--adapter names {name!r} twice")
+        found[name] = path
+    return found
 
 
 def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
@@ -200,7 +233,8 @@ def _models(
             own.setdefault("disk", str(Path(shared_disk) / keys["name"]))
         engine = options.changed(**own)
         engine.check(host_memory)
-        own_settings = {**settings.of_each_model, **{key: keys[key] for key in _OF_EACH_MODEL if key in keys}}
+        own_settings = {**settings.of_each_model}
+        own_settings |= {key: keys[key] for key in (*_OF_EACH_MODEL, "adapters", "max_adapters") if key in keys}
         host = keys.get("host_memory", host_memory)
         found.append(ModelSettings(keys["name"], engine, host, **own_settings))
     return found

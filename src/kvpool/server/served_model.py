@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,15 +29,36 @@ _TURN = 16  # requests that are woken before the event loop does other things
 class ServedModel:
     """An engine under the name that clients use. `tool_parser` names how its model calls tools (`tool_forms.FORMS`).
 
-    Images in messages may be at addresses of `image_hosts`.
+    Images in messages may be at addresses of `image_hosts`. With an `adapter`, requests run with that adapter of the engine.
     """
 
-    def __init__(self, name: str, engine: Engine, tool_parser: str = "", image_hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        tool_parser: str = "",
+        image_hosts: Sequence[str] = (),
+        adapter: str | None = None,
+    ) -> None:
         self.name = name
         self.engine = engine
+        self.adapter = adapter
         self.answers = AnswerForm(engine.tokenizer, tool_parser)
         self.images = ImageSource(image_hosts)
         self._notifier: LoopNotifier | None = None
+
+    def with_adapter(self, name: str) -> ServedModel:
+        """The model with one of its engine's adapters; clients call it by the adapter's name."""
+        adapted = copy(self)
+        adapted.name = adapted.adapter = name
+        return adapted
+
+    async def scope(self, tenant: str, salt: str) -> ReuseScope:
+        """The scope in which requests of a tenant find prefixes. The first call for an adapter may read its files."""
+        own = scope_for_tenant(tenant, salt)
+        if self.adapter is None:
+            return own
+        return await _of_library(_SHORT, partial(self.engine.scope_of, self.adapter, own))
 
     async def tokens(self, prompt: Prompt) -> Int32Array:
         """Token ids."""
@@ -61,7 +83,7 @@ class ServedModel:
         loop = asyncio.get_running_loop()
         if self._notifier is None or self._notifier.loop is not loop:
             self._notifier = LoopNotifier(loop, self.engine)
-        return LiveRequest(self._notifier, self.engine, tokens, params, **options)
+        return LiveRequest(self._notifier, self.engine, tokens, params, adapter=self.adapter, **options)
 
 
 class LoopNotifier:
