@@ -63,8 +63,6 @@ def test_given_a_cached_prompt_then_only_the_same_adapter_finds_it(live: Live) -
     for name in found:
         found[name] = call(live, "/v1/cache/query", {"model": name, "prompt": PROMPT})["cached_tokens"]
     assert found == {"sql": 15, "poems": 0, "tiny": 0}  # the last token is computed again
-    keys = {name: tuple(call(live, "/tokenize", {"model": name, "prompt": PROMPT})["cache_keys"]) for name in found}
-    assert len(set(keys.values())) == 3
     pin = call(live, "/v1/cache/pin", {"model": "sql", "prompt": PROMPT})
     call(live, f"/v1/cache/pin/{pin['id']}", method="DELETE")
     assert call(live, "/v1/cache/invalidate", {"model": "poems", "prompt": PROMPT})["removed_blocks"] == 0
