@@ -151,7 +151,7 @@ def test_whole_states_leave_for_keyed_tiers_as_bytes(states: States) -> None:
     rows = torch.empty((2, states.store.block_bytes), dtype=torch.uint8, pin_memory=on_gpu)
     link: Any = torch.cuda.Stream() if on_gpu else None
     read_out(states.store, np.array([2, 1], np.int32), rows, link)()
-    write_in(states.store, np.array([4, 5], np.int32), rows)()
+    write_in(states.store, np.array([4, 5], np.int32), rows, None)()
     assert states.holds(4, 1)
     assert states.holds(5, 0)
 
