@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import MotoServer, RedisCluster, RedisServer, running
+from servers import PATIENCE, MotoServer, RedisCluster, RedisServer, running
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -38,10 +38,10 @@ def own_keys(count: int) -> list[bytes]:
 def directory(tmp_path: Path) -> Path:
     """Forty values of a known model and ten of an unknown one."""
     path = tmp_path / "cache"
-    with DiskTier(path, CAPACITY) as tier:
+    with DiskTier(path, CAPACITY, timeout=PATIENCE) as tier:  # a machine that stalls must not cost values
         tier.introduce(SPACE)
-        tier.store(own_keys(40), [value(number) for number in range(40)])
-        store(tier, list(range(10)))
+        assert tier.store(own_keys(40), [value(number) for number in range(40)]) == [Outcome.OK] * 40
+        assert store(tier, list(range(10))) == [Outcome.OK] * 10
     return path
 
 
@@ -338,7 +338,7 @@ def test_given_another_directory_then_warm_fills_it_with_what_was_used_last(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "new"
-    assert figures(capsys, "warm", directory, f"disk:{other}?bytes=2MB") == {
+    assert figures(capsys, "warm", directory, f"disk:{other}?bytes=2MB&timeout={PATIENCE}") == {
         "stored": 50,
         "not_taken": 0,
         "problem": "",
@@ -348,7 +348,7 @@ def test_given_another_directory_then_warm_fills_it_with_what_was_used_last(
         assert tier.contains_prefix(own_keys(40)) == 40
         assert list(tier.directory.descriptions()) == [SPACE.prefix]
     third = tmp_path / "third"
-    words = ["warm", directory, f"disk:{third}?bytes=2MB", "--space", SPACE.prefix.hex()]
+    words = ["warm", directory, f"disk:{third}?bytes=2MB&timeout={PATIENCE}", "--space", SPACE.prefix.hex()]
     assert figures(capsys, *words)["stored"] == 40
 
 
@@ -356,7 +356,9 @@ def test_given_a_compressed_target_then_warm_tells_it_whose_values_they_are(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "smaller"
-    assert figures(capsys, "warm", directory, f"disk:{target}?bytes=2MB&compress=lz4")["stored"] == 50
+    assert (
+        figures(capsys, "warm", directory, f"disk:{target}?bytes=2MB&compress=lz4&timeout={PATIENCE}")["stored"] == 50
+    )
     spaces = {space["prefix"]: space for space in figures(capsys, "ls", target)["spaces"]}
     known = spaces[SPACE.prefix.hex()]
     assert (known["description"]["model"], known["num_values"]) == ("tiny", 40)
