@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvpool.engine.generation import Chunk
 from kvpool.engine.text import overlap
@@ -20,14 +21,27 @@ class Part(NamedTuple):
     call: ToolCall | None = None
 
 
-class AnswerReader(Protocol):
+class AnswerReader(ABC):
     """Gets the text of an answer piece by piece. Each part is returned as soon as it is certain, a call as a whole."""
+
+    def __init__(self) -> None:
+        self._held = ""  # text that is not certain yet
 
     def push(self, text: str) -> list[Part]:
         """Takes more text."""
+        self._held += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
 
+    @abstractmethod
     def finish(self) -> list[Part]:
         """No text follows."""
+
+    @abstractmethod
+    def _step(self, parts: list[Part]) -> bool:
+        """Reads up to the next mark; False if none is there yet."""
 
 
 class ReadAnswer(NamedTuple):
@@ -69,7 +83,7 @@ class Thinking(NamedTuple):
 THINKING = (Thinking("<think>", "</think>"), Thinking("[THINK]", "[/THINK]"))
 
 
-class MarkedReader:
+class MarkedReader(AnswerReader):
     """For answers in which marks enclose calls and thoughts.
 
     White space beside a call or a thought is dropped. A text in the place of a call that is none, such as a call that was cut
@@ -83,22 +97,14 @@ class MarkedReader:
         thinking: Thinking | None = None,
         thinks: bool = False,
     ) -> None:
+        super().__init__()
         self._form = form
         self._tools = tools or {}
         self._thinking = thinking
         self._state = "reasoning" if thinks else "content"
-        self._held = ""  # text that is not certain yet
         self._opened = ""  # the mark with which the call under way began
         self._has_spoken = False  # since the last call or thought
         self._trims = thinks  # whether white space before the next text is dropped
-
-    def push(self, text: str) -> list[Part]:
-        """Takes more text."""
-        self._held += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """No text follows."""
@@ -111,7 +117,6 @@ class MarkedReader:
         return parts
 
     def _step(self, parts: list[Part]) -> bool:
-        """Reads up to the next mark; False if none is there yet."""
         if self._state == "call":
             return self._read_call(parts)
         marks = self._marks()
@@ -175,21 +180,13 @@ class MarkedReader:
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
 
-class HarmonyReader:
+class HarmonyReader(AnswerReader):
     """For answers in channels: thoughts in `analysis`, calls to `functions`, everything else is said."""
 
     def __init__(self) -> None:
-        self._held = ""
+        super().__init__()
         self._kind = ""  # of the message under way; empty in a header
         self._name = ""  # of the function that the message calls
-
-    def push(self, text: str) -> list[Part]:
-        """Takes more text."""
-        self._held += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """No text follows."""

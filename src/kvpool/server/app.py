@@ -77,15 +77,13 @@ class Server:
         """The model of that name, or the model with the adapter of that name; the only model needs no name."""
         if not name and len(self.models) == 1:
             return next(iter(self.models.values()))
+        if name in self.models:
+            return self.models[name]
         for model in self.models.values():
             if name in model.engine.adapters:
                 return model.with_adapter(name)
-        if name not in self.models:
-            known = ", ".join(one["id"] for one in self.described())
-            raise Problem(
-                404, f"there is no model {name!r} here; served: {known}", code="model_not_found", param="model"
-            )
-        return self.models[name]
+        known = ", ".join(one["id"] for one in self.described())
+        raise Problem(404, f"there is no model {name!r} here; served: {known}", code="model_not_found", param="model")
 
     def described(self) -> list[dict[str, Any]]:
         """All models and adapters, as clients see them."""

@@ -55,8 +55,7 @@ async def chat(
     """Answers a conversation."""
     offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
-    template = {**(body.chat_template_kwargs or {})}
-    begun = await dialogue(model, body.messages, use, template, continues=body.continue_final_message)
+    begun = await dialogue(model, body.messages, use, body.chat_template_kwargs, continues=body.continue_final_message)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, context.gate.limits, most, wanted, begun)

@@ -175,6 +175,11 @@ class AnswerForm:
         return {token.content: number for number, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()}
 
     @cached_property
+    def _apart(self) -> re.Pattern[str]:
+        """Finds what stands for itself in a text for a grammar."""
+        return re.compile(f"({'|'.join(map(re.escape, sorted([chr(10), *self._added], key=len, reverse=True)))})")
+
+    @cached_property
     def _shows_tools(self) -> bool:
         """Whether the chat template puts tools into a prompt."""
         probe = {"name": "kvpool_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
@@ -197,8 +202,7 @@ class AnswerForm:
         """A text for a grammar. Tokens that were given by name stand for themselves, line breaks for themselves, too, since
         the lexer of llguidance takes the longest match.
         """
-        apart = "|".join(map(re.escape, sorted(["\n", *self._added], key=len, reverse=True)))
-        parts = [part for part in re.split(f"({apart})", text) if part]
+        parts = [part for part in self._apart.split(text) if part]
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
 
 
