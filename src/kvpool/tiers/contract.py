@@ -70,27 +70,12 @@ class Worth(NamedTuple):
     """Blocks before it in its prompt."""
 
 
-class Loan(ABC):
-    """Values where a tier keeps them, for a caller that copies them straight to its device. They stay until `release`.
+class CountedKeeper(ABC):
+    """A `Keeper` with several users. The last one that releases it ends it."""
 
-    Each was `OK` when it was lent. Ask `is_held` after the copy: if it says no, what was copied may be wrong. A loan is a
-    `Keeper`: `share` adds a user, and the last `release` ends it.
-    """
-
-    def __init__(self, memory: memoryview, part_bytes: int) -> None:
-        self.outcomes: list[Outcome] = []
-        self.views: list[memoryview] = []
-        """One for each key, empty where the outcome is not `OK`."""
-        self.memory = memory
-        """All of the tier's memory that the views lie in."""
-        self.part_bytes = part_bytes
-        """No view lies across a multiple of so many bytes of the memory."""
+    def __init__(self) -> None:
         self._users = 1
         self._lock = threading.Lock()
-
-    @abstractmethod
-    def is_held(self) -> bool:
-        """Whether the tier has kept the values unchanged until now."""
 
     def share(self) -> None:
         """One more user."""
@@ -107,7 +92,28 @@ class Loan(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """The values may go."""
+        """Nobody uses the memory any more."""
+
+
+class Loan(CountedKeeper):
+    """Values where a tier keeps them, for a caller that copies them straight to its device. They stay until `release`.
+
+    Each was `OK` when it was lent. Ask `is_held` after the copy: if it says no, what was copied may be wrong.
+    """
+
+    def __init__(self, memory: memoryview, part_bytes: int) -> None:
+        super().__init__()
+        self.outcomes: list[Outcome] = []
+        self.views: list[memoryview] = []
+        """One for each key, empty where the outcome is not `OK`."""
+        self.memory = memory
+        """All of the tier's memory that the views lie in."""
+        self.part_bytes = part_bytes
+        """No view lies across a multiple of so many bytes of the memory."""
+
+    @abstractmethod
+    def is_held(self) -> bool:
+        """Whether the tier has kept the values unchanged until now."""
 
 
 @dataclass(frozen=True)

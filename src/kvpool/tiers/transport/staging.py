@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.tiers.contract import CountedKeeper
+
 Bytes = npt.NDArray[np.uint8]
 _PAGE = mmap.PAGESIZE
 
@@ -86,25 +88,14 @@ class StagingMemory:
             self._idle.append(staged.whole)
 
 
-class SharedStage:
+class SharedStage(CountedKeeper):
     """Staging memory with several users; the last one gives it back."""
 
-    def __init__(self, memory: StagingMemory, staged: Staged, users: int = 1) -> None:
+    def __init__(self, memory: StagingMemory, staged: Staged) -> None:
+        super().__init__()
         self.data: Bytes = staged.data
         self._memory = memory
         self._staged = staged
-        self._users = users
-        self._lock = threading.Lock()
 
-    def share(self) -> None:
-        """One more user."""
-        with self._lock:
-            self._users += 1
-
-    def release(self) -> None:
-        """One user less."""
-        with self._lock:
-            self._users -= 1
-            is_last = not self._users
-        if is_last:
-            self._memory.give(self._staged)
+    def _end(self) -> None:
+        self._memory.give(self._staged)
