@@ -176,9 +176,8 @@ def test_a_step_in_a_graph_on_a_gpu(family: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method:DeprecationWarning"
-)  # of torch, which flash-linear-attention imports
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of what flash-linear-attention imports
+@pytest.mark.filterwarnings("ignore:Flash Attention is not installed:ImportWarning")
 @pytest.mark.parametrize("family", PACKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_of_several_sequences_on_a_gpu(family: str, dtype: torch.dtype) -> None:
