@@ -20,8 +20,10 @@ from kvpool.kernels.layout import LoraWeights
 _INPUTS = 128  # of x that a program multiplies at once
 _OUTPUTS = 128  # of one program
 _RANKS = 64  # of one program, at most
-_PROGRAMS = 264  # that the first kernel should have: two for each multiprocessor of an H200
-_LEAST_INPUTS = 512  # of a program
+_WARPS = 4
+_PROGRAMS = 1024  # that the first kernel should have, so that each has a few inputs only
+_LEAST_INPUTS = 256  # of a program
+_SUMS = 8192  # partial sums that a program of the second kernel loads at once, at most
 
 
 @triton.jit
@@ -65,7 +67,6 @@ def _shrink_kernel(
 @triton.jit
 def _expand_kernel(
     low,
-    num_splits,
     groups,
     b,
     scales,
@@ -79,6 +80,7 @@ def _expand_kernel(
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     group, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(groups + group * (TILE + 1))
@@ -90,12 +92,11 @@ def _expand_kernel(
             token, inside = tl.load(groups + group * (TILE + 1) + 1 + lane), column < end
             weights = b + (slot.to(tl.int64) * num_outputs + column) * RANK
             total = tl.zeros([TILE, OUTPUTS], tl.float32)
+            split = tl.arange(0, SPLITS)[:, None, None]
+            place = ((split * tl.num_programs(0) + group) * TILE + lane[:, None]).to(tl.int64) * (PARTS * RANK)
             for start in range(0, num_ranks, RANKS):
                 rank = start + tl.arange(0, RANKS)
-                sums = tl.zeros([TILE, RANKS], tl.float32)
-                for split in range(0, num_splits):
-                    place = ((split * tl.num_programs(0) + group) * TILE + lane).to(tl.int64) * (PARTS * RANK)
-                    sums += tl.load(low + place[:, None] + part * RANK + rank)
+                sums = tl.sum(tl.load(low + place + part * RANK + rank), axis=0)
                 factors = tl.load(weights[None, :] + rank[:, None], mask=inside, other=0.0)
                 total = tl.dot(sums.to(factors.dtype), factors, total, input_precision="ieee")
             at = out + token.to(tl.int64)[:, None] * out_row + column
@@ -113,18 +114,17 @@ def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor
         return
     ranks = min(rank, _RANKS)
     blocks = parts * (rank // ranks)
-    splits = max(1, min(_PROGRAMS // (num_groups * blocks), num_inputs // _LEAST_INPUTS))
+    wanted = max(1, min(_PROGRAMS // (num_groups * blocks), num_inputs // _LEAST_INPUTS, _SUMS // (tile * ranks)))
+    splits = 1 << (wanted.bit_length() - 1)
     inputs_each = triton.cdiv(triton.cdiv(num_inputs, splits), _INPUTS) * _INPUTS
-    splits = triton.cdiv(num_inputs, inputs_each)
     low = torch.empty(splits, num_groups * tile, parts * rank, dtype=torch.float32, device=x.device)
-    shape = {"PARTS": parts, "RANK": rank, "TILE": tile, "RANKS": ranks, "num_warps": 4}
+    shape = {"PARTS": parts, "RANK": rank, "TILE": tile, "RANKS": ranks, "num_warps": _WARPS}
     _shrink_kernel[(num_groups, blocks, splits)](
         x, x.stride(0), groups, weights.a, weights.ranks, low, num_inputs, inputs_each, INPUTS=_INPUTS, **shape
     )
     of_parts = _blocks(weights.sizes, out.device)
     _expand_kernel[(num_groups, len(of_parts))](
         low,
-        splits,
         groups,
         weights.b,
         weights.scales,
@@ -134,6 +134,7 @@ def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor
         out.stride(0),
         out.shape[1],
         OUTPUTS=_OUTPUTS,
+        SPLITS=splits,
         **shape,
     )
 
