@@ -11,18 +11,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvpool.checks import show
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.checks import as_flag, show
 from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
+from kvpool.engine.embedding import Pooled, check_pooling, vectors
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -176,6 +182,10 @@ class Engine:
                 asked.append(self._requests.make(read.token_ids, wanted, watch, pictures=read.pictures, **options))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
+        return self._complete(asked)
+
+    def _complete(self, asked: Sequence[NewRequest]) -> list[Completion]:
+        """Queues requests and waits for all of them."""
         generations = [generation for generation, _ in asked]
         try:
             for each in asked:
@@ -185,6 +195,51 @@ class Engine:
             for generation in generations:
                 generation.cancel()
             raise
+
+    def embed(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        images: Sequence[Sequence[Any]] | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
+        scope: ReuseScope | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """The embeddings of prompts, [prompt, size]: hidden states behind the last layer and its norm, of length one if
+        `normalize`.
+
+        `pooling` is "last", the state of the last token, or "mean", that of all tokens. Prompts run in the batch of all
+        requests. With "last" they use the prefix cache. With "mean" every token is computed, and nothing of it is kept.
+        """
+        check_pooling(pooling)
+        as_flag(normalize, "normalize")
+        chosen = list_of_prompts(prompts, USUAL)
+        seen = images_of_prompts(images, len(chosen))
+        source = self._thread.ask(self._loop.runner.hidden_source)
+        alone: list[ReuseScope] = []
+        asked: list[NewRequest] = []
+        options: dict[str, Any] = {"adapter": adapter, "priority": priority}
+        for index, (prompt, _) in enumerate(chosen):
+            pooled, within = Pooled(pooling, source), scope
+            if pooled.is_mean:  # in a scope of its own a prompt finds nothing cached
+                within = replace(scope or ReuseScope(), salt=secrets.token_hex())
+                alone.append(self.scope_of(adapter, within))
+            try:
+                read = self._read(prompt, seen[index])
+                one = SamplingParams(max_new_tokens=1)
+                made = self._requests.make(read.token_ids, one, pictures=read.pictures, scope=within, **options)
+            except KVPoolError as error:
+                raise of_prompt(error, index, len(chosen)) from error
+            made.generation.pooled = pooled
+            asked.append(made)
+        try:
+            self._complete(asked)
+        finally:
+            for each in alone:
+                self.manager.cache.invalidate(None, scope=each)
+        return self._thread.ask(lambda: vectors([generation.pooled for generation, _ in asked], normalize))
 
     def submit(
         self,

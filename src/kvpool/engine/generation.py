@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.checks import show
+from kvpool.engine.embedding import Pooled
 from kvpool.engine.grammar import GrammarState, Words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder, TextStream
@@ -123,6 +124,7 @@ class Generation:
         # tokens that end a sample and are not part of its text
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self.adapter: str | None = None  # the name of its LoRA adapter
+        self.pooled: Pooled | None = None  # the hidden states of its prompt, for an embedding
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.beams import BeamSearch, Ranking
+from kvpool.engine.embedding import pooling
 from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, PlannedCopies
@@ -231,7 +232,8 @@ class EngineLoop:
         if plan.is_empty:
             return _Launched(plan, began)
         shown = () if self.pictures is None else self.pictures.of(plan, self._requests.generations)
-        logits = self.runner.run(plan, self._inputs(plan), *shown)
+        with pooling(plan, self._requests.pooled) as pools:
+            logits = self.runner.run(plan, self._inputs(plan), *shown, launch=pools)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config.layers import ceil_div
 from kvpool.engine.adapters import EngineAdapters
+from kvpool.engine.embedding import source_of
 from kvpool.engine.graphs import (
     MIXED_SIZES,
     STEPPED_SIZES,
@@ -126,6 +127,7 @@ class ModelRunner:
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
         self.captured = CaptureReport(0, 0.0, 0)
+        self._hidden_source: torch.nn.Module | None = None
         self.graphs_required = cuda_graphs is True
         possible = self.device.type == "cuda" or recorder is not None
         wanted = possible if cuda_graphs is None else cuda_graphs
@@ -214,16 +216,18 @@ class ModelRunner:
         token_ids: Tensor,
         positions: Int64Array | None = None,
         shown: Shown | None = None,
+        *,
+        launch: bool = False,
     ) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
         The copies of the plan must have been started. `positions` are by default those of the plan. A step with pictures
-        runs without a graph.
+        runs without a graph, and so does one that is to `launch` each operation.
         """
         where = plan.positions if positions is None else positions
         adapter_slots = self.adapters.slots_of(plan)
         for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None and shown is None and graphs.fits(plan):
+            if graphs is not None and shown is None and not launch and graphs.fits(plan):
                 try:
                     return graphs.run(plan, token_ids, where, adapter_slots)
                 except CaptureError as error:
@@ -302,6 +306,13 @@ class ModelRunner:
         if self.states is not None:  # nobody has a slot yet
             states = StateStep.of(self.states, lengths.tolist(), [-1] * len(lengths), range(len(lengths)))
         self._run(zeros, zeros, zeros[:1], nowhere, batches, states)
+
+    @torch.inference_mode()
+    def hidden_source(self) -> torch.nn.Module:
+        """The module that returns the hidden states of a step, for embeddings."""
+        if self._hidden_source is None:
+            self._hidden_source = source_of(self.model)
+        return self._hidden_source
 
     def layer_of(self, call: AttentionCall) -> int:
         """The layer of the cache that a layer of the model attends over."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.beams import BeamSearch
+from kvpool.engine.embedding import Pooled
 from kvpool.engine.generation import Generation
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, ScheduledSequence, Scheduler
@@ -26,6 +27,7 @@ class ScheduledRequests:
         self._adapters = adapters
         self.generations: dict[Hashable, Generation] = {}  # by request id
         self.searches: dict[Hashable, BeamSearch] = {}
+        self.pooled: dict[Hashable, Pooled] = {}  # of requests for embeddings
         self._placed: dict[Hashable, str] = {}  # the adapter of each request that has one
         self._waiting: deque[tuple[Generation, Request]] = deque()  # for a place of their adapter
 
@@ -104,6 +106,8 @@ class ScheduledRequests:
     def register(self, generation: Generation, request: Request) -> None:
         """Adds a request that the scheduler has already."""
         self.generations[request.id] = generation
+        if generation.pooled is not None:
+            self.pooled[request.id] = generation.pooled
         if request.steered:
             self.searches[request.id] = BeamSearch(generation.params, request)
 
@@ -116,6 +120,7 @@ class ScheduledRequests:
         adapter_id = self._placed.pop(request_id, None)
         if adapter_id is not None:
             self._adapters.release(adapter_id)
+        self.pooled.pop(request_id, None)
         return self.generations.pop(request_id, None)
 
     def fail(self, error: KVPoolError) -> None:
@@ -126,5 +131,6 @@ class ScheduledRequests:
             self._adapters.release(adapter_id)
         self.generations.clear()
         self.searches.clear()
+        self.pooled.clear()
         self._placed.clear()
         self._waiting.clear()
