@@ -153,8 +153,8 @@ class Admissions:
         match = self.manager.match_prefix(prompt)
         alone = self._is_alone(sequence)
         if match.in_flight and self.config.wait_for_prefix and not alone:
-            if not sequence.waits_for_prefix:
-                sequence.waits_for_prefix = True
+            if not sequence.waited_for_prefix:
+                sequence.waited_for_prefix = True
                 self.queues.stats.prefix_waits += 1
             return Verdict.PASSED_OVER
         if builder.is_full:
@@ -204,7 +204,6 @@ class Admissions:
 
     def _enter(self, sequence: ScheduledSequence, handle: KVCacheHandle) -> None:
         """Moves a sequence onto the GPU, and records what it is promised."""
-        sequence.waits_for_prefix = False
         self.queues.enter(sequence, handle)
         self.capacity.promise(self.queues.running.lanes, sequence)
 

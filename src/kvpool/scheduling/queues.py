@@ -32,7 +32,7 @@ class SchedulerStats:
     swapped_in: int = 0
     recomputed_tokens: int = 0  # computed once and given up by preemptions
     stalls: int = 0  # running sequences that had to sit out a step for want of memory
-    prefix_waits: int = 0  # times a request waited for a prefix that another one was computing
+    prefix_waits: int = 0  # sequences that waited for a prefix that another one was computing
     prefetched_blocks: int = 0
     arrival_waits: int = 0  # times a sequence was held back until its blocks had come from a lower tier
     draft_tokens: int = 0

@@ -170,7 +170,7 @@ class ScheduledSequence:
         "seniority",
         "tokens",
         "urgency",
-        "waits_for_prefix",
+        "waited_for_prefix",
     )
 
     def __init__(self, group: RequestGroup, index: int, tokens: Int32Array) -> None:
@@ -191,7 +191,7 @@ class ScheduledSequence:
         # Accepted drafts before its newest sample that the next step computes again: no state was kept behind them
         self.accepted: Int32Array = NO_TOKENS
         self.num_drafts_in_flight = 0
-        self.waits_for_prefix = False  # another request computes the beginning of its prompt
+        self.waited_for_prefix = False  # while another request computed the beginning of its prompt
         self.finish_reason: FinishReason | None = None
 
     @property

@@ -63,10 +63,9 @@ class RowStates:
             self._give_back(row, first, last)
 
     def _give_back(self, row: int, first: int, end: int) -> None:
-        handle, table = self.rows.handles[row], self.rows.tables[self.table_of]
-        assert handle is not None
-        self.group.give_back(table[row, first:end], handle.family is not None)
-        table[row, first:end] = -1
+        columns = self.rows.tables[self.table_of][row, first:end]
+        self.group.gpu.release(columns[columns >= 0])
+        columns[...] = -1
 
     def live_column(self, row: int) -> int:
         """The column that has the state behind all tokens written so far; -1 if none are, or if it was given up."""
