@@ -382,6 +382,55 @@ def test_given_hints_after_which_reuse_comes_soon_or_late_then_each_is_valued_by
     assert values[late][old] > 10 * values[soon][old]
 
 
+def test_given_a_known_history_then_values_are_those_with_which_the_hit_rates_of_the_docs_were_measured() -> None:
+    """Whoever changes how values are computed measures the hit rates again, then these numbers."""
+    kinds = [kind_of(0, 0, 0, 8), kind_of(4, 1, 1, 30), kind_of(9, 3, 2, 300, 1), kind_of(9, 9, 9, 3000, 2)]
+    kinds += [as_shared(kind_of(9, 9, 1, 2)), LOWEST]
+    learned = Experience()
+    for turn in range(40):
+        since = turn * 5_000
+        for place, kind in enumerate(kinds):
+            cohort, age = since * NUM_KINDS + kind, 700 * (place + 1) ** 2 + 90 * turn
+            learned.follow(cohort, since, 8)
+            if (turn + place) % 3:
+                learned.count(cohort, since + age, 5)
+                learned.follow(cohort, since + age, -8)
+        if turn % 10 == 9:
+            learned.digest(since + 4_000, 0.9)
+    worth = learned.worth(600, 30_000.0)
+    values = [worth.of(kind)[::6] for kind in [*kinds, kinds[0] + 1]]  # the last one was never met
+    expected = [
+        [6.84383e-05, 8.51702e-05, 1.87154e-05, 1.04608e-07, 6.9713e-08, 5.97095e-08, 9.88077e-09, 1.63272e-09],
+        [5.63359e-05, 6.97539e-05, 1.52649e-05, 8.53223e-08, 5.68603e-08, 4.87011e-08, 8.0591e-09, 1.3317e-09],
+        [4.04843e-05, 4.52607e-05, 0.000126879, 1.94068e-07, 1.09762e-07, 4.89061e-08, 8.09301e-09, 1.33731e-09],
+        [3.02564e-05, 3.22e-05, 4.86662e-05, 1.82251e-07, 1.01347e-07, 4.6722e-08, 7.73159e-09, 1.27759e-09],
+        [2.07027e-05, 2.11456e-05, 2.43911e-05, 1.20787e-06, 3.00735e-07, 5.01988e-08, 8.30692e-09, 1.37266e-09],
+        [3.37842e-05, 4.14499e-05, 9.00441e-06, 5.03296e-08, 3.35406e-08, 2.87277e-08, 4.75387e-09, 7.85541e-10],
+        [1.84763e-05, 1.89515e-05, 1.91111e-05, 4.15825e-07, 1.67073e-07, 3.85244e-08, 6.37505e-09, 1.05343e-09],
+    ]
+    np.testing.assert_allclose(values, expected, rtol=1e-4)
+
+
+def test_given_nothing_seen_then_every_kind_is_worth_the_same_before_and_after_a_digest() -> None:
+    learned = Experience()
+    before = learned.worth(64, 32_000.0)
+    learned.digest(1_000, 0.9)
+    after = learned.worth(64, 32_000.0)
+    assert before.of(0) == before.of(LOWEST) == after.of(0) == after.of(LOWEST)
+
+
+def test_kinds_are_numbered_without_gaps() -> None:
+    fans, sizes = [(0, 0), (9, 1), (9, 3), (9, 4)], [0, *(2**power for power in range(12))]
+    own = {
+        kind_of(num_known, fan_out, turn, size, hint)
+        for num_known, fan_out in fans
+        for turn in range(6)
+        for size in sizes
+        for hint in range(NUM_HINTS)
+    }
+    assert sorted({*own, *map(as_shared, own), LOWEST}) == list(range(NUM_KINDS))
+
+
 def test_what_was_said_about_the_continuation_makes_a_kind_of_its_own() -> None:
     said = {kind(StandInRun(num_blocks=8, fingerprint=1, hint=hint)) for hint in range(NUM_HINTS)}
     assert len(said) == NUM_HINTS

@@ -102,6 +102,16 @@ def test_given_another_file_then_it_is_refused_with_the_command_that_makes_one(
         read_costs(tmp_path / "f.json")
 
 
+@pytest.mark.parametrize("field", ["memory_bytes", "parameters"])
+def test_given_a_measurement_of_nothing_then_it_is_refused_and_of_little_it_is_read(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps({"measurement": measurement().to_dict() | {field: 0}}))
+    with pytest.raises(InvalidArgumentError, match=f"is broken .*{field}"):
+        read_costs(path)
+    path.write_text(json.dumps({"measurement": measurement().to_dict() | {field: 1}}))
+    assert getattr(read_costs(path), field) == 1
+
+
 def test_given_no_file_then_the_error_names_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"cannot read .*nowhere\.json"):
         read_costs(tmp_path / "nowhere.json")

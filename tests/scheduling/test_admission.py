@@ -192,6 +192,27 @@ def test_given_a_swapped_request_that_is_next_in_line_then_its_prompt_is_not_bro
     engine.assert_right(swapped)
 
 
+def test_given_a_swapped_request_that_is_next_in_line_then_the_prefix_of_the_one_behind_it_is_brought_up_ahead() -> (
+    None
+):
+    manager = make_manager(host_blocks=32)
+    engine = make_engine(manager, max_sequences=1, preemption="swap", policy="priority", prefetch_requests=2)
+    add(engine, request("before", 16, 1))
+    engine.drain()
+    swapped, again = request("swapped", 8, 8, first=50), request("again", 18, 2)
+    add(engine, swapped)
+    engine.step()
+    add(engine, request("urgent", 4, 8, first=80, priority=1))
+    while not engine.scheduler.num_swapped:
+        engine.step()
+    manager.cache.offload(16)
+    add(engine, again)
+    engine.step()
+    assert engine.scheduler.stats.prefetched_blocks == 4
+    engine.drain()
+    engine.assert_right(swapped, again)
+
+
 def test_given_a_swapped_request_without_room_to_come_back_then_nobody_overtakes_it() -> None:
     manager = make_manager(gpu_blocks=12, host_blocks=32, max_pinned_tokens=36)
     engine = make_engine(manager, max_sequences=1, preemption="swap", policy="priority")

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.testing import key
 from kvpool.tiers.disk.catalog import Catalog
-from kvpool.tiers.disk.slab import Slab, made_record
+from kvpool.tiers.disk.slab import Slab, is_held, made_record
 
 SMALL, LARGE = 8192, 16384
 MakeCatalog = Callable[[Sequence[tuple[int, Sequence[int]]]], Catalog]
@@ -104,3 +104,14 @@ def test_a_value_that_was_removed_after_the_oldest_were_collected_is_no_victim(m
     third = catalog.find(key(3))
     assert catalog.take_oldest(size, later) == third
     assert held(catalog, [1, 2, 3, 4]) == [4]
+
+
+def test_a_slot_that_is_given_back_after_its_write_failed_holds_nothing(make_catalog: MakeCatalog) -> None:
+    catalog = make_catalog([(SMALL, [1])])
+    place = catalog.withdraw(key(1))
+    assert place is not None
+    slab, slot = catalog.at(place)
+    catalog.fill(place, made_record(slab.slab_id, slot, key(2), 100, 5))
+    catalog.give_back(place)
+    assert not is_held(slab.records).any()
+    assert catalog.take_free(catalog.class_for(SMALL)) == place

@@ -20,7 +20,9 @@ from kvpool.cli import main
 from kvpool.scope import ReuseScope
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, open_tier
-from kvpool.tiers.upkeep import shown_bytes
+from kvpool.tiers.contract import Listing, TierStats
+from kvpool.tiers.disk.upkeep import Checked
+from kvpool.tiers.upkeep import BATCH_BYTES, BATCH_KEYS, shown_bytes, verify_store
 
 SPACE = KeySpace(
     Fingerprint.of(
@@ -415,3 +417,39 @@ def test_given_help_then_every_command_teaches(command: str, capsys: pytest.Capt
 )
 def test_given_a_number_of_bytes_then_people_can_read_it(count: int, shown: str) -> None:
     assert shown_bytes(count) == shown
+
+
+class Hollow:
+    """A store of values that nobody looks at; it notes how many are loaded together."""
+
+    timeout = 1.0
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def load(self, keys: list[bytes], out: list[bytearray], *, timeout: float) -> list[Outcome]:
+        self.batches.append(len(keys))
+        return [Outcome.OK] * len(keys)
+
+    def stats(self) -> TierStats:
+        return TierStats("hollow")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batches"),
+    [
+        ([BATCH_BYTES - 1, 1, 1], [2, 1]),
+        ([1, BATCH_BYTES, 1], [1, 1, 1]),
+        ([BATCH_BYTES + 1, BATCH_BYTES + 1], [1, 1]),
+        ([0] * (2 * BATCH_KEYS + 1), [BATCH_KEYS, BATCH_KEYS, 1]),
+        ([], []),
+    ],
+)
+def test_given_values_of_a_store_then_verify_loads_only_so_many_bytes_and_keys_together(
+    sizes: list[int], batches: list[int]
+) -> None:
+    hollow: Any = Hollow()
+    listing = Listing({key(number): size for number, size in enumerate(sizes)}, "")
+    checked, problem = verify_store(hollow, listing, lambda _: None, repair=False)
+    assert (hollow.batches, problem) == (batches, "")
+    assert checked == Checked(len(sizes), sum(sizes))

@@ -205,6 +205,28 @@ def test_given_much_traffic_then_neither_files_nor_handles_grow(tmp_path: Path) 
         assert len(os.listdir("/proc/self/fd")) <= handles + 2 * growth.FEW_SLABS
 
 
+def test_given_slabs_that_give_way_after_times_of_use_were_written_then_their_files_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "FLUSH_SECONDS", 0.0)  # the times are written with every value
+    with DiskTier(tmp_path, 2**20) as tier:
+        store_one_by_one(tier, range(100))
+        store_one_by_one(tier, range(1000, 1060), 20_000)
+        assert not any(tier.contains([key(number) for number in range(100)]))
+    kept = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in kept if path.startswith(str(tmp_path))]
+
+
+def test_given_a_short_value_behind_long_ones_then_nothing_of_theirs_is_written_behind_it(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**21, io_threads=1) as tier:
+        for number in range(100):  # through every buffer
+            tier.store([key(number)], [b"s" * 4000])
+        tier.store([key(1000)], [b"t" * 100])
+    content = b"".join(slab.read_bytes() for slab in Directory(tmp_path, create=False).slab_paths())
+    behind = content.index(b"t" * 100) + 100
+    assert content[behind : behind + PAGE - 100] == bytes(PAGE - 100)
+
+
 # --- who may write -------------------------------------------------------------------------------------------------------
 
 

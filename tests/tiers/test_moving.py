@@ -74,6 +74,19 @@ def test_given_memory_on_loan_then_no_more_than_the_limit_is_out_and_what_came_b
     assert memory.lent_bytes == 0
 
 
+@pytest.mark.parametrize(("idle", "is_used"), [(999, False), (1000, True), (2000 + 4096, True), (2001 + 4096, False)])
+def test_given_memory_that_came_back_then_it_is_lent_again_unless_it_is_too_short_or_far_too_long(
+    idle: int, is_used: bool
+) -> None:
+    memory = StagingMemory(10**6)
+    first = memory.take(idle)
+    assert first is not None
+    memory.give(first)
+    again = memory.take(1000)
+    assert again is not None
+    assert (again.whole is first.whole) == is_used
+
+
 def test_given_memory_that_cannot_be_had_then_nothing_counts_as_lent() -> None:
     def allocate(num_bytes: int) -> np.ndarray:
         raise MemoryError

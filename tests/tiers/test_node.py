@@ -353,6 +353,18 @@ def test_given_a_node_that_is_not_there_then_calls_find_nothing_and_it_is_used_o
         assert load(tier, [1])[0] == [Outcome.FAILED]
 
 
+def test_given_a_node_that_cuts_every_call_off_then_the_statistics_of_the_tier_say_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object) -> bytes:
+        raise wire.WireError("no call is right")
+
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        monkeypatch.setattr(server.service, "handle", cut_off)
+        assert tier.contains([key(1)]) == [False]
+        assert tier.stats().problem
+
+
 def test_given_a_node_that_hangs_then_a_call_ends_at_its_deadline(folder: Path) -> None:
     with node_thread(folder) as server, tier_of(folder) as tier:
         store(tier, [1])

@@ -146,6 +146,14 @@ def test_given_wrong_settings_then_they_are_refused_by_name(tmp_path: Path, text
         read_node(file, {})
 
 
+def test_given_an_address_that_is_none_then_the_error_does_not_repeat_its_password(tmp_path: Path) -> None:
+    file = tmp_path / "kvpool.toml"
+    file.write_text('[node]\nbytes = "1GB"\nremote = ["redis://user:hush@host"]\n')
+    with pytest.raises(ConfigError, match=r"node\.remote must be an address") as caught:
+        read_node(file, {})
+    assert "hush" not in str(caught.value)
+
+
 def test_given_a_file_without_a_section_for_the_node_then_it_says_so(tmp_path: Path) -> None:
     file = tmp_path / "kvpool.toml"
     file.write_text("[tiers]\n")

@@ -315,6 +315,24 @@ def test_given_a_wrong_address_then_the_wrong_part_is_named(url: str, says: str)
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://host?ca={file}", "write rediss:// for redis://"),
+        ("redis://host?cert={file}&key={file}", "write rediss:// for redis://"),
+        ("rediss://host?cert={file}", "belong together"),
+        ("rediss://host?key={file}", "belong together"),
+    ],
+)
+def test_given_files_for_tls_that_would_not_be_used_then_the_address_is_refused(
+    tmp_path: Path, url: str, says: str
+) -> None:
+    file = tmp_path / "some.pem"
+    file.write_text("some")
+    with pytest.raises(InvalidArgumentError, match=says):
+        RedisTier(url.format(file=file))
+
+
 def test_given_a_wrong_address_with_a_password_then_the_error_does_not_repeat_it() -> None:
     for url in (f"redis://u:{QUOTED}@host:port", f"redis://u:{QUOTED}@host/x", f"redis://u:{QUOTED}@host?ttl=x"):
         with pytest.raises(InvalidArgumentError) as caught:
