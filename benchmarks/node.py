@@ -4,7 +4,8 @@
 
 A prefix of 2,048 tokens has 128 blocks of 16. Clients are processes of their own; each asks for the whole prefix, gets the
 places of all values under a lease, and releases it. "paced" clients do so a hundred times a second, others without a pause.
-Times are wall-clock times. Values are 2 MiB: 32 layers, 8 KV heads of 128, bfloat16.
+An empty question shows what the sockets and the machine's scheduler take of that. Times are wall-clock times.
+Values are 2 MiB: 32 layers, 8 KV heads of 128, bfloat16.
 """
 
 from __future__ import annotations
@@ -60,43 +61,44 @@ def running() -> Path:
 # --- the index -------------------------------------------------------------------------------------------------------
 
 
-def asker() -> Callable[[Connection], float]:
-    """Asks for the whole prefix and releases it; returns the microseconds until all places are known."""
-    names = keys(PREFIX_BLOCKS)
-    sizes = [VALUE_BYTES] * len(names)
+def asker(count: int) -> Callable[[Connection], float]:
+    """Asks for a prefix of so many blocks and releases it; returns the microseconds until all places are known."""
+    names = keys(count)
+    sizes = [VALUE_BYTES] * count
 
     def ask(connection: Connection) -> float:
         began, deadline = time.perf_counter(), time.monotonic() + 30
         body = wire.with_numbers(names, sizes)
-        answer = connection.ask(wire.message(Verb.LEASE, len(names), 1000, body), deadline)
+        answer = connection.ask(wire.message(Verb.LEASE, count, 1000, body), deadline)
         lease, places = answer.number, wire.places_in(answer)
         seconds = time.perf_counter() - began
         assert wire.ABSENT not in places
-        connection.tell(wire.message(Verb.RELEASE, 0, lease), deadline)
+        if lease:
+            connection.tell(wire.message(Verb.RELEASE, 0, lease), deadline)
         return 1e6 * seconds
 
     return ask
 
 
-def ask_for_prefix(directory: str, count: int, pause: float) -> None:
+def ask_for_prefix(directory: str, blocks: int, pause: float) -> None:
     """In a process of its own: prints the microseconds of each question."""
-    connection, ask = Connection(Path(directory), "bench", (), 30.0), asker()
+    connection, ask = Connection(Path(directory), "bench", (), 30.0), asker(blocks)
     print("up", flush=True)
     sys.stdin.readline()
     found = []
-    for _ in range(WARM_ASKS + count):
+    for _ in range(WARM_ASKS + ASKS):
         found.append(ask(connection))
         if pause:
             time.sleep(pause)
     print(json.dumps(found[WARM_ASKS:]), flush=True)
 
 
-def cpu_of_both() -> Runner:
-    """Microseconds of CPU time that a question and its release take, client and node together: what other processes of the
-    machine do does not change it much."""
+def cpu_of(whom: str) -> Runner:
+    """Microseconds of CPU time that a question and its release take: what other processes of the machine do does not
+    change it much."""
     with closing(NodeTier(f"node:{running()}?timeout=60")) as tier:
         schedule = Path(f"/proc/{tier.node_stats()['pid']}/schedstat")
-    connection, ask = Connection(running(), "bench", (), 30.0), asker()
+    connection, ask = Connection(running(), "bench", (), 30.0), asker(PREFIX_BLOCKS)
     _closing.callback(connection.close)
 
     def repeat() -> list[float]:
@@ -104,16 +106,16 @@ def cpu_of_both() -> Runner:
         for _ in range(ASKS):
             ask(connection)
         here, there = time.thread_time_ns() - began, int(schedule.read_text().split()[0]) - node_began
-        return [(here + there) / 1e3 / ASKS]
+        return [(there if whom == "node" else here) / 1e3 / ASKS]
 
     return repeat
 
 
-def find_and_lease(clients: int, pause: float) -> Runner:
+def questions(blocks: int, clients: int, pause: float) -> Runner:
     directory = running()
 
     def repeat() -> list[float]:
-        command = [sys.executable, __file__, "--client", str(directory), str(ASKS), str(pause)]
+        command = [sys.executable, __file__, "--client", str(directory), str(blocks), str(pause)]
         processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(clients)
         ]
@@ -288,20 +290,27 @@ PEERS = [
 ]
 
 
-def asking(name: str, clients: int, pause: float, *bars: float) -> Case:
-    run = partial(find_and_lease, clients, pause)
-    return Case(
-        f"find + lease of 2,048 tokens, {name}", "us", "lower", run, bars, repeats=2, quick_repeats=1, warmups=0
-    )
+def asking(who: str, clients: int, pause: float, *bars: float) -> list[Case]:
+    """A question for the prefix, and an empty one."""
+    case = partial(Case, unit="us", better="lower", repeats=2, quick_repeats=1, warmups=0)
+    prefix, nothing = (partial(questions, blocks, clients, pause) for blocks in (PREFIX_BLOCKS, 0))
+    return [
+        case(f"find + lease of 2,048 tokens, {who}", kvpool=prefix, bars=bars),
+        case(f"find nothing, {who}", kvpool=nothing),
+    ]
 
 
 def cases() -> list[Case]:
     """The rows of the table."""
     return [
-        asking("one client", 1, 0.01),
-        asking(f"{CLIENTS} clients, paced", CLIENTS, 0.01, 100.0),
-        asking(f"{CLIENTS} clients without a pause", CLIENTS, 0.0),
-        Case("find, lease and release of 2,048 tokens, CPU of client and node", "us", "lower", cpu_of_both),
+        *asking("one client, paced", 1, 0.01),
+        *asking("one client without a pause", 1, 0.0),
+        *asking(f"{CLIENTS} clients, paced", CLIENTS, 0.01, 100.0),
+        *asking(f"{CLIENTS} clients without a pause", CLIENTS, 0.0),
+        *(
+            Case(f"find, lease and release of 2,048 tokens, CPU of the {whom}", "us", "lower", partial(cpu_of, whom))
+            for whom in ("node", "client")
+        ),
         Case("copies out of the region", "GB/s", "higher", from_region, (Times(0.9, MEMCPY),), PeerCase("copies")),
         Case("copies into the region", "GB/s", "higher", to_region, (Times(0.9, MEMCPY),), PeerCase("copies")),
         Case("load with checksums", "GB/s", "higher", load, (Times(0.9, MEMCPY),), PeerCase("load")),

@@ -15,6 +15,7 @@ from kvpool.tiers.contract import Worth
 from kvpool.tiers.node.index import NodeIndex
 from kvpool.tiers.node.region import PAGE, Region
 from kvpool.tiers.node.values import Holder, Quotas, Slot, Value
+from kvpool.tiers.node.wire import ABSENT, place_bytes
 
 pytestmark = needs_linux
 LENGTHS = (0, 1, 3000, 4096, 9000, 40_000, 200_000)
@@ -26,6 +27,21 @@ KEYS = list(NUMBERS)
 def folder() -> Iterator[Path]:
     with node_folder() as found:
         yield found
+
+
+def look(index: NodeIndex, keys: list[bytes]) -> list[Value | None]:
+    """What a question for these keys finds, key by key."""
+    spans = index.find(b"".join(keys))
+    found: list[Value | None] = []
+    for span in spans:
+        found += [None] * (span.stop - span.start) if span.batch is None else span.batch.values[span.start : span.stop]
+    assert found == [index._values.get(key) for key in keys]
+    assert b"".join(span.places for span in spans) == b"".join(map(place_of, found))
+    return found
+
+
+def place_of(value: Value | None) -> bytes:
+    return place_bytes(ABSENT if value is None else (value.offset, value.length, value.check))
 
 
 def worth_of(key: bytes) -> Worth:
@@ -80,7 +96,9 @@ class Run:
         self.check_leased()
 
     def reserve(self, who: int) -> None:
-        keys = [key for key in self.rng.sample(KEYS, self.rng.randrange(1, 6)) if self.index.find([key]) == [None]]
+        start, count = self.rng.randrange(len(KEYS)), self.rng.randrange(1, 6)
+        chosen = KEYS[start : start + 2 * count] if self.rng.random() < 0.5 else self.rng.sample(KEYS, count)
+        keys = [key for key in chosen if look(self.index, [key]) == [None]]
         wanted = [(key, LENGTHS[NUMBERS[key] % len(LENGTHS)], worth_of(key)) for key in keys]
         number, slots = self.index.reserve(self.holders[who], wanted)
         if taken := [slot for slot in slots if slot is not None]:
@@ -93,12 +111,13 @@ class Run:
             self.index.commit(self.holders[who], number, checks)
 
     def lease(self, who: int) -> None:
-        found = self.index.find(self.rng.sample(KEYS, 20))
-        number, hits, places = self.index.lease(self.holders[who], found)
+        start = self.rng.randrange(len(KEYS))
+        asked = KEYS[start : start + 30] if self.rng.random() < 0.5 else self.rng.sample(KEYS, 20)
+        found = look(self.index, asked)
+        number, hits = self.index.lease(self.holders[who], self.index.find(b"".join(asked)))
         assert hits == len(found) - found.count(None)
-        assert len(places) == 24 * len(found)
         if hits:
-            self.leased[who, number] = [(value, value.place) for value in found if value is not None]
+            self.leased[who, number] = [(value, place_of(value)) for value in found if value is not None]
 
     def release(self, who: int) -> None:
         for mine, number in [each for each in self.leased if each[0] == who][:1]:
@@ -108,9 +127,9 @@ class Run:
 
     def remove(self, who: int) -> None:
         chosen = self.rng.choice(KEYS)
-        was_there = self.index.find([chosen]) != [None]
+        was_there = look(self.index, [chosen]) != [None]
         assert self.index.remove(chosen) == was_there
-        assert self.index.find([chosen]) == [None]
+        assert look(self.index, [chosen]) == [None]
 
     def leave(self, who: int) -> None:
         if self.rng.random() < 0.2:
@@ -124,7 +143,7 @@ class Run:
         taken = {(s.slab, s.slot) for slots in self.reserved.values() for s in slots}
         for values in self.leased.values():
             for value, place in values:
-                assert value.place == place
+                assert place_of(value) == place
                 assert self.index._slabs[value.slab].values[value.slot] is value
                 assert (value.slab, value.slot) not in taken
 
@@ -178,12 +197,12 @@ def test_given_worths_then_values_of_low_priority_go_first_also_after_a_restart(
     for number in range(room, room + 20):
         now += 1.0
         store(index, number, 35)
-    assert [value is not None for value in index.find(KEYS[:30])] == [True] * 10 + [False] * 20
+    assert [value is not None for value in look(index, KEYS[:30])] == [True] * 10 + [False] * 20
     again = NodeIndex(region, policy, clock=lambda: now)
     for number in range(room + 20, room + 40):
         now += 1.0
         store(again, number, 35)
-    found = again.find(KEYS[:10])
+    found = look(again, KEYS[:10])
     assert None not in found
     assert [(value.priority, value.start) for value in found if value is not None] == [(90, at) for at in range(10)]
 
@@ -199,4 +218,66 @@ def test_given_a_slab_with_a_value_of_high_priority_then_values_of_another_size_
     store(0, 16 * PAGE, 90)
     for number in range(1, 300):
         store(number, PAGE, 35)
-    assert index.find([KEYS[0]]) != [None]
+    assert look(index, [KEYS[0]]) != [None]
+
+
+def test_given_a_prompt_that_was_stored_at_once_then_a_prefix_is_found_as_a_whole_also_after_a_restart(
+    folder: Path,
+) -> None:
+    region = Region(folder, MEGABYTE)
+    index, holder = NodeIndex(region), Holder(1)
+    number, slots = index.reserve(holder, [(key, PAGE, Worth()) for key in KEYS[:20]])
+    index.commit(holder, number, [7] * len(slots))
+    asked = b"".join(KEYS[5:15])
+    for each in (index, NodeIndex(region)):
+        (span,) = each.find(asked)
+        assert (span.start, span.stop) == (5, 15)
+    index.remove(KEYS[9])
+    assert [(span.batch is None, span.stop - span.start) for span in index.find(asked)] == [
+        (False, 4),
+        (True, 1),
+        (False, 5),
+    ]
+    region.close()
+
+
+def test_given_a_prefix_that_was_used_several_times_then_its_first_value_is_the_newest_and_all_uses_count(
+    folder: Path,
+) -> None:
+    index, holder = NodeIndex(Region(folder, MEGABYTE)), Holder(1)
+    number, slots = index.reserve(holder, [(key, PAGE, Worth()) for key in KEYS[:20]])
+    index.commit(holder, number, [7] * len(slots))
+    for asked in (KEYS[:4], KEYS[10:14], KEYS[:4]):
+        lease, _ = index.lease(holder, index.find(b"".join(asked)))
+        index.release(holder, lease)
+    index.count_uses()
+    values = [value for value in look(index, KEYS[:20]) if value is not None]
+    newest = sorted(values, key=lambda value: -value.last_access)
+    assert [value.key for value in newest[:8]] == [*KEYS[:4], *KEYS[10:14]]
+    assert [value.hits for value in values] == [2] * 4 + [0] * 6 + [1] * 4 + [0] * 6
+    used = {record.key: record.used for record in index.region.records()}
+    assert used == {value.key: value.last_access for value in values}
+    index.region.close()
+
+
+def test_given_values_that_were_stored_one_by_one_then_a_prefix_that_was_used_is_found_as_a_whole(folder: Path) -> None:
+    index, holder = NodeIndex(Region(folder, MEGABYTE)), Holder(1)
+    for name in KEYS[:40]:
+        number, _ = index.reserve(holder, [(name, PAGE, Worth())])
+        index.commit(holder, number, [7])
+    asked = b"".join(KEYS[:40])
+    spans = index.find(asked)
+    assert len(spans) == 40
+    first, _ = index.lease(holder, spans)
+    second, _ = index.lease(holder, spans)
+    index.release(holder, first)
+    index.count_uses()
+    assert len(index.find(asked)) == 1
+    index.remove(KEYS[3])
+    assert index.used_bytes == 40 * PAGE  # the second lease was taken before values moved, and holds them still
+    index.release(holder, second)
+    index.count_uses()
+    assert index.used_bytes == 39 * PAGE
+    assert look(index, KEYS[:5])[3] is None
+    check(index, [holder])
+    index.region.close()

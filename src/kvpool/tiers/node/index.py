@@ -7,26 +7,29 @@ finds what is in them before it is committed. Both belong to a `Holder` (a conne
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.eviction import EvictionPolicy, make_policy, policy_names
-from kvpool.tiers.contract import Worth
+from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.node.leases import Leases
 from kvpool.tiers.node.region import PAGE, Record, Region
-from kvpool.tiers.node.values import Holder, Quotas, Slot, Value, tenant_of
-from kvpool.tiers.node.wire import ABSENT, place_bytes
+from kvpool.tiers.node.values import Batch, Holder, Quotas, Slot, Span, Value, num_found, tenant_of, values_of
+from kvpool.tiers.node.wire import MAX_KEYS, unpacked
 
 WASTE = 8
 """A value goes into larger slots that exist already if it leaves less than one part in so many unused."""
-_NO_PLACE = place_bytes(ABSENT)
 HOLDER_SHARE = 2
 """One holder reserves at most the region divided by this."""
-MOST_ENDED = 64
-"""Leases that have ended and whose uses are not counted yet."""
+MOST_USED = 64
+"""Leases that have ended and wait for `count_uses`: many at a time cost each less, and nobody waits for it."""
+SPAN_VALUES = 16
+"""A prefix whose spans have fewer values than this on average becomes a batch of its own."""
 
 
 class _Slab:
@@ -34,7 +37,6 @@ class _Slab:
         self.number, self.slot_bytes, self.num_slots = number, slot_bytes, num_slots
         self.values: dict[int, Value] = {}
         self.num_writing = 0
-        self.newest_use = 0
 
     def is_free_to_go(self, held: set[Value]) -> bool:
         return not self.num_writing and held.isdisjoint(self.values.values())
@@ -74,9 +76,11 @@ class NodeIndex:
         self._slabs: dict[int, _Slab] = {}
         self._classes: dict[int, _SizeClass] = {}
         self._unused = list(range(region.num_slabs))[::-1]
+        self._newest_uses = np.zeros(region.num_slabs + 1, np.int64)  # of each slab, and of slots that are gone
         self._leases = Leases()
         self._parked: list[Value] = []  # would have gone, but somebody held them
         self._gone: list[Value] = []  # removed, but somebody holds them
+        self._used: list[tuple[Span, ...]] = []  # their leases have ended, and `count_uses` has not seen them yet
         self._created = self._tick = self._last_reservation = 0
         self._take_over()
 
@@ -85,14 +89,18 @@ class NodeIndex:
 
     def _take_over(self) -> None:
         """The values of an earlier node. Of two under one key, the one used last stays."""
-        records = sorted(self.region.records(), key=lambda record: record.used)
         for number in [number for number in reversed(self._unused) if self.region.slot_bytes(number)]:
             self._add_slab(number, self.region.slot_bytes(number))
+        found: dict[bytes, Record] = {}
+        for record in sorted(self.region.records(), key=lambda record: record.used):
+            if (old := found.pop(record.key, None)) is not None:
+                self.region.wipe(old.slab, old.slot)
+            found[record.key] = record
+        records = list(found.values())
         for record in records:
-            if (old := self._values.get(record.key)) is not None:
-                self._drop(old)
             self._count(record.owner, record.key, self._slabs[record.slab].slot_bytes)
-            self._publish(record)
+        for at in range(0, len(records), MAX_KEYS):
+            self._publish(records[at : at + MAX_KEYS][::-1])  # those of one prompt are neighbours: see `count_uses`
         for size in self._classes.values():
             size.free = [
                 (slab.number, slot)
@@ -103,38 +111,74 @@ class NodeIndex:
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes]) -> list[Value | None]:
-        """The values under these keys."""
-        return list(map(self._values.get, keys))
+    def find(self, keys: bytes) -> list[Span]:
+        """Where the values under these keys are; the keys lie side by side."""
+        spans: list[Span] = []
+        at, count = 0, len(keys) // KEY_BYTES
+        found: list[Value | None] = []
+        while at < count:
+            value = found[at] if found else self._values.get(keys[KEY_BYTES * at : KEY_BYTES * (at + 1)])
+            if value is not None:
+                num_shared = value.batch.num_shared(value.at, keys[KEY_BYTES * at :] if at else keys)
+                spans.append(Span(value.batch, value.at, value.at + num_shared))
+                at += num_shared
+                continue
+            found = found or list(map(self._values.get, unpacked(keys)))
+            end = next((i for i in range(at, count) if found[i] is not None), count)
+            spans.append(Span(None, at, end))
+            at = end
+        return spans
 
-    def lease(self, holder: Holder, found: Sequence[Value | None]) -> tuple[int, int, bytes]:
-        """Keeps values for a holder: the number of the lease, how many there are, and all places as they are sent."""
-        values = [value for value in found if value is not None]
-        if not values:
-            return 0, 0, _NO_PLACE * len(found)
-        number = self.hold(values)
+    def lease(self, holder: Holder, spans: Sequence[Span]) -> tuple[int, int]:
+        """Keeps values for a holder: the number of the lease, 0 if none is there, and how many there are."""
+        hits = num_found(spans)
+        if not hits:
+            return 0, 0
+        number = self.hold(spans)
         holder.leases.add(number)
-        if len(values) == len(found):
-            return number, len(values), b"".join([value.place for value in values])
-        return number, len(values), b"".join([_NO_PLACE if value is None else value.place for value in found])
+        return number, hits
 
-    def hold(self, values: Sequence[Value]) -> int:
+    def hold(self, spans: Sequence[Span]) -> int:
         """Keeps values where they are until `let_go`."""
-        return self._leases.begin(values)
+        return self._leases.begin(spans)
 
     def let_go(self, number: int, *, were_used: bool = True) -> None:
         """Ends what `hold` began."""
-        self._leases.end(number, were_used=were_used)
+        spans = self._leases.end(number)
         if self._gone:
             gone, self._gone = self._gone, []
             for value in gone:
                 self._free_unless_held(value)
-        if len(self._leases.ended) >= MOST_ENDED:
-            self.count_uses()
+        if were_used:
+            self._used.append(tuple(spans))
+            if len(self._used) >= MOST_USED:
+                self.count_uses()
+
+    def count_uses(self) -> None:
+        """Values whose leases have ended are used now, in the order of a prompt: the first is worth the most.
+
+        The records learn of it, for the order after a restart.
+        """
+        used, now = Counter(reversed(self._used)), self._now()
+        self._used.clear()
+        for spans, hits in reversed(used.items()):  # the last use is the newest
+            if SPAN_VALUES * len(spans) > SPAN_VALUES + num_found(spans):
+                spans = self._joined(spans)
+            for batch, start, stop in spans:
+                if batch is None:
+                    continue
+                first = self._stamp(stop - start)
+                self.region.touch(*batch.use(start, stop, first, now, hits))
+                self._newest_uses[batch.slabs[start:stop]] = first
+
+    def _joined(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Values that were committed in many batches and are asked for together become one."""
+        values = [value for value in dict.fromkeys(values_of(spans)) if not value.is_gone]
+        return (Span(Batch.of(values), 0, len(values)),) if values else ()
 
     def num_leased(self, holder: Holder) -> int:
         """How many values a holder keeps."""
-        return sum(len(self._leases[number]) for number in holder.leases)
+        return sum(num_found(self._leases[number]) for number in holder.leases)
 
     def matching(self, pattern: KeyPattern) -> list[bytes]:
         """The keys of all values that are alike."""
@@ -180,19 +224,18 @@ class NodeIndex:
         if len(slots) != len(checks):
             raise ValueError(f"a reservation of {len(slots)} slots was committed with {len(checks)} checksums")
         del holder.reservations[number]
-        found: list[Value | None] = []
+        records: dict[bytes, Record] = {}
         first = self._stamp(len(slots))
         for at, (slot, check) in enumerate(zip(slots, checks, strict=True)):
             self._end_writing(holder, slot)
-            present = self._values.get(slot.key)
-            if check is None or present is not None:
+            if check is None or slot.key in self._values or slot.key in records:
                 self._free(slot.slab, slot.slot, holder.owner, slot.key)
-                found.append(present)
                 continue
             record = Record(slot.slab, slot.slot, slot.key, slot.length, check, holder.owner, first - at, slot.worth)
             self.region.write(record)
-            found.append(self._publish(record))
-        return found
+            records[slot.key] = record
+        self._publish(list(records.values()))
+        return [self._values.get(slot.key) for slot in slots]
 
     def release(self, holder: Holder, number: int) -> bool:
         """Ends a lease; False: the holder has none of this number."""
@@ -218,25 +261,6 @@ class NodeIndex:
             return False
         self._drop(value)
         return True
-
-    def count_uses(self) -> None:
-        """Values whose leases have ended are used now, in the order of a prompt: the first is worth the most.
-
-        The records learn of it, for the order after a restart.
-        """
-        ended, self._leases.ended = self._leases.ended, []
-        now = self._clock()
-        for values in ended:
-            first = self._stamp(len(values))
-            for at, value in enumerate(values):
-                value.last_access, value.last_access_at = first - at, now
-                value.hits += 1
-                value.is_touched = True
-        for value in {value for values in ended for value in values}:
-            if not value.is_gone:
-                self.region.touch(value.slab, value.slot, value.last_access)
-                slab = self._slabs[value.slab]
-                slab.newest_use = max(slab.newest_use, value.last_access)
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
@@ -296,10 +320,11 @@ class NodeIndex:
     def _coldest(self, size: _SizeClass, victim: Value | None) -> _Slab | None:
         """The slab of another size whose last use lies furthest back, and before that of the value that would go."""
         others = [s for s in self._slabs.values() if s.slot_bytes != size.slot_bytes]
-        others = [s for s in others if victim is None or s.newest_use < victim.last_access]
+        newest = self._newest_uses
+        others = [s for s in others if victim is None or newest[s.number] < victim.last_access]
         if self._by_priority and victim is not None:
             others = [s for s in others if all(v.priority <= victim.priority for v in s.values.values())]
-        others.sort(key=lambda slab: slab.newest_use)
+        others.sort(key=lambda slab: int(newest[slab.number]))
         return next((slab for slab in others if slab.is_free_to_go(self._leases.held)), None)
 
     def _class_for(self, slot_bytes: int) -> _SizeClass:
@@ -318,6 +343,7 @@ class NodeIndex:
         size = self._classes.setdefault(slot_bytes, _SizeClass(slot_bytes))
         slab = _Slab(number, slot_bytes, self.region.slab_bytes // slot_bytes)
         self._slabs[number] = size.slabs[number] = slab
+        self._newest_uses[number] = 0
         size.free.extend((number, slot) for slot in range(slab.num_slots)[::-1])
 
     def _retire(self, slab: _Slab) -> None:
@@ -332,21 +358,29 @@ class NodeIndex:
 
     # --- values ------------------------------------------------------------------------------------------------------
 
-    def _publish(self, record: Record) -> Value:
-        slab = self._slabs[record.slab]
-        self._created += 1
-        self._tick = max(self._tick, record.used)
-        offset = self.region.offset(record.slab, record.slot, slab.slot_bytes)
-        value = Value(record, offset, self._created, self._clock())
-        slab.values[record.slot] = self._values[record.key] = value
-        slab.newest_use = max(slab.newest_use, record.used)
-        shelves = self._classes[slab.slot_bytes].shelves
-        name = self.quotas.shelf(record.owner, tenant_of(record.key))
-        if name not in shelves:
-            shelves[name] = make_policy(self.policy)
-        value.shelf = shelves[name]
-        value.shelf.add(value)
-        return value
+    def _publish(self, records: Sequence[Record]) -> None:
+        """Makes values findable, in the order of a prompt."""
+        if not records:
+            return
+        region, used = self.region, [record.used for record in records]
+        self._tick = max(self._tick, *used)
+        values = []
+        for record in records:
+            slab = self._slabs[record.slab]
+            self._created += 1
+            value = Value(record, region.offset(slab.number, record.slot, slab.slot_bytes), self._created)
+            slab.values[record.slot] = self._values[record.key] = value
+            self._newest_uses[slab.number] = max(self._newest_uses[slab.number], record.used)
+            values.append(value)
+        uses = np.array([used, [self._now()] * len(used), [0] * len(used)], np.int64)
+        Batch(values, [region.row(record.slab, record.slot) for record in records], uses)
+        for value in values:
+            shelves = self._classes[self._slabs[value.slab].slot_bytes].shelves
+            name = self.quotas.shelf(value.owner, tenant_of(value.key))
+            if name not in shelves:
+                shelves[name] = make_policy(self.policy)
+            value.shelf = shelves[name]
+            value.shelf.add(value)
 
     def _evict(self, value: Value) -> None:
         assert value.shelf is not None
@@ -359,6 +393,7 @@ class NodeIndex:
         assert value.shelf is not None
         value.shelf.remove(value)
         value.is_gone = True
+        value.batch.forget(value.at)
         self.region.wipe(value.slab, value.slot)
         self._free_unless_held(value)
 
@@ -385,6 +420,9 @@ class NodeIndex:
             used[name] += num_bytes  # type: ignore[index]  # mypy joins the two kinds of names
             if not used[name]:  # type: ignore[index]
                 del used[name]  # type: ignore[arg-type]
+
+    def _now(self) -> int:
+        return int(1e9 * self._clock())
 
     def _stamp(self, count: int) -> int:
         """Takes `count` new times of use; returns the latest."""
@@ -418,8 +456,8 @@ class NodeIndex:
             if value in held:
                 shelf.remove(value)
                 self._parked.append(value)
-            elif value.is_touched:
-                value.is_touched = False
+            elif value.hits > value.ranked_hits:
+                value.ranked_hits = value.hits
                 shelf.remove(value)
                 shelf.add(value)
             else:

@@ -228,7 +228,8 @@ class NodeTier(KeyedTier):
 
         def ask(node: Connection) -> int:
             answer = node.ask(wire.message(Verb.LIST, 0, cursor), deadline)
-            sizes.update(zip(wire.keys_before_numbers(answer), wire.numbers_behind(answer), strict=True))
+            keys = wire.unpacked(wire.keys_in(answer, with_numbers=True))
+            sizes.update(zip(keys, wire.numbers_behind(answer), strict=True))
             return answer.number
 
         try:

@@ -27,6 +27,7 @@ import numpy as np
 from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.files import NotPlainError, open_plain
+from kvpool.pools.arrays import Int64Array
 from kvpool.tiers.contract import Worth
 from kvpool.tiers.node.wire import REGION, SLOTS, rated, unrated
 
@@ -95,6 +96,8 @@ class Region:
         self.memory = map_region(self.fd, self.num_bytes)
         self._records = mmap.mmap(records, records_bytes)
         os.close(records)
+        words = np.frombuffer(self._records, np.uint64, offset=self._first).reshape(-1, _RECORD.size // 8)
+        self._uses = words[:, _USED_AT // 8]
         self.is_warm = self._take_over()
 
     def _take_over(self) -> bool:
@@ -124,9 +127,13 @@ class Region:
         _RECORD.pack_into(self._records, at, record.key, length, record.check, record.owner, 0)
         _USED.pack_into(self._records, at + _USED_AT, record.used)
 
-    def touch(self, slab: int, slot: int, used: int) -> None:
-        """A value was used."""
-        _USED.pack_into(self._records, self._at(slab, slot) + _USED_AT, used)
+    def row(self, slab: int, slot: int) -> int:
+        """The number of a slot's record."""
+        return slab * self._per_slab + slot
+
+    def touch(self, rows: Int64Array, used: Int64Array) -> None:
+        """The values of these records were used."""
+        self._uses[rows] = used
 
     def wipe(self, slab: int, slot: int) -> None:
         """The slot holds nothing."""
@@ -154,7 +161,7 @@ class Region:
         os.close(self.fd)
 
     def _at(self, slab: int, slot: int) -> int:
-        return self._first + (slab * self._per_slab + slot) * _RECORD.size
+        return self._first + self.row(slab, slot) * _RECORD.size
 
 
 def _opened(path: Path, num_bytes: int) -> int:

@@ -21,8 +21,8 @@ from kvpool.tiers.keys import Fingerprint, KeySpace
 from kvpool.tiers.node import wire
 from kvpool.tiers.node.behind import Behind
 from kvpool.tiers.node.index import NodeIndex
-from kvpool.tiers.node.values import Holder, Slot, Value
-from kvpool.tiers.node.wire import ABSENT, PRESENT, Message, Place, Verb, WireError
+from kvpool.tiers.node.values import Holder, Slot, Span, Value, found_flags, num_found, values_of
+from kvpool.tiers.node.wire import ABSENT, PRESENT, Message, Verb, WireError
 
 LATER: Final = b""
 """The answer comes when tiers behind the node have answered."""
@@ -111,42 +111,39 @@ class NodeService:
 
     def _find(self, client: Client, found: Message) -> bytes | None:
         keys = wire.keys_in(found)
-        values = self.index.find(keys)
-        lacking = [at for at, value in enumerate(values) if value is None]
-        if not lacking or not self.has_tiers:
-            return wire.message(Verb.FIND, len(keys), 0, wire.flags(value is not None for value in values))
+        there = found_flags(self.index.find(keys))
+        if not self.has_tiers or 0 not in there:
+            return wire.message(Verb.FIND, found.num, 0, there)
+        lacking = [key for key, is_there in zip(wire.unpacked(keys), there, strict=True) if not is_there]
 
-        def done(there: list[bool]) -> None:
-            is_there = [value is not None for value in values]
-            for at, flag in zip(lacking, there, strict=True):
-                is_there[at] = flag
-            client.send(wire.message(Verb.FIND, len(keys), 0, wire.flags(is_there)))
+        def done(behind: list[bool]) -> None:
+            rest = iter(behind)
+            client.send(wire.message(Verb.FIND, len(there), 0, wire.flags(here or next(rest) for here in there)))
 
-        self.behind.find([keys[at] for at in lacking], _due(found), done)
+        self.behind.find(lacking, _due(found), done)
         return LATER
 
     def _lease(self, client: Client, found: Message) -> bytes | None:
-        keys = wire.keys_before_numbers(found)
+        keys = wire.keys_in(found, with_numbers=True)
         if len(client.holder.leases) >= MAX_LEASES:
             raise WireError(f"it has {MAX_LEASES} leases already and released none")
-        values = self.index.find(keys)
-        if self.has_tiers and None in values:
-            self._fetch(client, keys, wire.numbers_behind(found), values, _due(found))
+        spans = self.index.find(keys)
+        if self.has_tiers and num_found(spans) < found.num:
+            self._fetch(client, keys, wire.numbers_behind(found), spans, _due(found))
             return LATER
-        return self._leased(client, values)
+        return self._leased(client, spans, found.num)
 
-    def _leased(self, client: Client, values: Sequence[Value | None]) -> bytes:
-        number, hits, places = self.index.lease(client.holder, values)
+    def _leased(self, client: Client, spans: Sequence[Span], count: int) -> bytes:
+        number, hits = self.index.lease(client.holder, spans)
         self.counts["hits"] += hits
-        self.counts["misses"] += len(values) - hits
-        return wire.message(Verb.LEASE, len(values), number, places)
+        self.counts["misses"] += count - hits
+        return wire.message(Verb.LEASE, count, number, b"".join([span.places for span in spans]))
 
-    def _fetch(
-        self, client: Client, keys: Sequence[bytes], sizes: Sequence[int], values: list[Value | None], due: float
-    ) -> None:
+    def _fetch(self, client: Client, keys: bytes, sizes: Sequence[int], spans: list[Span], due: float) -> None:
         """Brings what memory lacks from the tiers behind, as far as there is room, and answers then."""
-        held = self.index.hold([value for value in values if value is not None])
-        wanted = {key: size for key, size, value in zip(keys, sizes, values, strict=True) if value is None and size}
+        held = self.index.hold(spans)
+        asked = zip(wire.unpacked(keys), sizes, found_flags(spans), strict=True)
+        wanted = {key: size for key, size, is_there in asked if not is_there and size}
         fetching = Holder(client.holder.owner)
         num_removals = self._num_removals
 
@@ -171,7 +168,7 @@ class NodeService:
         def answer() -> None:
             self.index.let_go(held, were_used=False)
             if not client.is_gone:
-                client.send(self._leased(client, self.index.find(keys)))
+                client.send(self._leased(client, self.index.find(keys), len(sizes)))
 
         self.behind.find(list(wanted), due, found)
 
@@ -184,25 +181,26 @@ class NodeService:
 
     def _doubt(self, client: Client, found: Message) -> None:
         """Drops values whose bytes are not what was stored. Nobody is believed: a copy may have been torn elsewhere."""
-        for value in self.index.find(wire.keys_in(found)):
-            if value is not None and checksum(value.key, self._row(value)) != value.check:
+        for value in values_of(self.index.find(wire.keys_in(found))):
+            if checksum(value.key, self._row(value)) != value.check:
                 self.index.remove(value.key)
                 self.counts["damaged"] += 1
 
     # --- storing and removing ----------------------------------------------------------------------------------------
 
     def _reserve(self, client: Client, found: Message) -> bytes:
-        keys, wanted = wire.keys_before_numbers(found), [wire.unrated(number) for number in wire.numbers_behind(found)]
+        keys, wanted = wire.keys_in(found, with_numbers=True), map(wire.unrated, wire.numbers_behind(found))
         if len(client.holder.reservations) >= MAX_LEASES:
             raise WireError(f"it has {MAX_LEASES} reservations already and committed none")
-        values = self.index.find(keys)
-        lacking = [at for at, value in enumerate(values) if value is None]
-        number, slots = self.index.reserve(client.holder, [(keys[at], *wanted[at]) for at in lacking])
-        places: list[Place] = [PRESENT] * len(keys)
-        for at, slot in zip(lacking, slots, strict=True):
-            places[at] = ABSENT if slot is None else (slot.offset, slot.length, 0)
+        there = found_flags(self.index.find(keys))
+        asked = zip(wire.unpacked(keys), wanted, there, strict=True)
+        number, slots = self.index.reserve(
+            client.holder, [(key, *each) for key, each, is_there in asked if not is_there]
+        )
+        rest = iter([ABSENT if slot is None else (slot.offset, slot.length, 0) for slot in slots])
+        places = [PRESENT if is_there else next(rest) for is_there in there]
         self.counts["refused"] += slots.count(None)
-        return wire.message(Verb.RESERVE, len(keys), number, b"".join(map(wire.place_bytes, places)))
+        return wire.message(Verb.RESERVE, found.num, number, b"".join(map(wire.place_bytes, places)))
 
     def _commit(self, client: Client, found: Message) -> bytes:
         try:
@@ -223,7 +221,7 @@ class NodeService:
         if self._waiting_bytes + num_bytes > self.index.region.num_bytes // WAITING_SHARE:
             self.counts["not_stored_behind"] += len(values)
             return
-        held = self.index.hold(values)
+        held = self.index.hold([value.span for value in values])
         self._waiting_bytes += num_bytes
 
         def done() -> None:
@@ -235,7 +233,7 @@ class NodeService:
             done()
 
     def _remove(self, client: Client, found: Message) -> bytes | None:
-        keys = wire.keys_in(found)
+        keys = wire.unpacked(wire.keys_in(found))
         was_there = [self.index.remove(key) for key in keys]
         self._num_removals += 1
         if not self.has_tiers:

@@ -1,8 +1,9 @@
-"""What a node's index keeps of a value, a slot and a holder, and how much of the region each owner may fill."""
+"""What a node's index keeps of values, slots and holders, and how much of the region each owner may fill."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,10 +12,14 @@ import numpy as np
 from kvpool.errors import ConfigError
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import Tokens
-from kvpool.tiers.contract import Worth
+from kvpool.pools.arrays import Int64Array
+from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import SPACE_BYTES, TENANT_BYTES
 from kvpool.tiers.node.region import Record
-from kvpool.tiers.node.wire import place_bytes
+from kvpool.tiers.node.wire import ABSENT, PLACE_BYTES, place_bytes
+
+_NO_KEY = secrets.token_bytes(KEY_BYTES)
+_NO_PLACE = place_bytes(ABSENT)
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,98 @@ class Slot(NamedTuple):
     worth: Worth = Worth()
 
 
+class Batch:
+    """Values that were committed or used together, in the order of a prompt: what a question needs lies side by side.
+
+    So a prefix that is asked for is compared, answered and marked as used as a whole, and not key by key.
+    """
+
+    __slots__ = ("keys", "num_gone", "places", "rows", "slabs", "uses", "values")
+
+    def __init__(self, values: list[Value], rows: Sequence[int], uses: Int64Array) -> None:
+        self.keys = bytearray().join([value.key for value in values])
+        self.places = b"".join([place_bytes((value.offset, value.length, value.check)) for value in values])
+        self.rows = np.array(rows, np.int64)
+        """Of the region's records; -1 where a value is gone."""
+        self.slabs = np.array([value.slab for value in values], np.int64)
+        self.num_gone = 0
+        self.uses = uses
+        """[3, value]: the time of its last use as the index counts, the same in nanoseconds, how often it was used."""
+        self.values = values
+        for at, value in enumerate(values):
+            value.batch, value.at = self, at
+
+    @classmethod
+    def of(cls, values: list[Value]) -> Batch:
+        """Takes values out of their batches into a new one."""
+        rows = [int(value.batch.rows[value.at]) for value in values]
+        uses = np.stack([value.batch.uses[:, value.at] for value in values], axis=1)
+        for value in values:
+            value.batch.forget(value.at)
+        return cls(values, rows, uses)
+
+    def num_shared(self, at: int, keys: bytes) -> int:
+        """How many of these keys, from the first on, are those of the values from `at` on."""
+        mine = self.keys[KEY_BYTES * at : KEY_BYTES * at + len(keys)]
+        keys = keys[: len(mine)]
+        if mine == keys:
+            return len(mine) // KEY_BYTES
+        return int((np.frombuffer(mine, np.uint8) == np.frombuffer(keys, np.uint8)).argmin()) // KEY_BYTES
+
+    def use(self, start: int, stop: int, newest: int, now: int, hits: int) -> tuple[Int64Array, Int64Array]:
+        """Values are used now, the first as the newest; returns the rows of those that are not gone, and their times."""
+        uses, rows, times = (
+            self.uses[:, start:stop],
+            self.rows[start:stop],
+            np.arange(newest, newest + start - stop, -1),
+        )
+        uses[0], uses[1] = times, now
+        uses[2] += hits
+        return (rows[rows >= 0], times[rows >= 0]) if self.num_gone else (rows, times)
+
+    def forget(self, at: int) -> None:
+        """A value is gone: no question finds it here any more."""
+        self.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] = _NO_KEY
+        self.rows[at] = self.slabs[at] = -1
+        self.num_gone += 1
+
+
+class Span(NamedTuple):
+    """Neighbours in a batch, from `start` to before `stop`. Without a batch: so many keys that are not there."""
+
+    batch: Batch | None
+    start: int
+    stop: int
+
+    @property
+    def places(self) -> bytes:
+        """Where they are, as it is sent."""
+        if self.batch is None:
+            return _NO_PLACE * (self.stop - self.start)
+        return self.batch.places[PLACE_BYTES * self.start : PLACE_BYTES * self.stop]
+
+
+def num_found(spans: Sequence[Span]) -> int:
+    """How many values there are."""
+    return sum([stop - start for batch, start, stop in spans if batch is not None])
+
+
+def found_flags(spans: Sequence[Span]) -> bytes:
+    """A byte for each key: 1 if it is there."""
+    return b"".join([(b"\0" if batch is None else b"\1") * (stop - start) for batch, start, stop in spans])
+
+
+def values_of(spans: Sequence[Span]) -> list[Value]:
+    """All values that are there."""
+    return [value for batch, start, stop in spans if batch is not None for value in batch.values[start:stop]]
+
+
 class Value:
     """A value in its slot. Policies see it as a run of one block."""
 
     __slots__ = (
-        *("check", "created", "entry", "fan_out", "hits", "is_gone", "is_touched", "key"),
-        *("last_access", "last_access_at", "length", "offset", "owner", "place", "priority", "shelf", "slab", "slot"),
-        *("start", "turn"),
+        *("at", "batch", "check", "created", "entry", "fan_out", "is_gone", "key", "length", "offset", "owner"),
+        *("priority", "ranked_hits", "shelf", "slab", "slot", "start", "turn"),
     )
     num_blocks: ClassVar[int] = 1
     hint: ClassVar[int] = 0
@@ -61,17 +151,41 @@ class Value:
     tenant: ClassVar[str] = ""
     sum_before: ClassVar[int] = 0
 
-    def __init__(self, record: Record, offset: int, created: int, now: float) -> None:
+    batch: Batch
+    at: int
+
+    def __init__(self, record: Record, offset: int, created: int) -> None:
         self.key, self.slab, self.slot = record.key, record.slab, record.slot
         self.length, self.check, self.owner = record.length, record.check, record.owner
         self.offset = offset
-        self.place = place_bytes((offset, record.length, record.check))
         self.priority, self.start = record.worth
-        self.created, self.last_access, self.last_access_at = created, record.used, now
-        self.hits = self.turn = self.fan_out = 0
-        self.is_gone = self.is_touched = False
+        self.created = created
+        self.turn = self.fan_out = 0
+        self.ranked_hits = 0
+        """Its uses when a policy ranked it."""
+        self.is_gone = False
         self.entry: Any = None
         self.shelf: EvictionPolicy | None = None
+
+    @property
+    def span(self) -> Span:
+        """It alone."""
+        return Span(self.batch, self.at, self.at + 1)
+
+    @property
+    def last_access(self) -> int:
+        """The time of its last use, as the index counts."""
+        return int(self.batch.uses[0, self.at])
+
+    @property
+    def last_access_at(self) -> float:
+        """The same in seconds on the index's clock."""
+        return int(self.batch.uses[1, self.at]) / 1e9
+
+    @property
+    def hits(self) -> int:
+        """How often it was used since this node began."""
+        return int(self.batch.uses[2, self.at])
 
     @property
     def tokens(self) -> Tokens:

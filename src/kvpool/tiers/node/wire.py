@@ -88,6 +88,7 @@ ABSENT: Place = (2**64 - 1, 0, 0)
 PRESENT: Place = (2**64 - 1, 1, 0)
 """Answers a reservation of a key that is there already."""
 _PLACE = struct.Struct("<QQQ")
+PLACE_BYTES = _PLACE.size
 
 
 class WireError(Exception):
@@ -109,23 +110,21 @@ def parse(packet: memoryview) -> Message:
     return Message(verb, count, number, packet[_HEAD.size :])
 
 
+def keys_in(found: Message, *, with_numbers: bool = False) -> bytes:
+    """The keys of a message, side by side. It holds nothing else, or a number for each: `numbers_behind` reads those."""
+    size = KEY_BYTES * _checked_count(found.num)
+    _check_size(found, size + 8 * found.num * with_numbers)
+    return bytes(found.body[:size])
+
+
+def unpacked(keys: bytes) -> tuple[bytes, ...]:
+    """Keys that lie side by side, one by one."""
+    return _keys_of(len(keys) // KEY_BYTES).unpack(keys)
+
+
 @functools.lru_cache(2 * MAX_KEYS)
 def _keys_of(count: int) -> struct.Struct:
     return struct.Struct("<" + f"{KEY_BYTES}s" * count)
-
-
-def keys_in(found: Message) -> tuple[bytes, ...]:
-    """The keys of a message that holds nothing else."""
-    layout = _keys_of(_checked_count(found.num))
-    _check_size(found, layout.size)
-    return layout.unpack(found.body)
-
-
-def keys_before_numbers(found: Message) -> tuple[bytes, ...]:
-    """The keys of a message that has a number for each; `numbers_behind` reads those."""
-    layout = _keys_of(_checked_count(found.num))
-    _check_size(found, layout.size + 8 * found.num)
-    return layout.unpack_from(found.body)
 
 
 def numbers_behind(found: Message) -> tuple[int, ...]:
