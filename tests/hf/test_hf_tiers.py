@@ -94,6 +94,7 @@ def test_given_a_disk_then_a_pool_of_tomorrow_starts_warm_and_gives_the_same_tok
     for num_cached in (0, 40):
         with made(model, disk=tmp_path / "blocks", disk_bytes=2**26) as pool:
             assert answer(pool, model) == (want, num_cached)
+            assert pool.stats().hit_tokens == {"GPU": 0, "HOST": 0, "DISK": num_cached, "REMOTE": 0}
 
 
 def test_given_an_engine_that_stored_a_prefix_then_a_pool_of_the_same_model_finds_it() -> None:

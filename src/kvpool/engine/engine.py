@@ -30,7 +30,7 @@ from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
 from kvpool.engine.engine_parts import assemble
-from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
+from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, tokens_by_tier, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, Grammars
 from kvpool.engine.graphs import CaptureReport
@@ -496,6 +496,19 @@ class Engine:
         text = rendered_chat(in_parts(messages), templates, tokenize=False, **template)
         read = self._read(text, images) if images else self._read(chat_text_tokens(text, self.tokenizer))
         return read.token_ids if read.pictures is None else read
+
+    def cached_tokens(
+        self, prompt: Prompt, *, adapter: str | None = None, scope: ReuseScope | None = None
+    ) -> dict[Tier, int]:
+        """How many tokens of a prompt are cached on which tier, keyed tiers included. Changes nothing.
+
+        It asks keyed tiers and waits for their answers, for `tier_timeout` at most.
+        """
+        read = self._read(prompt)
+        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, pictures=read.pictures)
+        match = self.manager.match_prefix(request.prompt, request.scope, request.items)
+        media = {} if self._tiers is None else self._tiers.find(request, match.num_blocks)
+        return tokens_by_tier(match, media, len(request.prompt), self.config.block_size)
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
         """A grammar for `SamplingParams(grammar=...)`: the answer is JSON by this schema; without one, any JSON object."""

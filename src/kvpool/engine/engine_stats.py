@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvpool.config import Tier
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats
 from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
+from kvpool.sequences.admission import PrefixMatch
 from kvpool.stats import CacheStats
 from kvpool.tiers.transport.tier_transport import TieringStats
 
@@ -47,6 +50,19 @@ def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
         None if tiers is None else tiers.stats(),
         None if loop.pictures is None else loop.pictures.cache.stats(),
     )
+
+
+def tokens_by_tier(match: PrefixMatch, media: Mapping[int, Tier], num_tokens: int, block_size: int) -> dict[Tier, int]:
+    """Tokens of a prompt by tier: those that a pool has, and the blocks behind them that keyed tiers have (`media`)."""
+    found = Counter(match.tokens_by_tier)
+    if media:  # blocks take the place of a partly reused one
+        for tier in media.values():
+            found[tier] += block_size
+    else:
+        found[Tier.GPU] += match.num_partial_tokens
+    most = num_tokens - 1 if media else match.num_tokens  # the last token of a prompt is always computed
+    found[max(found)] -= max(0, found.total() - most)
+    return {tier: found[tier] for tier in sorted(found) if found[tier]}
 
 
 def waiting_requests(loop: EngineLoop, limit: int) -> list[WaitingRequest]:

@@ -20,6 +20,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 
+from kvpool.config import Tier
 from kvpool.engine.generation import Generation
 from kvpool.engine.handover import Collector, Handovers
 from kvpool.engine.inbox import Inbox
@@ -68,6 +69,7 @@ class TierLink:
         self.handovers = Handovers(self._transport, self._collector, self._manager, inbox)
         self._leases = PrefixLeases(self._manager)
         self._held: dict[Hashable, _HeldRequest] = {}
+        self._media: dict[Hashable, dict[int, Tier]] = {}  # by request that was not admitted yet: what came for it
         self._leaders: dict[bytes, _HeldRequest] = {}
         self._joined = self._timed_out = self._crowded = 0
         self._closed = False
@@ -81,6 +83,10 @@ class TierLink:
     def prompt_keys(self, request: Request) -> PromptKeys:
         """The keys of a prompt. Costs about 2 µs a block, so callers compute it in their own thread."""
         return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
+
+    def find(self, request: Request, first: int) -> dict[int, Tier]:
+        """Where tiers have the blocks of a prompt from `first` on. Waits for them. From any thread."""
+        return self._transport.find(self.prompt_keys(request), first)
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
         """Lets a request wait while its prefix is fetched; returns False if there is nothing to wait for."""
@@ -140,6 +146,7 @@ class TierLink:
         handle, waits = self._transport.import_prefix(request, fetch)
         if handle is not None:
             self._leases.keep(request.id, handle)
+            self._media.setdefault(request.id, {}).update(fetch.media)
         self._transport.give_back(fetch, waits)
         return handle is not None
 
@@ -204,6 +211,10 @@ class TierLink:
 
     def planned(self, plan: BatchPlan) -> None:
         """A step was planned: ends the leases of admitted requests, and all leases if memory was short."""
+        if self._media:
+            for sequence in plan.admitted:
+                if (media := self._media.pop(sequence.request.id, None)) is not None:
+                    self._manager.cache.count_loaded(sequence.live_handle(), media)
         if not len(self._leases):
             return
         for sequence in plan.admitted:
@@ -229,6 +240,7 @@ class TierLink:
     def ended(self, request_id: Hashable) -> None:
         """A request is over."""
         self._leases.end(request_id)
+        self._media.pop(request_id, None)
         self._collector.forget(request_id)
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------

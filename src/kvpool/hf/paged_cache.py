@@ -143,10 +143,11 @@ class PagedCache(Cache):  # type: ignore[misc]
             for row, ids in enumerate(tokens):
                 known = {"num_tokens": len(ids)} if irregular[row] else {"tokens": ids}
                 request_id = self.pool.next_id()
-                lease = None if tiers is None else tiers.load_prefix(request_id, ids, self.scope, latest)
+                lease, media = (None, {}) if tiers is None else tiers.load_prefix(request_id, ids, self.scope, latest)
                 try:
                     handle = manager.allocate(request_id, scope=self.scope, reserve=places, **known)
                     self.handles.append(handle)
+                    manager.cache.count_loaded(handle, media)
                 finally:
                     if lease is not None:
                         manager.free(lease)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Hashable
 
+from kvpool.config import Tier
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.quiet import QuietErrors
@@ -42,35 +43,39 @@ class PoolTiers:
 
     def load_prefix(
         self, request_id: Hashable, tokens: Int32Array, scope: ReuseScope, latest: float
-    ) -> KVCacheHandle | None:
-        """Loads what tiers have of a prompt, until `latest`. Returns a lease that the caller frees; None if nothing came."""
+    ) -> tuple[KVCacheHandle | None, dict[int, Tier]]:
+        """Loads what tiers have of a prompt, until `latest`. Returns a lease that the caller frees, and where its blocks
+        came from; None if nothing came.
+        """
+        media: dict[int, Tier] = {}
         if len(tokens) <= self.transport.keys.block_size:
-            return None
+            return None, media
         request = Request(request_id, tokens, 1, scope=scope)
         lease: KVCacheHandle | None = None
         while True:
             fetch = self._begin(request, latest)
             if fetch is None:
-                return lease
+                return lease, media
             latest = fetch.due
             pending = Pending(fetch.due, Fetch.release)
             if not self.transport.fetch(fetch, pending.end, pending.end):
                 self._crowded += 1
-                return lease
+                return lease, media
             if pending.wait() is None:
                 self._timed_out += 1
-                return lease
+                return lease, media
             try:
                 handle = self._write(request, fetch)
             except BaseException:
                 self._free(lease)
                 raise
             if handle is None:
-                return lease
+                return lease, media
             self._free(lease)
             lease = handle
+            media |= fetch.media
             if not fetch.is_part:  # else fetch the rest, now that staging memory is free again
-                return lease
+                return lease, media
 
     def _write(self, request: Request, fetch: Fetch) -> KVCacheHandle | None:
         """Writes fetched blocks into the pool, and returns a lease on them. Releases the memory of the fetch in any case."""

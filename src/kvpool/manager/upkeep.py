@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,6 +104,22 @@ class CacheUpkeep:
         """The quotas in force, by tenant, with what each tenant has cached."""
         with self._guard.query:
             return {tenant: quota.view() for tenant, quota in self._state.cache.orders.quotas.items()}
+
+    def count_loaded(self, handle: KVCacheHandle, media: Mapping[int, Tier]) -> None:
+        """Counts blocks of a prompt as found where they came from, such as a disk. They were put on the GPU for this request
+        just before it was admitted, so it found them there.
+        """
+        with self._guard.query:
+            counters, size = self._state.counters, self._state.config.block_size
+            for block, tier in media.items():
+                num_tokens = min(size, handle.num_cached_tokens - block * size)
+                if num_tokens > 0:
+                    counters.hit_tokens[Tier.GPU] -= num_tokens
+                    counters.hit_tokens[tier] += num_tokens
+                    handle.stats.cached_tokens_from_lower_tiers += num_tokens
+                if block < handle.num_cached_blocks:
+                    counters.hit_blocks[Tier.GPU] -= 1
+                    counters.hit_blocks[tier] += 1
 
     def evict(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvpool.config import Tier
 from kvpool.engine.handover import Prefill
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import KVPoolError
@@ -42,12 +43,12 @@ class CacheRoutes:
 
     async def query(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """How much of a prompt is cached, and where. Changes nothing."""
-        tokens, scope = await _asked(body, model, caller)
-        match = await _quietly(model.engine.manager.match_prefix, tokens, scope)
+        tokens = await named_tokens(model, body.prompt, body.messages)
+        found = await cached_tokens(model, tokens, scope_for_tenant(caller.tenant, body.cache_salt))
         return {
             "prompt_tokens": len(tokens),
-            "cached_tokens": match.num_tokens,
-            "tiers": {tier.name: count for tier, count in match.tokens_by_tier.items() if count},
+            "cached_tokens": sum(found.values()),
+            "tiers": {tier.name: count for tier, count in found.items()},
         }
 
     async def pin(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
@@ -110,6 +111,11 @@ async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[
     """The prompt of a body, and the scope in which the caller's requests find it."""
     tokens = await named_tokens(model, body.prompt, body.messages)
     return tokens, await model.scope(caller.tenant, body.cache_salt)
+
+
+async def cached_tokens(model: ServedModel, tokens: Int32Array, scope: ReuseScope) -> dict[Tier, int]:
+    """How many tokens of a prompt are cached on which tier."""
+    return dict(await _quietly(partial(model.engine.cached_tokens, tokens, adapter=model.adapter, scope=scope)))
 
 
 async def _quietly(call: Any, *arguments: Any) -> Any:

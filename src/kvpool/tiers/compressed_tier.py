@@ -54,6 +54,7 @@ class CompressedTier(KeyedTier):
             raise ConfigError(f"a CompressedTier needs a tier to store in, got {show(inner)}")
         super().__init__(inner.name, timeout=inner.timeout)
         self.inner = inner
+        self.medium = inner.medium
         self.codec = codec if isinstance(codec, Codec) else make_codec(codec, dtype)
         self._root = hashlib.sha256(b"kvpool codec\0" + self.codec.identity.encode() + b"\0")
         self._sums = CompressionStats(self.codec.identity)

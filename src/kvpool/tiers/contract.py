@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvpool.checks import show
+from kvpool.config.layers import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.quiet import QuietLog
 
@@ -188,6 +189,9 @@ class KeyedTier(ABC):
     `deadline` is a time of `time.monotonic`; what is not done by then is `LATE`. Several threads may call all methods.
     `kvpool.testing.TierContract` tests a tier of your own against this contract.
     """
+
+    medium: Tier = Tier.REMOTE
+    """Where its values lie, for people and statistics: in memory of this machine, on its disk, or elsewhere."""
 
     def __init__(self, name: str, *, timeout: float = CALL_TIMEOUT) -> None:
         self.name = name

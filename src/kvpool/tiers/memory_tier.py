@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvpool.checks import check_int
-from kvpool.config.layers import MAX_BYTES
+from kvpool.config.layers import MAX_BYTES, Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.keys import KeyPattern
@@ -23,6 +23,8 @@ class MemoryTier(KeyedTier):
     >>> tier.load([bytes(32)], [buffer]), bytes(buffer)
     ([<Outcome.OK: 0>], b'keys and values')
     """
+
+    medium = Tier.HOST
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory") -> None:
         super().__init__(name)

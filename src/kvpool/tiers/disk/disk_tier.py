@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.checks import check_int
-from kvpool.config.layers import MAX_BYTES
+from kvpool.config.layers import MAX_BYTES, Tier
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import CALL_TIMEOUT, Keeper, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.disk.buffers import Workers
@@ -56,6 +56,8 @@ class DiskTier(KeyedTier):
     ...         print(stored, tier.contains([bytes(32)]))
     [<Outcome.OK: 0>] [True]
     """
+
+    medium = Tier.DISK
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvpool.config.layers import Tier
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Loan, Outcome, Purged, Room, Worth
 from kvpool.tiers.envelope import checksum
@@ -58,6 +59,7 @@ class NodeTier(KeyedTier):
     """
 
     can_list = True
+    medium = Tier.HOST
 
     def __init__(self, address: str = "node:") -> None:
         if not hasattr(socket, "SO_PEERCRED"):

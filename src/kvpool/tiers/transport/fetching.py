@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.config.layers import ceil_div
+from kvpool.config.layers import Tier, ceil_div
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Loan, Outcome
@@ -65,6 +65,7 @@ class Fetch:
     groups: list[GroupRows] = dataclass_field(default_factory=list)
     loading_seconds: float = 0.0  # spent in calls to tiers
     num_bytes: int = 0
+    media: dict[int, Tier] = dataclass_field(default_factory=dict)  # by block that was loaded: where it lay
     is_part: bool = False  # tiers have more of it, for another fetch: staging memory was too small for all
     memory: SharedStage | Loan | None = None  # keeps the bytes
 
@@ -139,9 +140,18 @@ class Fetcher:
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
+    def find(self, fetch: Fetch) -> dict[int, Tier]:
+        """Where the blocks lie that a fetch could load. Loads and counts nothing."""
+        sources = self._sources(fetch)
+        end = usable_blocks(self.groups, sources, fetch.prompt.num_tokens, self.block_size)
+        return self.media(sources, fetch.first, end)
+
     def _look_up(self, fetch: Fetch) -> list[Sources]:
-        """Finds the first tier that has each block."""
         self._stats.lookups += 1
+        return self._sources(fetch)
+
+    def _sources(self, fetch: Fetch) -> list[Sources]:
+        """Finds the first tier that has each block."""
         prompt = fetch.prompt
         sources = [np.full(prompt.num_blocks, NOWHERE, np.int16) for _ in self.groups]
         for of_group in sources:
@@ -188,8 +198,14 @@ class Fetcher:
                 self._load_from(index, fetch, sources, loaded)
         fetch.num_blocks = usable_blocks(self.groups, loaded, prompt.num_tokens, size)
         self._stats.incomplete += fetch.num_blocks < option.num_blocks
+        fetch.media = self.media(loaded, fetch.first, fetch.num_blocks)
         if fetch.num_blocks <= fetch.first:
             fetch.release()
+
+    def media(self, sources: Sequence[Sources], first: int, end: int) -> dict[int, Tier]:
+        """Where the blocks from `first` on lie. A block counts to the slowest tier that any of its layer groups needs."""
+        slowest = np.max(sources, axis=0)
+        return {column: self.tiers[slowest[column]].tier.medium for column in range(first, end) if slowest[column] >= 0}
 
     def _part(self, fetch: Fetch, sources: list[Sources]) -> Option | None:
         """The longest prefix that staging memory can hold; None if it cannot even hold one block of each group."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvpool.config import Tier
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import root_digest
@@ -23,7 +24,7 @@ from kvpool.storage.memory import LinkedMemory, page_locks
 from kvpool.tiers.contract import Keeper, Loan, TierStats
 from kvpool.tiers.keys import KeyPattern, named, tenant_digest, tenant_tag
 from kvpool.tiers.model_tiers import OpenedTiers
-from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
+from kvpool.tiers.transport.block_keys import BlockKeys, Lineage, PromptKeys
 from kvpool.tiers.transport.cache_blocks import Importer, Lease, Offers
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
@@ -119,6 +120,11 @@ class TierTransport:
             fetch = make()
             self.fetch(fetch, Fetch.release, fetch.release)
         return False
+
+    def find(self, prompt: PromptKeys, first: int) -> dict[int, Tier]:
+        """Where tiers have the blocks of a prompt from `first` on. Waits for the tiers, `timeout` at most."""
+        now = time.monotonic()
+        return self.fetcher.find(Fetch(prompt, first, now, now + self.timeout))
 
     def fetch(self, fetch: Fetch, done: Callable[[Fetch], None], drop: Callable[[], None]) -> bool:
         """Has a prefix fetched in the background; False if too many wait. Closing before that calls `drop`, not `done`."""
