@@ -105,6 +105,28 @@ def test_given_nodes_when_the_page_is_open_then_each_has_its_state_blocks_hits_a
         assert loads[node].num_prompt_tokens == 0 or texts[2].startswith(f"{100 * hits:.0f} % hits")
     assert page.value(TEXTS.format("#node-list .badge")) == ["silent", "ready", "ready"]
     assert page.value(TEXTS.format("#tiles b"))[0] == "2 of 3"
+    most = max(sum(held) for held in blocks.values())
+    full = next(step for step in (500, 1000, 2000, 5000) if step >= most)
+    assert page.value("document.getElementById('nodes-count').textContent").startswith(f"a full bar is {full:,} blocks")
+    shares = page.value("[...document.querySelectorAll('#node-list .m-gpu')].map((one) => parseFloat(one.style.width))")
+    assert shares == pytest.approx([100 * blocks[node].gpu / full for node in shown.nodes], abs=0.01)
+
+
+@needs_browser
+def test_given_no_traffic_yet_then_every_chart_has_its_axes(browser: Chromium) -> None:
+    shown = Shown(1)
+    try:
+        page = browser.open(f"{shown.url}/")
+        page.until("document.querySelectorAll('#chart-list figure:not([hidden]) canvas[data-top]').length == 4")
+        assert page.value("[...document.querySelectorAll('#chart-list canvas')].map((one) => one.dataset.top)") == [
+            "100",
+            "1",
+            "1",
+            "1",
+        ]
+        page.ask("Page.close")
+    finally:
+        shown.close()
 
 
 @needs_browser
@@ -156,6 +178,7 @@ def test_given_a_key_when_the_page_is_opened_then_it_asks_for_it(browser: Chromi
     try:
         page = browser.open(f"{shown.url}/")
         page.until("document.getElementById('key-dialog').open")
+        assert page.value("document.getElementById('key-problem').textContent") == ""
         page.value("document.getElementById('key').value = 'secret'")
         page.value("document.querySelector('#key-dialog form').requestSubmit()")
         page.until("document.querySelectorAll('#node-list li').length == 1")

@@ -8,7 +8,7 @@ changed. No frame holds tokens or text: blocks are named by digest.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvpool.view.sampling import Look, PoolLook, changed_spans, id_spans, packed
 
 MAX_SEQUENCES = 256  # shown one by one, with their tables
 MAX_RUNS = 2000  # of the tree that are shown, those nearest to the root
-_MAX_NAME = 80
+MAX_NAME = 80
 
 
 def view_event(name: str, data: Mapping[str, Any]) -> bytes:
@@ -27,7 +27,19 @@ def view_event(name: str, data: Mapping[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def frame(old: Look | None, new: Look) -> dict[str, Any]:
+def request_name(request_id: Hashable) -> str:
+    """The name of a sequence: that of its request, and its number if it is not the first sample.
+
+    >>> request_name(("r1", 0)), request_name(("r1", 2)), request_name("r1")
+    ('r1', 'r1 #2', 'r1')
+    """
+    if isinstance(request_id, tuple) and len(request_id) == 2 and isinstance(request_id[1], int):
+        name, sample = request_id
+        return f"{name} #{sample}" if sample else str(name)
+    return str(request_id)
+
+
+def frame(old: Look | None, new: Look, name_of: Callable[[Hashable], str] = request_name) -> dict[str, Any]:
     """What has changed between two looks; everything, if `old` is None."""
     before = {} if old is None else {(pool.pool, pool.tier): pool for pool in old.pools}
     content: dict[str, Any] = {
@@ -38,11 +50,11 @@ def frame(old: Look | None, new: Look) -> dict[str, Any]:
         "pools": [_pool(before.get((pool.pool, pool.tier)), pool) for pool in new.pools],
     }
     if old is None or old.tenants != new.tenants:
-        content["tenants"] = [tenant[:_MAX_NAME] for tenant in new.tenants]
+        content["tenants"] = [tenant[:MAX_NAME] for tenant in new.tenants]
     if old is None or old.counts != new.counts:
         content["counts"] = new.counts
     if old is None or old.tick != new.tick:
-        content |= _sequences(() if old is None else old.sequences, new.sequences, new.tenants)
+        content |= _sequences(() if old is None else old.sequences, new.sequences, new.tenants, name_of)
     if new.runs is not None and (old is None or old.runs_number != new.runs_number):
         content["tree"] = _tree(new.runs, new.tenants)
     if new.events:
@@ -67,7 +79,10 @@ def _pool(old: PoolLook | None, new: PoolLook) -> dict[str, Any]:
 
 
 def _sequences(
-    old: tuple[SequenceSnapshot, ...], new: tuple[SequenceSnapshot, ...], tenants: tuple[str, ...]
+    old: tuple[SequenceSnapshot, ...],
+    new: tuple[SequenceSnapshot, ...],
+    tenants: tuple[str, ...],
+    name_of: Callable[[Hashable], str],
 ) -> dict[str, Any]:
     known = {sequence.serial: sequence for sequence in old[:MAX_SEQUENCES]}
     number = {tenant: place for place, tenant in enumerate(tenants)}
@@ -76,7 +91,7 @@ def _sequences(
         rows.append(
             [
                 one.serial,
-                str(one.request_id)[:_MAX_NAME],
+                name_of(one.request_id)[:MAX_NAME],
                 number.get(one.scope.tenant, 0),
                 int(one.is_swapped),
                 one.num_prompt_tokens,
@@ -145,7 +160,7 @@ def _event(event: Event) -> dict[str, Any]:
         return line
     line |= {"blocks": len(event.digests), "digest": event.digests[0].hex()[:12], "group": event.group}
     if isinstance(event, Stored):
-        line |= {"tier": event.tier.name, "tenant": event.scope.tenant[:_MAX_NAME], "priority": event.priority}
+        line |= {"tier": event.tier.name, "tenant": event.scope.tenant[:MAX_NAME], "priority": event.priority}
     elif isinstance(event, Removed):
         line |= {"tier": event.tier.name, "reason": str(getattr(event.reason, "value", event.reason))}
     elif isinstance(event, Updated):

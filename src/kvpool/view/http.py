@@ -22,6 +22,7 @@ from kvpool.config import Tier
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.inspection import RunsSnapshot
+from kvpool.view.frames import MAX_NAME
 from kvpool.view.hub import Hub
 
 PREFIX = "/view/"
@@ -74,7 +75,7 @@ def block_details(hub: Hub, pool: int, tier: str, block_id: int) -> dict[str, An
         "group": block.group,
         "position": block.position,
         "published": block.is_published,
-        "requests": [str(request)[:80] for request in block.request_ids[:32]],
+        "requests": [hub.name_of(request)[:MAX_NAME] for request in block.request_ids[:32]],
         "num_requests": len(block.request_ids),
     }
     look = hub.last_look

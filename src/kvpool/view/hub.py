@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.version import __version__
-from kvpool.view.frames import frame, view_event
+from kvpool.view.frames import frame, request_name, view_event
 from kvpool.view.sampling import Look, Sampler
 
 log = logging.getLogger("kvpool")
@@ -56,7 +56,8 @@ class Viewer:
 class Hub:
     """Samples a manager at most `rate` times a second while somebody watches, and not at all otherwise.
 
-    `more` is called at every look for what else the page shows (waiting requests, latencies); it must be quick.
+    `more` is called at every look for what else the page shows (waiting requests, latencies); it must be quick. `name_of`
+    names a request of the manager for people.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Hub:
         events: bool = True,
         more: Callable[[], Mapping[str, Any]] | None = None,
         about: Mapping[str, Any] | None = None,
+        name_of: Callable[[Hashable], str] = request_name,
     ) -> None:
         if not rate > 0:
             raise InvalidArgumentError(f"rate must be looks per second, more than 0, got {rate!r}")
         self.manager = manager
+        self.name_of = name_of
         self.sampler = Sampler(manager, with_events=events)
         self._period = 1.0 / rate
         self._more = more
@@ -103,7 +106,7 @@ class Hub:
                 raise InvalidArgumentError(f"{MAX_VIEWERS} pages watch already; close one of them")
             viewer.offer(view_event("hello", self._about), bytes)
             if self._look is not None:
-                viewer.offer(_message(None, self._look), bytes)
+                viewer.offer(self._message(None, self._look), bytes)
             self._viewers.append(viewer)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvpool-view", daemon=True)
@@ -161,12 +164,12 @@ class Hub:
         old, now = self._look, time.perf_counter()
         if old is not None and _is_same(old, look) and now - sent < _IDLE_SECONDS:
             return sent
-        message = _message(old, look)
+        message = self._message(old, look)
         made: list[bytes] = []  # a snapshot is made once for all who need it
 
         def snapshot() -> bytes:
             if not made:
-                made.append(_message(None, look))
+                made.append(self._message(None, look))
             return made[0]
 
         with self._wake:
@@ -178,10 +181,9 @@ class Hub:
             viewer.wake()
         return now
 
+    def _message(self, old: Look | None, new: Look) -> bytes:
+        return view_event("frame", frame(old, new, self.name_of))
+
 
 def _is_same(old: Look, new: Look) -> bool:
     return old.tick == new.tick and old.runs_number == new.runs_number and old.more == new.more
-
-
-def _message(old: Look | None, new: Look) -> bytes:
-    return view_event("frame", frame(old, new))

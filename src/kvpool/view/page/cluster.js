@@ -1,18 +1,18 @@
 // The page of a proxy: every node of a cluster, and why requests went where they went.
 
-import { Charts, perSecond, rate, short } from "/view/charts.js";
+import { Charts, earlierOf, perSecond, rate, roundUp, short } from "/view/charts.js";
 import { Colours } from "/view/colours.js";
 import { element, fillTiles, keep, many } from "/view/panels.js";
 import { askForKey, follow, status } from "/view/stream.js";
 
 const KEPT = 360; // looks: three minutes
-const RECENT = 20; // looks: ten seconds
+const RECENT = 100; // tenths of a second
 const MEDIA = ["gpu", "cpu", "storage"];
 const CHARTS = [
   ["Hit rate", "%", [["hit rate", "cached", rate]], false, 100],
-  ["Decisions a second", "", [["decisions", "used", (frame, earlier) => perSecond(frame, earlier, (counts) => counts.routes)]], false, 0],
-  ["Requests in flight", "", [["in flight", "shared", (frame) => frame.rest.requests]], false, 0],
-  ["Blocks in the index", "", [["blocks", "cached", (frame) => frame.rest.blocks]], false, 0],
+  ["Decisions a second", "", [["decisions", "used", (frame, earlier) => perSecond(frame, earlier, (counts) => counts.routes)]], false, 1],
+  ["Requests in flight", "", [["in flight", "shared", (frame) => frame.rest.requests]], false, 1],
+  ["Blocks in the index", "", [["blocks", "cached", (frame) => frame.rest.blocks]], false, 1],
 ];
 const find = (id) => document.getElementById(id);
 
@@ -48,7 +48,7 @@ function show() {
 }
 
 function showTiles() {
-  const last = frames.at(-1), earlier = frames[Math.max(0, frames.length - 1 - RECENT)];
+  const last = frames.at(-1), earlier = earlierOf(frames, frames.length - 1, RECENT);
   const nodes = Object.values(look.nodes), router = look.router;
   const ready = nodes.filter((node) => node.is_ready).length;
   const recent = rate(last, earlier);
@@ -72,8 +72,8 @@ const stripe = (...kinds) => element("span", { className: "bar" }, ...kinds.map(
 
 function showNodes() {
   const rows = Object.entries(look.nodes).map(([name, node]) => ({ key: name, name, ...node }));
-  const most = Math.max(1, ...rows.map((node) => sum(MEDIA.map((medium) => node.blocks[medium]))));
-  find("nodes-count").textContent = `${many(sum(rows.map((node) => sum(Object.values(node.blocks)))), "block")} on ${many(rows.length, "node")}`;
+  const most = roundUp(Math.max(10, ...rows.map((node) => sum(MEDIA.map((medium) => node.blocks[medium])))));
+  find("nodes-count").textContent = `a full bar is ${many(most, "block")} · ${many(sum(rows.map((node) => sum(Object.values(node.blocks)))), "block")} on ${many(rows.length, "node")}`;
   keep(find("node-list"), rows, (node) => {
     const button = element("button", { type: "button", title: node.name },
       element("span", { className: "name", textContent: shortName(node.name) }), element("span"),

@@ -22,7 +22,7 @@ export class Colours {
     const style = getComputedStyle(document.documentElement);
     const css = (name) => style.getPropertyValue(name).trim();
     this.css = Object.fromEntries(
-      ["free", "used", "shared", "cached", "pinned", "card", "text", "muted", "line", "accent"].map((name) => [name, css(`--${name}`)]),
+      ["free", "used", "shared", "cached", "pinned", "card", "text", "muted", "line", "accent", "amber"].map((name) => [name, css(`--${name}`)]),
     );
     this.tenants = Array.from({ length: 10 }, (_, number) => css(`--tenant-${number}`));
     this.ages = ["age-0", "age-1", "age-2", "age-3", "age-4"].map((name) => css(`--${name}`));
@@ -57,14 +57,14 @@ export class Colours {
     return pixels.priorities[Math.min(4, Math.floor(priorityOf(high) / 20))];
   }
 
-  // Fills `out` (a pixel a block) for a pool; blocks outside of `chosen`, if given, fade.
-  paint(pool, out, now, chosen) {
+  // Fills `out` (a pixel a block) with the first `count` blocks of a pool; blocks outside of `chosen`, if given, fade.
+  paint(pool, out, now, chosen, count) {
     const { low, high, heat } = pool;
     const card = this.pixels.card;
     const known = new Map();
     const age = this.mode === "age";
     let lastKey = -1, last = 0;
-    for (let block = 0; block < high.length; block++) {
+    for (let block = 0; block < count; block++) {
       const word = high[block];
       const faded = chosen !== null && !chosen[block];
       const bright = heat[block];

@@ -1,6 +1,21 @@
 // The blocks of one pool as a grid on a canvas: one pixel a block in memory, enlarged without smoothing.
 
-const LARGEST = 18, SMALLEST = 2; // pixels of the screen that a block takes
+import { FREE, stateOf } from "/view/store.js";
+
+const LARGEST = 40, SMALLEST = 2; // pixels of the screen that a block takes
+
+const FEWEST = 64;
+
+// How many blocks to draw, so that all used ones are large: up to the last used one and some more. The others are free.
+// What was drawn before stays, unless it is too little or far too much.
+export function drawnBlocks(high, before) {
+  let used = high.length;
+  while (used > 0 && stateOf(high[used - 1]) === FREE) used--;
+  if (used <= before && 4 * used >= before) return before;
+  let count = FEWEST;
+  while (count < used * 1.1) count = Math.ceil(count * 1.4);
+  return Math.min(high.length, count);
+}
 
 export class Grid {
   // `on.move(id)` is told where the cursor is, `on.choose(id)` what was clicked or entered.
@@ -21,7 +36,7 @@ export class Grid {
     canvas.addEventListener("blur", () => this.draw());
   }
 
-  // Chooses the size of a block so that all of them fill `width` by `height` (in CSS pixels).
+  // Chooses the size of a block so that the first `blocks` fill `width` by `height` (in CSS pixels).
   fit(blocks, width, height) {
     const scale = devicePixelRatio || 1;
     const wide = Math.max(1, Math.floor(width * scale)), high = Math.max(1, Math.floor(height * scale));
@@ -49,8 +64,8 @@ export class Grid {
 
   draw() {
     const { context, cell, columns, rows, blocks, pool } = this;
-    if (!pool || pool.high.length !== blocks) return;
-    this.colours.paint(pool, this.pixels, this.now, this.chosen);
+    if (!pool || pool.high.length < blocks) return;
+    this.colours.paint(pool, this.pixels, this.now, this.chosen, blocks);
     this.smallContext.putImageData(this.image, 0, 0);
     context.imageSmoothingEnabled = false;
     context.fillStyle = this.colours.css.card;

@@ -3,15 +3,17 @@
 import { Charts } from "/view/charts.js";
 import { Chat } from "/view/chat.js";
 import { Colours, describe } from "/view/colours.js";
-import { Grid } from "/view/grid.js";
+import { Grid, drawnBlocks } from "/view/grid.js";
 import { element, facts, many, maskOf, showEvents, showFlow, showKeyedTiers, showRequests, showTiles, tableWords } from "/view/panels.js";
 import { Store, tablesOf } from "/view/store.js";
 import { askForKey, follow, headers, status } from "/view/stream.js";
 import { Tree } from "/view/tree.js";
 
 const TIERS = ["GPU", "HOST", "DISK"];
-const TIER_NAMES = { GPU: "GPU", HOST: "Host", DISK: "Disk" };
+const NAMES = { GPU: "GPU", HOST: "Host", DISK: "Disk", REMOTE: "Remote" };
+const tierName = (tier) => (tier === "GPU" ? about.device ?? NAMES.GPU : NAMES[tier]); // the pool of a CPU is called GPU, too
 const LISTS_EVERY = 250; // milliseconds between two drawings of lists; the grid follows every frame
+const ASK_EVERY = 1000; // the same of a selected block, about which the server is asked
 const CHARTS_EVERY = 900; // the same of charts, which tell of minutes
 const find = (id) => document.getElementById(id);
 
@@ -23,7 +25,7 @@ let paused = null; // null while live, else the place of the frame that is shown
 let shownBlocks = null; // of a paused frame
 let selected = null; // { kind: "block" | "request" | "run", ... }
 let wanted = false; // a drawing is due
-let listsDrawn = 0, chartsDrawn = 0, skipped = 0;
+let listsDrawn = 0, chartsDrawn = 0, asked = 0, skipped = 0;
 const grids = new Map();
 const drawn = { frames: 0, milliseconds: 0, stamps: [] };
 
@@ -45,7 +47,7 @@ function layOut() {
     const own = pools.filter((pool) => pool.tier === tier && pool.blocks);
     const column = element("div", { className: "tier" });
     column.style.setProperty("--share", String(Math.max(0.25, Math.max(...own.map((pool) => pool.blocks)) / most)));
-    column.append(element("h3", { textContent: TIER_NAMES[tier] }));
+    column.append(element("h3", { textContent: tierName(tier) }));
     for (const pool of own) column.append(poolPart(pool, own.length));
     parts.push(column);
   });
@@ -56,7 +58,7 @@ function layOut() {
 function poolPart(pool, several) {
   const name = `${pool.tier}/${pool.pool}`;
   const canvas = element("canvas", { tabIndex: 0 });
-  const label = `${TIER_NAMES[pool.tier]}, pool ${pool.pool}: ${pool.blocks.toLocaleString("en")} blocks`;
+  const label = `${tierName(pool.tier)}, pool ${pool.pool}: ${pool.blocks.toLocaleString("en")} blocks`;
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-roledescription", "grid of blocks");
   canvas.setAttribute("aria-label", `${label}; arrow keys move, Enter asks about a block`);
@@ -65,7 +67,7 @@ function poolPart(pool, several) {
     move: (id, spoken) => point(name, id, spoken),
     choose: (id) => select({ kind: "block", name, pool: pool.pool, tier: pool.tier, id }),
   });
-  grids.set(name, { grid, count, prefix: several > 1 ? `pool ${pool.pool}: ` : "" });
+  grids.set(name, { grid, count, prefix: several > 1 ? `pool ${pool.pool}: ` : "", size: 0 });
   return element("div", { className: "pool" }, canvas, count);
 }
 
@@ -74,20 +76,29 @@ function flowBetween(upper, lower) {
     element("span", { className: "track", ariaHidden: "true" }),
     element("span", { className: "words" }, `${sign} `, element("b", { textContent: "0" }), ` /s ${words}`));
   const flow = element("div", { className: "flow" }, line("down", "put away", "→"), line("up", "brought up", "←"));
-  flow.setAttribute("aria-label", `Blocks between ${TIER_NAMES[upper]} and ${TIER_NAMES[lower]}`);
+  flow.setAttribute("aria-label", `Blocks between ${tierName(upper)} and ${tierName(lower)}`);
   flow.setAttribute("role", "group");
   return flow;
 }
 
 function fit() {
   const tall = matchMedia("(max-width: 800px)").matches;
-  for (const [name, { grid }] of grids) {
+  for (const [name, entry] of grids) {
+    const grid = entry.grid;
+    resize(name, entry);
     const column = grid.canvas.closest(".tier");
     const pools = column.querySelectorAll(".pool").length;
-    const size = shown().rest.pools.find((pool) => `${pool.tier}/${pool.pool}` === name).blocks;
     const height = tall ? (name.startsWith("GPU") ? 300 : 170) : Math.max(420, Math.min(innerHeight - 330, 620));
-    grid.fit(size, column.clientWidth, (height - 40) / pools - 24);
+    grid.fit(entry.size, column.clientWidth, (height - 40) / pools - 24);
   }
+}
+
+// Draws fewer or more blocks of a pool if that shows what is used better; whether it did.
+function resize(name, entry) {
+  const size = drawnBlocks(blocks().get(name).high, entry.size);
+  const changed = size !== entry.size;
+  entry.size = size;
+  return changed;
 }
 
 // --- drawing -------------------------------------------------------------------------------------------------------------
@@ -98,13 +109,14 @@ function draw() {
   if (!frame) return;
   const began = performance.now();
   const lit = litBlocks(frame);
-  for (const [name, { grid, count, prefix }] of grids) {
+  if ([...grids].filter(([name, entry]) => resize(name, entry)).length) fit();
+  for (const [name, { grid, count, prefix, size }] of grids) {
     const told = frame.rest.pools.find((pool) => `${pool.tier}/${pool.pool}` === name);
     if (!told) continue;
     grid.isMarked = selected?.kind === "block" && selected.name === name;
     grid.show(blocks().get(name), frame.now, lit ? lit.get(name) ?? new Uint8Array(told.blocks) : null);
     const free = told.blocks - told.referenced - told.cached;
-    const words = `${prefix}${told.referenced.toLocaleString("en")} in use · ${told.cached.toLocaleString("en")} cached · ${free.toLocaleString("en")} free`;
+    const words = `${prefix}${told.referenced.toLocaleString("en")} in use · ${told.cached.toLocaleString("en")} cached · ${free.toLocaleString("en")} free${size < told.blocks ? `, ${(told.blocks - size).toLocaleString("en")} of them not drawn` : ""}`;
     if (count.textContent !== words) count.textContent = words;
   }
   drawn.frames++;
@@ -122,17 +134,17 @@ function drawLists(frame) {
   showRequests(find("request-list"), find("requests-count"), frame.rest, colours, selected?.kind === "request" ? selected.serial : null,
     (one) => select({ kind: "request", ...one }));
   showKeyedTiers(find("keyed"), find("keyed-list"), frame.rest.more.tiers ?? [], colours);
-  showEvents(find("event-list"), find("events-count"), frame.rest.events, store.numEvents);
+  showEvents(find("event-list"), find("events-count"), frame.rest.events, store.numEvents, tierName);
   for (const flow of document.querySelectorAll(".flow")) showFlow(flow, store.frames, place());
   const told = frame.rest.tree;
   tree.show(told, frame.rest.tenants, selected, () => runsOf(told));
-  find("tree-count").textContent = told ? `${told.numRuns.toLocaleString("en")} runs${told.numRuns > told.number.length ? `, the ${told.number.length} nearest to the top` : ""}` : "";
+  find("tree-count").textContent = told ? `${many(told.numRuns, "run")}${told.numRuns > told.number.length ? `, the ${told.number.length} nearest to the top` : ""}` : "";
   if (paused !== null || performance.now() - chartsDrawn > CHARTS_EVERY) {
     chartsDrawn = performance.now();
     charts.show(store.frames, place());
   }
   drawLegend(frame.rest.tenants);
-  if (selected?.kind === "request" || (selected?.kind === "block" && paused !== null)) drawDetails();
+  if (selected && (selected.kind !== "block" || paused !== null || performance.now() - asked > ASK_EVERY)) drawDetails();
   drawTime();
   const perFrame = drawn.milliseconds / Math.max(drawn.frames, 1);
   find("cost").textContent = `${(drawn.stamps.length / 2).toFixed(0)} frames/s, ${perFrame.toFixed(1)} ms each` + (skipped ? `, ${skipped} skipped` : "");
@@ -173,8 +185,9 @@ function litBlocks(frame) {
   if (selected.kind === "request") {
     const tables = tablesOf(frame.rest, selected.serial);
     const row = frame.rest.sequences.find(([serial]) => serial === selected.serial);
+    if (!row) return null; // it has ended and holds nothing
     const groups = about.group_pools ?? [0];
-    tables.forEach((pairs, group) => add(`${row?.[3] ? "HOST" : "GPU"}/${groups[group] ?? 0}`, pairs));
+    tables.forEach((pairs, group) => add(`${row[3] ? "HOST" : "GPU"}/${groups[group] ?? 0}`, pairs));
   } else {
     const told = frame.rest.tree;
     for (const run of runsOf(told) ?? []) {
@@ -218,10 +231,12 @@ async function drawDetails() {
   }
   if (selected.kind === "request") {
     const tables = tablesOf(frame.rest, selected.serial);
-    const row = frame.rest.sequences.find(([serial]) => serial === selected.serial);
+    const live = frame.rest.sequences.find(([serial]) => serial === selected.serial);
+    const row = live ?? selected.last; // what was last known of it
+    selected.last = row;
     target.replaceChildren(
       element("h3", { textContent: `Request ${selected.name}` }),
-      row ? facts([["tenant", frame.rest.tenants[row[2]]], ["prompt", `${row[4]} tokens`], ["from the cache", `${row[5]} tokens`], ["written", `${row[6]} tokens`],
+      row ? facts([["state", live ? (row[3] ? "swapped" : row[6] < row[4] ? "prefill" : "decode") : "ended"], ["tenant", frame.rest.tenants[row[2]]], ["prompt", many(row[4], "token")], ["from the cache", many(row[5], "token")], ["written", many(row[6], "token")],
         ["places", row[7]], ...tables.map((pairs, group) => [tables.length > 1 ? `table ${group}` : "block table", element("code", { textContent: tableWords(pairs) })])])
         : element("p", { className: "hint", textContent: "It has ended." }));
     return;
@@ -233,7 +248,7 @@ async function drawDetails() {
       run < 0 ? element("p", { className: "hint", textContent: "It is not cached any more." })
         : facts([["tenant", frame.rest.tenants[told.tenant[run]]], ["begins at", `token ${told.start[run] * about.block_size}`], ["blocks", told.blocks[run]],
           ["with what follows", many(told.weight[run], "block")], ["continued by", many(told.children[run].length, "run")], ["used again", many(told.hits[run], "time")],
-          ["priority", told.priority[run]], ["tier", TIER_NAMES[TIERS[told.flags[run] & 3]]],
+          ["priority", told.priority[run]], ["tier", tierName(TIERS[told.flags[run] & 3])],
           ["now", [told.flags[run] & 8 ? "read by a request" : "idle", told.flags[run] & 4 ? "pinned" : ""].filter(Boolean).join(", ")],
           ["block ids", element("code", { textContent: tableWords(told.ids.subarray(2 * told.idsAt[run], 2 * told.idsAt[run + 1])) })]]));
     return;
@@ -241,12 +256,13 @@ async function drawDetails() {
   const { name, pool, tier, id } = selected;
   const here = blocks().get(name);
   const words = describe(here.low[id], here.high[id], frame.now, frame.rest.tenants);
-  const head = element("h3", { textContent: `Block ${id} on ${TIER_NAMES[tier]}` });
+  const head = element("h3", { textContent: `Block ${id} on ${tierName(tier)}` });
   if (paused !== null) {
     const holders = frame.rest.sequences.filter(([serial]) => tablesOf(frame.rest, serial).some((pairs) => maskOf(pairs, here.high.length)[id]));
     target.replaceChildren(head, facts([["then", words], ["held by", holders.map((row) => row[1]).join(", ")]]));
     return;
   }
+  asked = performance.now();
   const answer = await fetch(path("block", { pool, tier, id }), { headers: headers() });
   const told = await answer.json();
   if (selected?.kind !== "block" || selected.id !== id || selected.name !== name) return;
@@ -351,6 +367,7 @@ function hello(told) {
   const models = told.models ?? [];
   find("model-choice").hidden = models.length < 2;
   find("model").replaceChildren(...models.map((name) => element("option", { value: name, textContent: name, selected: name === told.model })));
+  find("from-device").textContent = tierName("GPU");
   chat.offer(Boolean(told.chat));
 }
 

@@ -1,12 +1,13 @@
 // The lists beside the grid: figures, requests, what is selected, events, and the flow between tiers.
 
-import { earlierOf, perSecond, rate, short } from "/view/charts.js";
+import { earlierOf, generatedRate, perSecond, rate, short } from "/view/charts.js";
 import { eachId } from "/view/store.js";
 
 const MOST_ROWS = 80;
 const MOST_EVENTS = 40;
 
-export const many = (count, word) => `${short(count)} ${word}${count === 1 ? "" : "s"}`;
+export const plural = (count, word) => `${word}${count === 1 ? "" : "s"}`;
+export const many = (count, word) => `${short(count)} ${plural(count, word)}`;
 
 export function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -15,7 +16,7 @@ export function element(name, properties = {}, ...children) {
 }
 
 export function showTiles(list, frames, place) {
-  const frame = frames[place], earlier = frames[Math.max(0, place - 100)];
+  const frame = frames[place], earlier = earlierOf(frames, place, 100);
   const counts = frame.rest.counts;
   const gpu = frame.rest.pools.filter((pool) => pool.tier === "GPU");
   const sum = (field) => gpu.reduce((total, pool) => total + pool[field], 0);
@@ -23,12 +24,15 @@ export function showTiles(list, frames, place) {
   const all = { rest: { counts: Object.fromEntries(Object.keys(counts).map((name) => [name, 0])) } };
   const recent = rate(frame, earlier), ever = rate(frame, all);
   const waiting = frame.rest.more.num_waiting;
+  const prompts = short(perSecond(frame, earlier, (c) => c.prompt_tokens));
   const tiles = [
     [recent === undefined ? "–" : `${recent.toFixed(0)} %`, "of prompts from the cache", ever === undefined ? "" : `${ever.toFixed(0)} % since the start`],
-    [`${((100 * sum("referenced")) / Math.max(sum("blocks"), 1)).toFixed(0)} %`, "of the GPU blocks in use", `${short(sum("referenced"))} of ${short(sum("blocks"))}`],
-    [short(sum("cached")), "blocks cached", `${short(sum("pinned"))} pinned`],
-    [short(frame.rest.numSequences), "requests running", waiting === undefined ? "" : `${short(waiting)} waiting`],
-    [short(perSecond(frame, earlier, (c) => c.prompt_tokens)), "prompt tokens a second", `${short(counts.requests)} requests so far`],
+    [`${((100 * sum("referenced")) / Math.max(sum("blocks"), 1)).toFixed(0)} %`, "of the blocks in use", `${short(sum("referenced"))} of ${short(sum("blocks"))}`],
+    [short(sum("cached")), plural(sum("cached"), "cached block"), `${short(sum("pinned"))} pinned`],
+    [short(frame.rest.numSequences), `${plural(frame.rest.numSequences, "request")} running`, waiting === undefined ? "" : `${short(waiting)} waiting`],
+    frame.rest.more.generated === undefined
+      ? [prompts, "prompt tokens a second", `${many(counts.requests, "request")} so far`]
+      : [short(generatedRate(frame, earlier)), "tokens generated a second", `${prompts} prompt tokens a second`],
     [short(perSecond(frame, earlier, evicted)), "blocks evicted a second", `${short(evicted(counts))} so far`],
   ];
   fillTiles(list, tiles);
@@ -128,7 +132,7 @@ export function showRequests(list, count, rest, colours, chosen, choose) {
     return element("li", {}, button);
   }, (row, one) => {
     row.request = one;
-    const look = [one.colour, one.state, one.prompt, one.written, one.cached, one.reserved, one.seconds, longest, chosen === one.serial].join();
+    const look = [one.name, one.colour, one.state, one.prompt, one.written, one.cached, one.reserved, one.seconds, longest, chosen === one.serial].join();
     if (row.look === look) return; // most of them, most of the time
     row.look = look;
     const [swatch, name, badge, tokens, bar] = row.firstChild.children;
@@ -138,7 +142,7 @@ export function showRequests(list, count, rest, colours, chosen, choose) {
     name.textContent = one.name;
     badge.textContent = one.state;
     badge.className = `badge ${one.state}`;
-    tokens.textContent = one.state === "waiting" ? `${short(one.prompt)} tokens, ${one.seconds} s` : `${short(one.written)} tokens, ${short(one.cached)} cached`;
+    tokens.textContent = one.state === "waiting" ? `${many(one.prompt, "token")}, ${one.seconds} s` : `${many(one.written, "token")}, ${short(one.cached)} cached`;
     const cached = Math.min(one.cached, one.written);
     bar.children[0].style.width = part(cached);
     bar.children[1].style.width = part(one.written - cached);
@@ -146,13 +150,13 @@ export function showRequests(list, count, rest, colours, chosen, choose) {
   });
 }
 
-export function showEvents(list, count, events, total) {
+export function showEvents(list, count, events, total, tierName) {
   count.textContent = total ? `${short(total)} so far` : "none yet";
   const words = (event) => {
-    const blocks = event.blocks === undefined ? "" : `${event.blocks} block${event.blocks === 1 ? "" : "s"}`;
-    if (event.kind === "stored") return `${blocks} on ${event.tier}${event.tenant ? ` for ${event.tenant}` : ""}`;
-    if (event.kind === "removed") return `${blocks} from ${event.tier}, ${event.reason}`;
-    if (event.tiers) return `${blocks} ${event.tiers[0]} → ${event.tiers[1]}`;
+    const blocks = event.blocks === undefined ? "" : many(event.blocks, "block");
+    if (event.kind === "stored") return `${blocks} on ${tierName(event.tier)}${event.tenant ? ` for ${event.tenant}` : ""}`;
+    if (event.kind === "removed") return `${blocks} from ${tierName(event.tier)}, ${event.reason}`;
+    if (event.tiers) return `${blocks} ${tierName(event.tiers[0])} → ${tierName(event.tiers[1])}`;
     if (event.priorities) return `${blocks} priority ${event.priorities[0]} → ${event.priorities[1]}`;
     return "pools were made or resized";
   };

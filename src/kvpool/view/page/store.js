@@ -140,7 +140,13 @@ function unpackTree(told) {
   tree.children = Array.from({ length: count }, () => []);
   tree.weight = Float64Array.from(tree.blocks);
   for (let run = count - 1; run >= 0; run--) if (tree.parent[run] >= 0) tree.weight[tree.parent[run]] += tree.weight[run];
-  for (let run = 0; run < count; run++) if (tree.parent[run] >= 0) tree.children[tree.parent[run]].push(run);
+  const level = new Uint32Array(count); // rows below the scope
+  tree.depth = 0;
+  for (let run = 0; run < count; run++) {
+    if (tree.parent[run] >= 0) tree.children[tree.parent[run]].push(run);
+    level[run] = tree.parent[run] >= 0 ? level[tree.parent[run]] + 1 : 1;
+    tree.depth = Math.max(tree.depth, level[run] + 1);
+  }
   return tree;
 }
 

@@ -18,7 +18,7 @@ export function status(text, ok) {
 // Asks for the key, which stays in this tab.
 export function askForKey(message) {
   const dialog = document.getElementById("key-dialog");
-  document.getElementById("key-problem").textContent = message;
+  document.getElementById("key-problem").textContent = sessionStorage.getItem(KEY) ? message : ""; // no key was wrong yet
   dialog.showModal();
   return new Promise((done) => dialog.addEventListener("close", () => {
     sessionStorage.setItem(KEY, document.getElementById("key").value);

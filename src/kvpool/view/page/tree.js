@@ -1,5 +1,7 @@
 // The prefix tree as a flame graph: a run is as wide as what it and its continuations hold, its children stand below it.
 
+import { many } from "/view/panels.js";
+
 const ROW = 22;
 const MOST_ROWS = 14;
 
@@ -29,6 +31,9 @@ export class Tree {
     if (this.look?.every((part, place) => part === look[place])) return;
     if (tree !== this.tree) this.cursor = Math.min(this.cursor, tree ? tree.number.length - 1 : -1);
     Object.assign(this, { look, tree, tenants, chosen: selected?.kind === "run" ? runs() : null });
+    const rows = Math.max(3, Math.min(MOST_ROWS, tree?.depth ?? 0)); // scopes are the first
+    this.canvas.style.height = `${rows * ROW}px`;
+    this.height = rows * ROW;
     this.draw();
   }
 
@@ -109,7 +114,7 @@ export class Tree {
     }
     context.globalAlpha = faded ? 0.35 : 1;
     if (width > 34) {
-      const words = run < 0 ? this.tenants[scope.tenant] || "no tenant" : `${tree.blocks[run]}${width > 80 ? " blocks" : ""}`;
+      const words = run < 0 ? this.tenants[scope.tenant] || "no tenant" : width > 80 ? many(tree.blocks[run], "block") : `${tree.blocks[run]}`;
       context.fillStyle = "#fff";
       context.save();
       context.beginPath();
