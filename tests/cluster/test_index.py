@@ -289,6 +289,27 @@ def held(index: ClusterIndex) -> set[int]:
     return {token for token in range(30) if "n" in index.match([token] * SIZE)}
 
 
+@pytest.mark.parametrize("can_replay", [True, False])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_given_a_connection_that_broke_then_only_a_node_that_started_again_counts_as_a_restart(
+    can_replay: bool, is_new: bool
+) -> None:
+    feed = NodeFeed(ClusterIndex(16), "a", can_replay=can_replay)
+    for number in range(3):
+        feed.live(number, WireBatch(float(number), [], None))
+    feed.start_over()
+    feed.start_over()  # the proxy does so, too, when the node is ready again
+    sent = [(0, 10.0), (1, 11.0)] if is_new else [(0, 0.0), (1, 1.0), (2, 2.0)]
+    if can_replay:
+        for number, stamp in sent:
+            feed.replayed(number, WireBatch(stamp, [], None))
+        feed.replay_ended()
+    following = len(sent) if can_replay or not is_new else 0
+    feed.live(following, WireBatch(12.0, [], None))
+    feed.live(following + 1, WireBatch(13.0, [], None))
+    assert feed.stats.num_restarts == is_new
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_given_lost_repeated_and_late_messages_restarts_and_clocks_that_jump_then_the_index_ends_right(
     seed: int,

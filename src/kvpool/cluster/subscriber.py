@@ -55,6 +55,7 @@ class NodeFeed:
         self._stamps: OrderedDict[int, float] = OrderedDict()
         self._waiting: list[tuple[int, WireBatch]] | None = None  # messages that came during a replay
         self._attempts = 0
+        self._before: tuple[int, dict[int, float]] | None = None  # next number and stamps when it started over
         self._num_applied = self._num_duplicates = self._num_lost = self._num_gaps = self._num_restarts = 0
         index.add_node(node)
 
@@ -91,12 +92,18 @@ class NodeFeed:
             return
         if number > expected and not is_snapshot:
             self._lose(number - expected)
+        if self._before is not None and not is_snapshot:
+            stamp = self._before[1].get(number)
+            if stamp is not None and stamp != batch.timestamp:  # another message has this number now
+                self._num_restarts += 1
+                self._before = None
         self._apply(number, batch)
 
     def replay_ended(self) -> None:
         """The replay is over, complete or not."""
         waiting, self._waiting = self._waiting or [], None
         self._attempts += 1
+        self._compare()
         for number, batch in waiting:
             if self._waiting is None and self._next is not None and number < self._next:
                 self._num_duplicates += 1
@@ -112,6 +119,8 @@ class NodeFeed:
     def start_over(self) -> None:
         """The connection broke or the node is gone: forgets its blocks until it announces them again."""
         self._index.clear_node(self._node)
+        if self._next is not None:
+            self._before = (self._next, dict(self._stamps))
         self._next = None
         self._stamps.clear()
         self._waiting = [] if self._can_replay else None
@@ -126,6 +135,14 @@ class NodeFeed:
         self._stamps[number] = batch.timestamp
         if len(self._stamps) > _REMEMBERED:
             self._stamps.popitem(last=False)
+        if self._waiting is None:
+            self._compare()
+
+    def _compare(self) -> None:
+        """After it started over: numbers that are lower than before are those of a node that started again."""
+        if self._before is not None and self._next is not None:
+            self._num_restarts += self._next < self._before[0]
+            self._before = None
 
     def _again(self, number: int, batch: WireBatch) -> None:
         """A message number came again: it is the same message, or the node started again."""
