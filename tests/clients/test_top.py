@@ -85,3 +85,9 @@ def test_given_two_looks_then_the_screen_tells_rates() -> None:
     text = shown(read_metrics(later, at=3.0), read_metrics(TEXT, at=1.0))
     assert "100.0 tokens" in text
     assert "no prompts" in text
+
+
+def test_given_several_models_then_a_quantile_is_that_of_all_their_requests() -> None:
+    rows = [("a", "0.1", 4), ("a", "+Inf", 4), ("b", "0.1", 0), ("b", "+Inf", 4)]
+    text = "".join(f'h_bucket{{le="{bound}",model="{model}"}} {count}\n' for model, bound, count in rows)
+    assert read_metrics(text, at=0.0).quantile("h", 0.5) == pytest.approx(0.1)

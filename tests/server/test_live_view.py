@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from live import openai_client
+from live import openai_client, until
 
 from kvpool import ReuseScope
 from kvpool.engine import SamplingParams
@@ -81,14 +81,31 @@ def test_given_keys_when_somebody_else_than_an_administrator_looks_then_it_is_re
 def test_given_a_stream_when_a_request_was_answered_then_its_blocks_and_latencies_are_told(
     live: Live, client: Any
 ) -> None:
-    client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=4)
+    usage = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=4).usage
     mirror = Mirror()
     hello = read_until(live, mirror, lambda: bool(mirror.rest.get("more", {}).get("latency")))
     assert (hello["model"], hello["models"], hello["chat"]) == ("tiny", ["tiny"], True)
+    assert hello["device"] == "CPU"
+    assert mirror.rest["more"]["generated"] == usage.completion_tokens
     assert mirror.rest["pools"][0]["cached"] >= 5
     assert mirror.rest["more"]["waiting"] == []
     assert len(mirror.rest["more"]["latency"]["first_token_ms"]) == 2
     live.app.state.server.views._hubs["tiny"].close()
+
+
+def test_given_requests_with_and_without_a_session_then_each_is_named_as_its_client_named_it(live: Live) -> None:
+    asked = {"prompt": "w1 w2 w3", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with (
+        httpx.stream("POST", f"{live.url}/v1/completions", json={**asked, "session_id": "talk-7"}) as first,
+        httpx.stream("POST", f"{live.url}/v1/completions", json=asked, headers={"x-request-id": "mine"}) as second,
+    ):
+        assert (first.status_code, second.status_code) == (200, 200)
+        mirror = Mirror()
+        read_until(live, mirror, lambda: len(mirror.rest.get("sequences", ())) == 2)
+        assert sorted(row[1] for row in mirror.rest["sequences"]) == ["mine", "talk-7"]
+    live.app.state.server.views._hubs["tiny"].close()
+    model = next(iter(live.app.state.server.models.values()))
+    until(lambda: not model.names)
 
 
 def test_given_a_prompt_that_is_cached_when_the_chat_box_asks_then_its_pieces_and_their_tiers_are_told(

@@ -76,3 +76,26 @@ def test_given_keys_then_top_is_told_one(serve: Callable[..., Live], capsys: Any
     assert main(["top", "--once", "--url", live.url, "--key", "sk-root"]) == 0
     monkeypatch.setenv("KVPOOL_API_KEY", "sk-root")
     assert main(["top", "--once", "--url", live.url]) == 0
+
+
+def test_given_a_restart_then_tokens_from_disk_are_told_and_counted_as_such(tmp_path: Path, capsys: Any) -> None:
+    from kvpool.cli import main
+    from kvpool.engine import Engine
+    from kvpool.server import ServedModel, create_app
+
+    asked = {"prompt": " ".join(f"w{number}" for number in range(40, 61)), "max_tokens": 2}
+    options: dict[str, Any] = {"tokenizer": word_tokenizer(), "device": "cpu", "kv_blocks": 32, "block_size": 4}
+    told = []
+    for _ in range(2):
+        with Engine(tiny_model("llama"), **options, disk=str(tmp_path), tier_timeout=30.0) as engine:
+            live = Live(create_app([ServedModel("tiny", engine)]))
+            told.append(call(live, "/v1/cache/query", {"prompt": asked["prompt"]}))
+            call(live, "/v1/completions", asked)
+            assert main(["top", "--once", "--url", live.url]) == 0
+            hits = engine.stats().cache
+            live.stop()
+    assert told[0] == {"prompt_tokens": 21, "cached_tokens": 0, "tiers": {}}
+    assert told[1] == {"prompt_tokens": 21, "cached_tokens": 20, "tiers": {"DISK": 20}}
+    assert hits.hit_tokens == {"GPU": 0, "HOST": 0, "DISK": 20, "REMOTE": 0}
+    assert hits.hit_blocks == {"GPU": 0, "HOST": 0, "DISK": 5, "REMOTE": 0}
+    assert "95.2% of prompt tokens   20 from DISK" in capsys.readouterr().out

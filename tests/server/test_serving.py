@@ -18,10 +18,10 @@ import pytest
 from live import Live, access, call, openai_client, refusal, until
 
 from kvpool import ReuseHint
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, NeverFitsError, OutOfBlocksError, PinBudgetError
 from kvpool.server import Access, Caller, Limits
 from kvpool.server.auth import CacheShare, new_key
-from kvpool.server.errors import Problem
+from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
 from kvpool.version import __version__
 
@@ -399,13 +399,46 @@ def test_given_as_many_pins_as_a_tenant_may_have_then_the_next_is_refused(serve:
 # --- what an operator reads -------------------------------------------------------------------------------------------
 
 
+def test_given_a_lack_of_room_then_a_tenant_learns_nothing_of_the_others(caplog: Any) -> None:
+    errors = [
+        NeverFitsError("request 8 can never run: it needs 90 blocks, 64 in all"),
+        OutOfBlocksError("a request needs 9 blocks; 2 of 64 are free"),
+        PinBudgetError("pinning 8 more tokens would exceed max_pinned_tokens=100 (96 are pinned)"),
+    ]
+    with caplog.at_level("INFO", "kvpool"):
+        told = [str(problem_of(error)) for error in errors]
+    assert not any(character.isdigit() for character in "".join(told))
+    assert [str(error) in caplog.text for error in errors] == [True] * 3
+
+
+def test_given_requests_that_end_before_their_first_token_then_no_whole_request_is_quicker_than_its_first_token(
+    serve: Callable[..., Live], capsys: Any
+) -> None:
+    from kvpool.cli import main
+
+    live = serve()
+    client = openai_client(live)
+    for _ in range(3):
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
+        refusal(live, "/v1/completions", {"prompt": [1] * 600, "max_tokens": 200})
+    client.completions.create(model="tiny", prompt=[PROMPT, PROMPT], max_tokens=2)
+    text = call(live, "/metrics")
+    assert 'kvpool_first_token_seconds_count{model="tiny"} 4.0' in text, "one for each request of a client"
+    assert 'kvpool_request_seconds_count{model="tiny"} 4.0' in text
+    assert 'kvpool_requests_ended_total{model="tiny",outcome="completed"} 4.0' in text
+    assert main(["top", "--once", "--url", live.url]) == 0
+    rows = {row[:14].strip(): row[14:].split() for row in capsys.readouterr().out.splitlines()}
+    assert int(rows["first token"][0]) <= int(rows["whole request"][0])
+    client.close()
+
+
 def test_given_traffic_then_the_metrics_tell_of_it(client: Any, live: Live) -> None:
     for _ in range(2):
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
     text = call(live, "/metrics")
-    assert "kvpool_generated_tokens_total 6.0" in text
-    assert "kvpool_first_token_seconds_count 2.0" in text
-    assert "kvpool_queue_seconds_count 2.0" in text
+    assert 'kvpool_generated_tokens_total{model="tiny"} 6.0' in text
+    assert 'kvpool_first_token_seconds_count{model="tiny"} 2.0' in text
+    assert 'kvpool_queue_seconds_count{model="tiny"} 2.0' in text
     assert 'kvpool_hit_tokens_total{model="tiny",tier="GPU"}' in text
     assert 'kvpool_blocks{model="tiny",pool="0",state="free",tier="GPU"}' in text
     from prometheus_client.parser import text_string_to_metric_families
@@ -427,7 +460,7 @@ def test_given_a_key_with_as_many_requests_as_it_may_have_then_it_is_refused_and
     with gate.passed("a"), gate.passed("a"):
         with pytest.raises(Problem, match="this key has 2 requests under way"), gate.passed("a"):
             pass
-        with gate.passed("b", 2), pytest.raises(Problem, match="4 requests are under way"), gate.passed("c"):
+        with gate.passed("b", 2), pytest.raises(Problem, match="no more requests now"), gate.passed("c"):
             pass
     with gate.passed("a", 2):
         assert gate.under_way == 2

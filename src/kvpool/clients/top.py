@@ -9,6 +9,7 @@ import asyncio
 import math
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,6 +38,7 @@ _STATES = (
 _TIMES = (("first token", "kvpool_first_token_seconds"), ("between tokens", "kvpool_between_tokens_seconds"))
 _SHORT = {"referenced": "used"}
 BAR_WIDTH = 24
+_MINUTE = 60.0  # over shorter times, requests that end and requests that begin are hardly the same
 
 
 @dataclass
@@ -73,9 +75,10 @@ class Scrape:
 
     def quantile(self, histogram: str, share: float) -> float | None:
         """The quantile `share` of a histogram, from its buckets; None if it has no observations."""
-        buckets = sorted(
-            (_bound(labels), count) for labels, count in self.samples.get(f"{histogram}_bucket", {}).items()
-        )
+        counts: defaultdict[float, float] = defaultdict(float)  # over all models
+        for labels, count in self.samples.get(f"{histogram}_bucket", {}).items():
+            counts[_bound(labels)] += count
+        buckets = sorted(counts.items())
         if not buckets or not buckets[-1][1]:
             return None
         wanted = share * buckets[-1][1]
@@ -119,26 +122,30 @@ def top(
 ) -> None:
     """Watch a running server: its blocks, requests, reuse and latencies. Ctrl-C ends it.
 
-    Rates and percentiles are those since the last refresh; with --once, since the server started.
+    Rates are those since the last refresh, percentiles those of the last minute; with --once, since the server started.
     """
     from rich.console import Console
     from rich.live import Live
 
     endpoint = Endpoint.at(url, key=key)
-    look, before = _look(endpoint), None
+    look = _look(endpoint)
     if once:
         Console().print(screen(url, look, None))
         return
+    looks = deque([look])
     with Live(screen(url, look, None), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(interval)
                 trouble = ""
                 try:
-                    before, look = look, _look(endpoint)
+                    looks.append(_look(endpoint))
                 except InvalidArgumentError as error:
                     trouble = str(error)
-                live.update(screen(url, look, before, trouble), refresh=True)
+                while looks[-1].at - looks[0].at > _MINUTE and len(looks) > 2:
+                    looks.popleft()
+                before = looks[-2] if len(looks) > 1 else None
+                live.update(screen(url, looks[-1], before, trouble, looks[0]), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -157,12 +164,16 @@ def _look(endpoint: Endpoint) -> Scrape:
     return look
 
 
-def screen(url: str, look: Scrape, before: Scrape | None, trouble: str = "") -> Any:
-    """The text of one screen. Rates are those since the last refresh, or since the start for the first one."""
+def screen(url: str, look: Scrape, before: Scrape | None, trouble: str = "", longer_ago: Scrape | None = None) -> Any:
+    """The text of one screen. Rates are those since the look `before`, percentiles those since `longer_ago`.
+
+    Without a look before, both are those since the server started.
+    """
     recent = look if before is None else look.since(before)
+    longer = recent if before is None or longer_ago is None else look.since(longer_ago)
     head = Text.assemble((f"kvpool top  {url}", "bold"), (f"   {trouble}", "bold red"))
     return Group(
-        head, Text(), _memory(look), Text(), _requests(look, recent, before is not None), Text(), _latencies(recent)
+        head, Text(), _memory(look), Text(), _requests(look, recent, before is not None), Text(), _latencies(longer)
     )
 
 
@@ -198,7 +209,7 @@ def _requests(look: Scrape, recent: Scrape, is_recent: bool) -> Table:
     states = {state: look.total("kvpool_sequences", state=state) for state in ("running", "waiting", "swapped")}
     table.add_row("sequences", "   ".join(f"{count:,.0f} {state}" for state, count in states.items()))
     seconds = recent.at if is_recent and recent.at > 0 else None
-    tokens, requests = recent.total("kvpool_generated_tokens_total"), recent.total("kvpool_request_seconds_count")
+    tokens, requests = recent.total("kvpool_generated_tokens_total"), recent.total("kvpool_requests_ended_total")
     if seconds is None:
         table.add_row("since the start", f"{tokens:,.0f} tokens   {requests:,.0f} requests")
     else:

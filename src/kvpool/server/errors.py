@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvpool.errors import (
     PinBudgetError,
     SequenceStateError,
 )
+
+log = logging.getLogger("kvpool")
 
 
 class Problem(Exception):
@@ -52,13 +55,23 @@ class Problem(Exception):
 
 
 def problem_of(error: KVPoolError) -> Problem:
-    """The `Problem` for an error of the library: a mistake of the caller, a lack of room, or a fault of the server."""
+    """The `Problem` for an error of the library: a mistake of the caller, a lack of room, or a fault of the server.
+
+    How full the server is, and how large, goes to the log only: one tenant is told nothing of the others.
+    """
     if isinstance(error, NeverFitsError):
-        return Problem(400, str(error), code="context_length_exceeded")
+        log.info("a request was refused: %s", error)
+        words = "the prompt and its answer need more memory than this server has: shorten the prompt or ask for fewer tokens"
+        return Problem(400, words, code="context_length_exceeded")
     if isinstance(error, (InvalidArgumentError, ConfigError)):
         return Problem(400, str(error), code="invalid_value")
-    if isinstance(error, (OutOfBlocksError, PinBudgetError)):
-        return Problem(429, str(error), code="out_of_memory", retry_after=1)
+    if isinstance(error, PinBudgetError):
+        log.info("a pin was refused: %s", error)
+        words = "this server keeps no more pinned tokens: end a pin, or try again later"
+        return Problem(429, words, code="out_of_memory", retry_after=1)
+    if isinstance(error, OutOfBlocksError):
+        log.info("a request was refused: %s", error)
+        return Problem(429, "this server has no memory for that now: try again", code="out_of_memory", retry_after=1)
     if isinstance(error, SequenceStateError):
         return Problem(503, str(error), code="unavailable", retry_after=5)
     return Problem(500, str(error), code="failed")

@@ -17,9 +17,9 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import Writer
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
+from kvpool.server.latencies import Latencies, RequestMeter
 from kvpool.server.limits import Gate
-from kvpool.server.metrics import Latencies
-from kvpool.server.parameters import pins_of, request_options
+from kvpool.server.parameters import pins_of, request_options, session_of
 from kvpool.server.pins import TenantPins
 from kvpool.server.schema import Sampling
 from kvpool.server.served_model import LiveRequest, ServedModel
@@ -57,9 +57,11 @@ class Exchange:
         self._pins = context.pins
         self._tracing = context.tracing
         self._trace: RequestTrace | None = None
+        self._meter: RequestMeter | None = None
         self._trouble = ""  # why it ended early
         self._answer = answer
         self._headers: dict[str, str] = {}
+        self._name = session_of(body, request.headers) or request.state.id
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
@@ -85,14 +87,14 @@ class Exchange:
             await self._pins.check_room(self._caller.tenant)
         self._enter(self._gate.passed(self._caller.key, len(prompts)))
         try:
-            self._enter(self._latencies.request())
+            self._meter = self._latencies.begin(self._model.base_name, self._caller.tenant)
             if self._tracing is not None:
                 request, path = self._request, self._request.url.path
                 names = (request.state.id, self._model.name, self._caller.tenant)
                 self._trace = self._tracing.begin(request.headers, f"POST {path}", *names)
             await self._model.scope(self._caller.tenant, "")  # reads an adapter's files outside of the event loop
             for prompt in prompts:
-                self._running.append(self._model.start(prompt, params, **options))
+                self._running.append(self._model.start(prompt, params, self._name, **options))
             if self._body.stream:
                 parts = self._events()
                 first = await anext(parts)  # an error before the first part still gets an HTTP status
@@ -100,7 +102,7 @@ class Exchange:
                 return EventStream(self._after(first, parts), self._leave, seconds, self._headers)
             result = await unless_gone(self._request, self._whole())
         except BaseException as error:
-            self._trouble = str(error) or type(error).__name__
+            self._trouble = _in_full(error)
             self._leave()
             raise
         self._leave()
@@ -111,10 +113,13 @@ class Exchange:
 
     def _leave(self) -> None:
         """The answer is complete, or the client has left: cancels what still runs."""
+        generations = [running.generation for running in self._running]
+        is_over = all(generation.is_over for generation in generations)
+        if self._meter is not None:
+            self._meter.end(generations, "failed" if self._trouble else "completed" if is_over else "left")
+            self._meter = None
         if self._trace is not None:
-            is_over = all(running.generation.is_over for running in self._running)
-            trouble = self._trouble or ("" if is_over else "the client left")
-            self._trace.end([running.generation for running in self._running], trouble)
+            self._trace.end(generations, self._trouble or ("" if is_over else "the client left"))
             self._trace = None
         for running in self._running:
             running.cancel()
@@ -140,7 +145,8 @@ class Exchange:
         """New tokens of a request arrived."""
         if running.last is None and self._body.retention:
             await self._pin(running)
-        seconds = self._latencies.tokens(running, news)
+        assert self._meter is not None
+        seconds = self._meter.tokens(running, news)
         if self._trace is not None and seconds is not None:
             self._trace.step(seconds)
 
@@ -168,9 +174,14 @@ class Exchange:
                 first = number * self._body.n
                 yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
         except Problem as problem:
-            self._trouble = str(problem)
+            self._trouble = _in_full(problem)
             raise
         yield self._answer.end([running.generation for running in self._running])
+
+
+def _in_full(error: BaseException) -> str:
+    """What went wrong, for the operator, with what the client is not told."""
+    return str(error.__cause__ or error) or type(error).__name__
 
 
 async def _merged(running: Sequence[LiveRequest]) -> AsyncIterator[tuple[int, list[Chunk]]]:

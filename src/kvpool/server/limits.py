@@ -60,12 +60,7 @@ class Gate:
         if self.is_draining:
             raise Problem(503, "the server is shutting down; ask another one", code="draining", retry_after=5)
         if self.under_way + prompts > self.limits.requests:
-            raise Problem(
-                429,
-                f"{self.under_way} requests are under way, and the limit is {self.limits.requests}",
-                code="busy",
-                retry_after=1,
-            )
+            raise Problem(429, "this server takes no more requests now: try again", code="busy", retry_after=1)
         if self._by_key[key] + prompts > self.limits.requests_per_key:
             raise Problem(
                 429,

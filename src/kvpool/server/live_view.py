@@ -9,16 +9,16 @@ from typing import Any
 
 from starlette.responses import Response
 
-from kvpool.config import Tier
-from kvpool.engine.engine import Engine
 from kvpool.errors import KVPoolError
 from kvpool.server.auth import Caller
+from kvpool.server.cache_routes import cached_tokens
 from kvpool.server.completions import named_tokens
 from kvpool.server.errors import Problem, problem_of
+from kvpool.server.latencies import Latencies, ModelLatencies
 from kvpool.server.limits import Gate
-from kvpool.server.metrics import Latencies
 from kvpool.server.schema import CacheQuery
-from kvpool.server.served_model import ServedModel
+from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.view.frames import MAX_NAME
 from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
 from kvpool.view.tier_rows import tier_row
@@ -39,8 +39,14 @@ class LiveViews:
             model.name: Hub(
                 model.engine.manager,
                 title=model.name,
-                more=_EngineStatus(model.engine, latencies),
-                about={"model": model.name, "models": names, "chat": model.engine.tokenizer is not None},
+                more=_EngineStatus(model, latencies.of(model.name)),
+                about={
+                    "model": model.name,
+                    "models": names,
+                    "chat": model.engine.tokenizer is not None,
+                    "device": "CPU" if model.engine.plane.device.type == "cpu" else "GPU",
+                },
+                name_of=model.name_of,
             )
             for model in models
         }
@@ -87,15 +93,8 @@ class LiveViews:
     async def prompt(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """The pieces of a prompt of the caller's own, and how many of the first come from which tier."""
         tokens = await named_tokens(model, body.prompt, body.messages)
-        scope = await model.scope(caller.tenant, body.cache_salt)
-        match = await asyncio.to_thread(model.engine.manager.match_prefix, tokens, scope)
-        left, tiers = match.num_tokens, []
-        parts = [*sorted(match.tokens_by_tier.items()), (Tier.GPU, match.num_partial_tokens)]
-        for tier, count in parts:
-            taken = min(count, left)
-            if taken:
-                tiers.append([tier.name, taken])
-            left -= taken
+        found = await cached_tokens(model, tokens, scope_for_tenant(caller.tenant, body.cache_salt))
+        tiers = [[tier.name, count] for tier, count in found.items()]
         pieces = await asyncio.to_thread(lambda: [model.text_of([token]) for token in tokens.tolist()])
         return {"pieces": pieces, "tiers": tiers}
 
@@ -108,8 +107,9 @@ def _require_admin(caller: Caller) -> None:
 class _EngineStatus:
     """What the page shows of an engine besides its manager: waiting requests, how long requests take, and its tiers."""
 
-    def __init__(self, engine: Engine, latencies: Latencies) -> None:
-        self._engine = engine
+    def __init__(self, model: ServedModel, latencies: ModelLatencies) -> None:
+        self._model = model
+        self._engine = model.engine
         self._latencies = latencies
         self._due = self._tiers_due = 0.0
         self._known: Mapping[str, Any] = {}
@@ -119,12 +119,14 @@ class _EngineStatus:
         if time.monotonic() >= self._due:
             waiting = self._engine.waiting()
             told = [
-                [str(one.request_id), one.tenant, one.num_tokens, round(one.seconds, 1)] for one in waiting[:_MAX_TOLD]
+                [self._model.name_of(one.request_id)[:MAX_NAME], one.tenant, one.num_tokens, round(one.seconds, 1)]
+                for one in waiting[:_MAX_TOLD]
             ]
             self._known = {
                 "waiting": told,
                 "num_waiting": len(waiting),
                 "latency": self._latencies.recent(),
+                "generated": self._latencies.num_generated,
                 "tiers": self._told_tiers(),
             }
             self._due = time.monotonic() + _ASK_SECONDS

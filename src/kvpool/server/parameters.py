@@ -89,9 +89,14 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel, dialogue: Dialogu
         raise problem_of(error) from error
 
 
+def session_of(body: Sampling, headers: Mapping[str, str]) -> str | None:
+    """The session that a request names in its body or its headers."""
+    return body.session_id or headers.get(SESSION_HEADER)
+
+
 def request_options(body: Sampling, caller: Caller, headers: Mapping[str, str]) -> dict[str, Any]:
     """Further options for the engine, besides the prompt and the parameters."""
-    session = body.session_id or headers.get(SESSION_HEADER)
+    session = session_of(body, headers)
     if session is not None and len(session) > MAX_NAME:
         raise Problem(400, f"{SESSION_HEADER} is longer than {MAX_NAME} characters", code="invalid_value")
     return {

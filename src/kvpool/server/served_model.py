@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.images import ImageSource
 from kvpool.server.tools import AnswerForm
+from kvpool.view.frames import request_name
 
 _T = TypeVar("_T")
 _SHORT = 2048  # characters or tokens; shorter texts take less than a millisecond
@@ -40,11 +41,12 @@ class ServedModel:
         image_hosts: Sequence[str] = (),
         adapter: str | None = None,
     ) -> None:
-        self.name = name
+        self.name = self.base_name = name  # the second one stays if an adapter lends its name
         self.engine = engine
         self.adapter = adapter
         self.answers = AnswerForm(engine.tokenizer, tool_parser)
         self.images = ImageSource(image_hosts)
+        self.names: dict[Hashable, str] = {}  # of running requests, for people
         self._notifier: LoopNotifier | None = None
 
     def with_adapter(self, name: str) -> ServedModel:
@@ -78,12 +80,21 @@ class ServedModel:
             raise Problem(400, f"the model {self.name!r} came without a tokenizer", code="no_tokenizer")
         return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def start(self, tokens: Prompt, params: SamplingParams, **options: Any) -> LiveRequest:
-        """Queues a request."""
+    def start(self, tokens: Prompt, params: SamplingParams, name: str = "", **options: Any) -> LiveRequest:
+        """Queues a request. The live view shows its name until it is cancelled, also if it has ended before."""
         loop = asyncio.get_running_loop()
         if self._notifier is None or self._notifier.loop is not loop:
             self._notifier = LoopNotifier(loop, self.engine)
-        return LiveRequest(self._notifier, self.engine, tokens, params, adapter=self.adapter, **options)
+        running = LiveRequest(self._notifier, self.engine, tokens, params, adapter=self.adapter, **options)
+        if name:
+            self.names[running.generation.id] = name
+            running.on_cancel = partial(self.names.pop, running.generation.id, None)
+        return running
+
+    def name_of(self, request_id: Hashable) -> str:
+        """The name of a request or of one of its sequences, as the client gave it."""
+        own, sample = request_id if isinstance(request_id, tuple) and len(request_id) == 2 else (request_id, 0)
+        return request_name((self.names.get(own, own), sample))
 
 
 class LoopNotifier:
@@ -138,6 +149,7 @@ class LiveRequest:
         self._ended = False
         self.began = time.perf_counter()
         self.last: float | None = None  # when its newest tokens came
+        self.on_cancel: Callable[[], Any] = bool
         try:
             self.generation: Generation = engine.submit(
                 tokens, params, on_chunk=self._on_chunk, on_end=self._on_end, **options
@@ -175,6 +187,7 @@ class LiveRequest:
     def cancel(self) -> None:
         """Ends it if it is not over. Its blocks are free after the current step."""
         self.generation.cancel()
+        self.on_cancel()
 
 
 def scope_for_tenant(tenant: str, salt: str) -> ReuseScope:
