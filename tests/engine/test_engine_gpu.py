@@ -94,6 +94,11 @@ def test_given_no_graphs_or_no_overlap_then_the_output_is_the_same(options: dict
     assert tokens(tiny_model("llama").to("cuda"), **options) == want
 
 
+def test_given_plain_attention_then_nothing_waits_for_flashinfer_to_compile() -> None:
+    with Engine(tiny_model("llama", hidden_size=256).to("cuda", torch.bfloat16), kv_blocks=64) as engine:
+        assert engine._loop.runner.backend.choose(engine._loop.runner.kinds[0].spec).name == "triton"
+
+
 @pytest.mark.parametrize("name", ["triton", "torch", "flashinfer"])
 def test_given_a_backend_then_bfloat16_output_follows_that_of_torch(name: str) -> None:
     if name not in [backend.name for backend in available_backends("cuda")]:

@@ -69,7 +69,6 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     graphs: ClassVar[bool] = False  # whether `reserve` works
-    plans_wait: ClassVar[bool] = False  # whether planning into buffers waits for the last plan in them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -93,7 +93,6 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     graphs = True
-    plans_wait = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
