@@ -57,7 +57,7 @@ def test_given_no_backend_that_can_do_it_then_auto_names_what_each_lacks() -> No
 
 
 def test_given_an_unknown_name_then_the_known_ones_are_listed() -> None:
-    with pytest.raises(ConfigError, match="flashinfer, triton, torch"):
+    with pytest.raises(ConfigError, match="triton, flashinfer, torch"):
         create_backend("flash", "cpu")
 
 

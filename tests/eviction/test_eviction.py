@@ -230,7 +230,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @given(steps=STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=max(10, settings().max_examples * 3 // 5), deadline=None)
 def test_policy_evicts_in_the_order_of_its_model(name: str, steps: list[tuple[str, int]]) -> None:
     world = World(make_policy(name), MODELS[name]())
     for action, number in steps:
@@ -240,7 +240,7 @@ def test_policy_evicts_in_the_order_of_its_model(name: str, steps: list[tuple[st
 
 @pytest.mark.parametrize("name", ["s3fifo", "2q", "arc", "cost"])
 @given(steps=STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=max(10, settings().max_examples * 3 // 5), deadline=None)
 def test_policy_without_a_model_never_loses_or_invents_a_candidate(name: str, steps: list[tuple[str, int]]) -> None:
     world = World(make_policy(name))
     for action, number in steps:
