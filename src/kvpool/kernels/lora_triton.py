@@ -2,7 +2,7 @@
 
 A program owns a group of tokens that share an adapter. The first kernel divides the inputs among programs, which leave
 partial sums in float32; the second one adds these up, so that nothing is added atomically and results are the same every
-time.
+time. From Hopper on the second kernel starts early and loads all but these sums while the first one runs.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
@@ -18,11 +18,10 @@ from torch import Tensor
 from kvpool.kernels.layout import LoraWeights
 
 _INPUTS = 128  # of x that a program multiplies at once
-_OUTPUTS = 128  # of one program
+_OUTPUTS = 256  # of one program
 _RANKS = 64  # of one program, at most
-_WARPS = 4
-_PROGRAMS = 1024  # that the first kernel should have, so that each has a few inputs only
-_LEAST_INPUTS = 256  # of a program
+_PROGRAMS = 512  # that the first kernel should have, so that each has few inputs: it is latency that counts
+_LEAST_INPUTS = 512  # of a program
 _SUMS = 8192  # partial sums that a program of the second kernel loads at once, at most
 
 
@@ -41,7 +40,10 @@ def _shrink_kernel(
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     INPUTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     group, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(groups + group * (TILE + 1))
     if slot >= 0:
@@ -81,29 +83,35 @@ def _expand_kernel(
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     group, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(groups + group * (TILE + 1))
+    lane = tl.arange(0, TILE)
+    token = tl.load(groups + group * (TILE + 1) + 1 + lane)
+    part, first, end = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
     if slot >= 0:
-        part, first, end = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
-        num_ranks = tl.load(ranks + slot * PARTS + part)
+        num_ranks, scale = tl.load(ranks + slot * PARTS + part), tl.load(scales + slot * PARTS + part)
+        column = first + tl.arange(0, OUTPUTS)
+        inside = column < end
+        at = out + token.to(tl.int64)[:, None] * out_row + column
+        there = (token >= 0)[:, None] & inside
+        before = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        weights = b + (slot.to(tl.int64) * num_outputs + column) * RANK
+        total = tl.zeros([TILE, OUTPUTS], tl.float32)
+        split = tl.arange(0, SPLITS)[:, None, None]
+        place = ((split * tl.num_programs(0) + group) * TILE + lane[:, None]).to(tl.int64) * (PARTS * RANK)
+        for start in tl.static_range(0, RANK, RANKS):
+            rank = start + tl.arange(0, RANKS)
+            factors = tl.load(weights[None, :] + rank[:, None], mask=inside & (start < num_ranks), other=0.0)
+            if EARLY and start == 0:
+                tl.extra.cuda.gdc_wait()
+            sums = tl.sum(tl.load(low + place + part * RANK + rank, mask=start < num_ranks, other=0.0), axis=0)
+            total = tl.dot(sums.to(factors.dtype), factors, total, input_precision="ieee")
         if num_ranks > 0:
-            lane, column = tl.arange(0, TILE), first + tl.arange(0, OUTPUTS)
-            token, inside = tl.load(groups + group * (TILE + 1) + 1 + lane), column < end
-            weights = b + (slot.to(tl.int64) * num_outputs + column) * RANK
-            total = tl.zeros([TILE, OUTPUTS], tl.float32)
-            split = tl.arange(0, SPLITS)[:, None, None]
-            place = ((split * tl.num_programs(0) + group) * TILE + lane[:, None]).to(tl.int64) * (PARTS * RANK)
-            for start in range(0, num_ranks, RANKS):
-                rank = start + tl.arange(0, RANKS)
-                sums = tl.sum(tl.load(low + place + part * RANK + rank), axis=0)
-                factors = tl.load(weights[None, :] + rank[:, None], mask=inside, other=0.0)
-                total = tl.dot(sums.to(factors.dtype), factors, total, input_precision="ieee")
-            at = out + token.to(tl.int64)[:, None] * out_row + column
-            there = (token >= 0)[:, None] & inside
-            before = tl.load(at, mask=there, other=0.0).to(tl.float32)
-            total = before + total * tl.load(scales + slot * PARTS + part)
-            tl.store(at, total.to(out.dtype.element_ty), mask=there)
+            tl.store(at, (before + total * scale).to(out.dtype.element_ty), mask=there)
+    elif EARLY:
+        tl.extra.cuda.gdc_wait()
 
 
 def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor) -> None:
@@ -117,10 +125,21 @@ def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor
     wanted = max(1, min(_PROGRAMS // (num_groups * blocks), num_inputs // _LEAST_INPUTS, _SUMS // (tile * ranks)))
     splits = 1 << (wanted.bit_length() - 1)
     inputs_each = triton.cdiv(triton.cdiv(num_inputs, splits), _INPUTS) * _INPUTS
+    early = _can_start_early(x.device)
     low = torch.empty(splits, num_groups * tile, parts * rank, dtype=torch.float32, device=x.device)
-    shape = {"PARTS": parts, "RANK": rank, "TILE": tile, "RANKS": ranks, "num_warps": _WARPS}
+    shape = {"PARTS": parts, "RANK": rank, "TILE": tile, "RANKS": ranks, "EARLY": early}
     _shrink_kernel[(num_groups, blocks, splits)](
-        x, x.stride(0), groups, weights.a, weights.ranks, low, num_inputs, inputs_each, INPUTS=_INPUTS, **shape
+        x,
+        x.stride(0),
+        groups,
+        weights.a,
+        weights.ranks,
+        low,
+        num_inputs,
+        inputs_each,
+        INPUTS=_INPUTS,
+        num_warps=4,
+        **shape,
     )
     of_parts = _blocks(weights.sizes, out.device)
     _expand_kernel[(num_groups, len(of_parts))](
@@ -135,8 +154,16 @@ def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor
         out.shape[1],
         OUTPUTS=_OUTPUTS,
         SPLITS=splits,
+        num_warps=8,
+        launch_pdl=early,
         **shape,
     )
+
+
+@cache
+def _can_start_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one in front of it has ended, and wait for it later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache
