@@ -182,6 +182,8 @@ def by_free_variable(age):
 
 def test_given_a_change_anywhere_in_a_module_then_the_tests_meet_it(project: Path) -> None:
     (project / "src" / "small" / "ages.py").write_text(EVERYWHERE)
+    with (project / "tests" / "conftest.py").open("a") as file:
+        file.write("\nimport small.ages\n")  # before any test is
     (project / "tests" / "test_ages.py").write_text(
         "import pytest\nfrom small import ages\n\n"
         "@pytest.mark.parametrize('by', ['constant', 'default', 'inner_function', 'free_variable'])\n"

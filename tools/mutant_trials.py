@@ -60,15 +60,26 @@ class Change(NamedTuple):
         return source[: self.start] + self.new.encode() + source[self.end :]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Takes the task: all mutants of a run, or one that must be there before its module is imported."""
-    task = json.loads(Path(os.environ["MUTANTS_TASK"]).read_text())
-    root = Path(task["root"])
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Makes the change before anything is imported that it is part of; files of fixtures may import it."""
+    task = _task()
     if "change" in task:
-        _change_on_import(root, Change(*task["change"]))
+        _change_on_import(Path(task["root"]), Change(*task["change"]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Takes the task: all mutants of a run, or one that is made while its module is imported."""
+    task = _task()
+    if "change" in task:
         config.pluginmanager.register(_Fresh(task["tests"], Path(task["out"])))
     else:
-        config.pluginmanager.register(_Trials(root, task, config.args))
+        config.pluginmanager.register(_Trials(Path(task["root"]), task, config.args))
+
+
+def _task() -> dict[str, Any]:
+    task: dict[str, Any] = json.loads(Path(os.environ["MUTANTS_TASK"]).read_text())
+    return task
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
