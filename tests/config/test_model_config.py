@@ -434,7 +434,6 @@ def test_memory_must_be_given_and_unknown_fields_are_refused() -> None:
         config_from_hf(LLAMA_31_8B, gpu_mem=5)
 
 
-@pytest.mark.slow  # to import transformers takes as long
 @pytest.mark.parametrize("model_type", sorted(_DEFAULTS))
 def test_what_a_nested_configuration_leaves_out_is_what_transformers_assumes(model_type: str) -> None:
     known = pytest.importorskip("transformers").CONFIG_MAPPING[model_type]

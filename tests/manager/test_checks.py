@@ -132,6 +132,65 @@ def flag_nobody(manager: KVCacheManager) -> None:
     manager._state.rows.num_shared += 1
 
 
+def move_a_handle(manager: KVCacheManager) -> None:
+    manager._state.rows.handles[live_row(manager)].row += 1  # type: ignore[union-attr]
+
+
+def reserve_behind_the_last_block(manager: KVCacheManager) -> None:
+    manager._state.rows.reserved[live_row(manager)] = 4 * manager.get("live").num_blocks + 1
+
+
+def grow_without_an_open_node(manager: KVCacheManager) -> None:
+    tip(manager).open_row = -1
+    manager._state.rows.grows_alone[live_row(manager)] = True
+
+
+def open_a_window(manager: KVCacheManager) -> None:
+    rows = manager._state.rows
+    rows.tables[1][live_row(manager), rows.window_start[1, live_row(manager)]] = -1
+
+
+def read_another_block_in_a_window(manager: KVCacheManager) -> None:
+    rows = manager._state.rows
+    rows.tables[1][live_row(manager), rows.window_start[1, live_row(manager)]] += 1
+
+
+def lose_a_token_of_a_run(manager: KVCacheManager) -> None:
+    node = cached_nodes(manager)[0]
+    node.tokens = node.tokens[:-1]
+
+
+def lose_an_id_of_a_run(manager: KVCacheManager) -> None:
+    node = cached_nodes(manager)[0]
+    node.ids[0] = node.ids[0][:-1]
+
+
+def make_a_hole_in_a_run(manager: KVCacheManager) -> None:
+    cached_nodes(manager)[0].ids[0][0] = -1
+
+
+def publish_a_block_twice(manager: KVCacheManager) -> None:
+    first, second = cached_nodes(manager)[:2]
+    first.ids[0][0] = second.ids[0][0]
+
+
+def read_a_published_block(manager: KVCacheManager) -> None:
+    manager._state.gpu_pools[0].refs[cached_nodes(manager)[0].ids[0][0]] += 1
+
+
+def miscount_readers_in_a_window(manager: KVCacheManager) -> None:
+    ids = cached_nodes(manager)[0].ids[1]
+    manager._state.groups[1].gpu.refs[ids[ids >= 0][0]] += 1
+
+
+def publish_a_private_block(manager: KVCacheManager) -> None:
+    cached_nodes(manager)[0].ids[0][0] = manager.get("live").block_ids()[-1]
+
+
+def root_of(manager: KVCacheManager) -> Any:
+    return tip(manager).root
+
+
 DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (lose_a_free_block, "belong to nobody"),
     (free_a_block_twice, "free twice"),
@@ -157,6 +216,22 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (set_attribute(tip, "pins", 1), "pins"),
     (set_attribute(lambda m: cached_nodes(m)[0], "start", 1), "its parent ends at"),
     (set_attribute(lambda m: cached_nodes(m)[0], "same_tier_children", 1), "children of its tier"),
+    (set_attribute(lambda m: cached_nodes(m)[0], "num_remainders", 1), "counts 1 remainders"),
+    (set_attribute(root_of, "active", 1), "root .*: active"),
+    (set_attribute(lambda m: m._state.cache.tree, "num_runs", 1), "runs are in the tree"),
+    (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", 99), "exceeds"),
+    (move_a_handle, "its handle says row"),
+    (reserve_behind_the_last_block, "too few blocks for"),
+    (grow_without_an_open_node, "grows alone without an open node"),
+    (open_a_window, "is missing inside its window"),
+    (read_another_block_in_a_window, "of group 1 differs from the tree"),
+    (lose_a_token_of_a_run, "3 tokens"),
+    (lose_an_id_of_a_run, "ids in group 0 for"),
+    (make_a_hole_in_a_run, "a hole in group 0"),
+    (publish_a_block_twice, "belongs to two nodes"),
+    (read_a_published_block, "published block .* has 1 references"),
+    (miscount_readers_in_a_window, "of group 1 has 1 references, 0 readers"),
+    (publish_a_private_block, "are private and published"),
 ]
 
 

@@ -112,6 +112,22 @@ def test_given_a_measurement_of_nothing_then_it_is_refused_and_of_little_it_is_r
     assert getattr(read_costs(path), field) == 1
 
 
+@pytest.mark.parametrize("field", ["machine", "model"])
+def test_given_a_measurement_without_a_name_then_it_is_refused(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps({"measurement": measurement().to_dict() | {field: 5}}))
+    with pytest.raises(InvalidArgumentError, match=f"is broken .*{field}=5 must be a name"):
+        read_costs(path)
+
+
+def test_given_a_model_of_another_size_then_its_costs_are_not_the_measured_ones() -> None:
+    for nearly in (2_860_000, 3_000_000, 3_140_000):
+        measurement().check_model(nearly)
+    for other in (2_840_000, 3_160_000):
+        with pytest.raises(InvalidArgumentError, match="run `kvpool bench` with that model"):
+            measurement().check_model(other)
+
+
 def test_given_no_file_then_the_error_names_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"cannot read .*nowhere\.json"):
         read_costs(tmp_path / "nowhere.json")

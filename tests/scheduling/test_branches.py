@@ -30,6 +30,15 @@ def test_given_samples_that_share_a_block_when_they_write_into_it_then_all_but_o
     engine.drain()
 
 
+def test_given_as_many_lanes_as_samples_then_all_of_them_decode_in_the_next_step() -> None:
+    engine = make_engine(max_sequences=3)
+    add(engine, request("r", 6, 5, n=3))
+    engine.step()
+    plan = engine.step()
+    assert (names(plan.sequences), names(plan.resumed)) == (["r"] * 3, [])
+    engine.drain()
+
+
 def test_given_a_prompt_that_is_not_branched_yet_then_lanes_for_its_samples_are_kept() -> None:
     engine = make_engine(max_sequences=3, max_chunk_tokens=4)
     add(engine, request("r", 8, 3, n=3), request("other", 4, 3, first=50))

@@ -7,7 +7,7 @@ from support import add, make_engine, request
 from toy_engine import expected_output
 
 from kvpool import ReuseHint
-from kvpool.errors import InvalidArgumentError, UnknownRequestError
+from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import FinishReason
 from managers import Clock, make_manager
@@ -190,3 +190,29 @@ def test_given_a_plan_that_cannot_run_then_everybody_in_it_is_reported_as_failed
     ]
     engine.drain()
     engine.assert_right(waiting)
+
+
+def test_given_plans_in_flight_then_only_the_oldest_may_be_abandoned() -> None:
+    scheduler = make_engine().scheduler
+    scheduler.add(request("a", 3))
+    first, second = scheduler.step(), scheduler.step()
+    with pytest.raises(SequenceStateError, match="in the order"):
+        scheduler.abandon(second)
+    assert [done.reason for done in scheduler.abandon(first)] == [FinishReason.FAILED]
+
+
+def test_given_an_id_that_cannot_be_looked_up_then_it_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"must be hashable and comparable, got \[1\]"):
+        make_engine().scheduler.cancel([1])  # type: ignore[arg-type]
+
+
+def test_given_an_accepted_draft_before_a_stop_token_then_the_request_ends_by_it() -> None:
+    scheduler = make_engine(max_draft_tokens=2).scheduler
+    scheduler.add(request("a", 3, 9, stop_token_ids=[9]))
+    first = scheduler.step()
+    scheduler.complete(first, [7])
+    (sequence,) = first.sequences
+    scheduler.propose(sequence, [8])
+    [done] = scheduler.complete(scheduler.step(), [8, 9], [2]).finished
+    assert (done.reason, done.token_ids.tolist()) == (FinishReason.STOP, [7, 8, 9])
+    assert sequence.handle is None

@@ -66,3 +66,14 @@ def test_given_another_prompt_then_the_fork_is_refused() -> None:
     engine.step()
     with pytest.raises(InvalidArgumentError, match="token_ids"):
         engine.scheduler.fork(engine.scheduler.sequences("parent")[0], Request("child", [1, 2, 3], 4))
+
+
+def test_given_drafts_that_are_none_then_the_fork_shares_all_the_same() -> None:
+    engine = make(max_draft_tokens=2)
+    scheduler = engine.scheduler
+    scheduler.add(Request("parent", list(range(10)), 12))
+    engine.step()
+    (parent,) = scheduler.sequences("parent")
+    scheduler.propose(parent, [])
+    assert scheduler.fork(parent, Request("child", scheduler.token_ids(parent), 6))
+    finish(engine)

@@ -91,3 +91,9 @@ def test_given_another_image_then_a_fork_does_not_share_the_parents_blocks(items
     assert engine.scheduler.fork(parent, child) is shares
     engine.drain()
     engine.assert_right(child)
+
+
+def test_given_several_images_then_a_prompt_ends_with_one_if_the_last_reaches_its_end() -> None:
+    items = [MultimodalItem(0, 4, "cat"), MultimodalItem(6, 2, "dog")]
+    asked = Request("a", list(range(10)), 2, multimodal=items)
+    assert [asked.ends_with_item(num_tokens) for num_tokens in (4, 6, 8, 10)] == [False, False, True, False]

@@ -117,6 +117,18 @@ def test_given_a_sequence_then_it_has_a_lane_while_it_runs_and_counts_how_often_
     assert sequence.lane == -1
 
 
+def test_given_a_sequence_that_came_back_from_the_host_then_it_can_be_swapped_again() -> None:
+    engine = make_engine(make_manager(host_blocks=16), preemption="swap")
+    add(engine, request("a", 6, 9))
+    (sequence,) = engine.scheduler.sequences("a")
+    for _ in range(2):
+        engine.step()
+        engine.step()
+        engine.scheduler._queues.preempt(sequence, 0)
+        assert sequence.state is SequenceState.SWAPPED
+    engine.drain()
+
+
 def test_given_two_that_lose_as_much_then_the_younger_gives_way() -> None:
     engine = make_engine(make_manager(gpu_blocks=6))
     add(engine, request("oldest", 8, 8), *(request(name, 5, 8, first=50 * i) for i, name in enumerate("bc", 1)))
@@ -168,6 +180,29 @@ def test_given_a_sample_with_siblings_then_it_loses_what_it_generated_itself_and
         engine.step()
     add(engine, request("short", 1, 30, first=100))
     assert names(until_preempted(engine).preempted) == ["short"]  # 8 tokens are more than it has
+
+
+def test_given_one_as_urgent_that_holds_what_is_missing_then_a_less_urgent_one_does_not_give_way_in_vain() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8), policy="priority")
+    add(engine, request("equal", 20, 4, priority=1), request("low", 4, 4, first=50))
+    engine.step()
+    add(engine, request("next", 16, 2, first=100, priority=1))
+    plan = engine.step()
+    assert (names(plan.preempted), names(plan.admitted)) == ([], [])
+    engine.drain()
+
+
+def test_given_a_sample_whose_siblings_have_left_then_it_would_lose_its_prompt_too() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32), costs=TokensAsSeconds(swap=1e9))
+    add(engine, request("samples", 8, 30, n=2))
+    for _ in range(3):
+        engine.step()
+    queues = engine.scheduler._queues
+    first, second = engine.scheduler.sequences("samples")
+    with_sibling = queues.loss(first)
+    queues.preempt(second, 0)
+    assert queues.loss(first) == with_sibling + 8
+    engine.drain()
 
 
 @pytest.mark.parametrize("num_left", [1, 2, 3])

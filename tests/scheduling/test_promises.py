@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import add, make_engine, make_manager, names, request
+from support import SLIDING, add, make_engine, make_manager, names, request
 from toy_engine import ToyEngine, expected_output
 
 from kvpool import CopyKind, CopyOp, LayerSpec, ReuseScope, Tier
+from kvpool.errors import NeverFitsError
 from kvpool.scheduling import FinishReason, Request
 from kvpool.scheduling.batch_plan import transferred_bytes
 from managers import FULL
@@ -124,6 +125,47 @@ def test_given_samples_that_have_branched_off_then_each_is_promised_its_own_bloc
     engine.step()
     assert engine.scheduler.num_running == 2
     assert outstanding(engine) == [2 * (2 + 1)]  # each two more blocks of its four, and one to copy into
+
+
+def test_given_a_fork_whose_next_token_begins_a_block_then_that_block_is_promised_to_it() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32))
+    parent = decoding_parent(engine)
+    while len(engine.scheduler.token_ids(parent)) % 4 != 1:  # its newest token has no place yet
+        engine.step()
+    before = outstanding(engine)[0]
+    assert engine.scheduler.fork(parent, Request("child", engine.scheduler.token_ids(parent), 6))
+    assert outstanding(engine)[0] == before + 1
+    engine.drain()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "n", "blocks"),
+    [
+        (8, 1, 2),  # no more columns than the window holds: none is spare
+        (12, 1, 3),
+        (16, 1, 4),
+        (20, 1, 5),
+        (24, 1, 5),  # three blocks are in the window of six tokens, two more until a step is committed
+        (400, 1, 5),
+        (24, 2, 5),  # all blocks of the prompt are shared
+        (22, 3, 5 + 2 * 1),  # each further sample has its own last block
+    ],
+)
+def test_given_a_window_then_a_request_needs_its_blocks_and_two_more_where_there_are_so_many(
+    num_tokens: int, n: int, blocks: int
+) -> None:
+    asked = request("a", num_tokens, 1, n=n)
+    add(make_engine(make_manager(SLIDING, gpu_blocks=blocks), capacity="guaranteed"), asked)
+    with pytest.raises(NeverFitsError, match=f"need {blocks} blocks"):
+        add(make_engine(make_manager(SLIDING, gpu_blocks=blocks - 1), capacity="guaranteed"), asked)
+
+
+def test_given_a_window_then_no_more_blocks_are_promised_than_it_can_hold_at_once() -> None:
+    engine = make_engine(make_manager(SLIDING, gpu_blocks=64), capacity="guaranteed")
+    add(engine, request("short", 8, 5), request("long", 8, 400, first=50))
+    engine.scheduler.step()
+    of_step = 64 // 4 + 2  # blocks that are written before the window moves on
+    assert outstanding(engine) == [1 + 3 + of_step]
 
 
 def test_given_one_pool_of_two_without_a_block_then_the_youngest_gives_way_at_once() -> None:

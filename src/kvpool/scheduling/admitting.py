@@ -19,13 +19,11 @@ SPARE_CANDIDATES = 16  # tried beyond the free lanes, because some only wait for
 RETRY_STEPS = 8  # a full pool is tried again so often even if no sequence came or left: windows free blocks, too
 
 
-class Verdict(Enum):
-    """What became of a candidate."""
+class Stop(Enum):
+    """Why nobody behind a candidate may go first."""
 
-    ENTERED = auto()
-    PASSED_OVER = auto()  # it waits for something of its own; those behind it may go first
     OUT_OF_TOKENS = auto()  # this step is full
-    BLOCKED = auto()  # no memory or lane: nobody behind it goes first
+    BLOCKED = auto()  # no memory or lane
 
 
 class Estimates:
@@ -77,10 +75,10 @@ class Admissions:
         self._blocked_at = (-1, -1)
         candidates = self._candidates()
         for position, sequence in enumerate(candidates):
-            verdict = self._try(sequence, builder)
-            if verdict is Verdict.BLOCKED:
+            stop = self._try(sequence, builder)
+            if stop is Stop.BLOCKED:
                 self._blocked_at, self._retry_in = (running.departures, self.num_arrivals), RETRY_STEPS
-            if verdict in (Verdict.BLOCKED, Verdict.OUT_OF_TOKENS):
+            if stop is not None:
                 self._prefetch(candidates[position : position + self.config.prefetch_requests])
                 return
 
@@ -90,19 +88,20 @@ class Admissions:
         waiting = self.queues.policy.candidates(limit, self._estimates)
         return sorted([*self.queues.resuming, *waiting], key=lambda sequence: sequence.urgency)
 
-    def _try(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Verdict:
+    def _try(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Stop | None:
+        """Brings a sequence in; None too if it waits for something of its own, so that those behind it may go first."""
         if sequence.is_finished:  # refused together with a sequence of the same request
-            return Verdict.PASSED_OVER
+            return None
         if sequence.in_flight:  # preempted while a plan that samples for it is under way
-            return Verdict.PASSED_OVER
+            return None
         if self.capacity.has_shrunk() and (reason := self.capacity.why_never(sequence.request)) is not None:
             builder.refuse(sequence.group, reason)
-            return Verdict.PASSED_OVER
+            return None
         running = self.queues.running
         lanes_needed = 1 if sequence.group.branched else sequence.request.n
         while running.num_free_lanes < lanes_needed:
             if not self._preempt_for(sequence, builder):
-                return Verdict.BLOCKED
+                return Stop.BLOCKED
         if sequence.state is SequenceState.SWAPPED:
             return self._resume_swapped(sequence, builder)
         return self._allocate(sequence, builder)
@@ -146,7 +145,7 @@ class Admissions:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _allocate(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Verdict:
+    def _allocate(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Stop | None:
         """Admits a waiting sequence with the first chunk of its tokens."""
         request, prompt = sequence.request, sequence.prompt
         num_tokens = len(sequence.tokens)
@@ -156,9 +155,9 @@ class Admissions:
             if not sequence.waited_for_prefix:
                 sequence.waited_for_prefix = True
                 self.queues.stats.prefix_waits += 1
-            return Verdict.PASSED_OVER
+            return None
         if builder.is_full:
-            return Verdict.OUT_OF_TOKENS
+            return Stop.OUT_OF_TOKENS
         decodes_last = match.has_last_logits or (request.steered and sequence.group.branched)
         if decodes_last and num_tokens > 1 and not request.ends_with_item(num_tokens):
             num_tokens -= 1  # all is cached, or other beams must be there too: it decodes its last token
@@ -169,15 +168,15 @@ class Admissions:
             future = self.capacity.future(sequence, stop)
             while not self._has_room(sequence, admission := self._ask(sequence, stop), future):
                 if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, builder):
-                    return Verdict.BLOCKED
+                    return Stop.BLOCKED
         handle = self._allocate_at_most(sequence, prompt, start, stop, alone)
         if handle is None:
-            return Verdict.BLOCKED
+            return Stop.BLOCKED
         self._enter(sequence, handle)
         (builder.resumed if sequence.num_preemptions else builder.admitted).append(sequence)
         self.queues.stats.cached_tokens += handle.num_cached_tokens
         self._start_prompt(sequence, handle, builder)
-        return Verdict.ENTERED
+        return None
 
     def _ask(self, sequence: ScheduledSequence, stop: int) -> Admission:
         return self.manager.can_allocate(sequence.prompt, reserve=stop)
@@ -233,18 +232,18 @@ class Admissions:
 
     # --- swapped -----------------------------------------------------------------------------------------------------
 
-    def _resume_swapped(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Verdict:
+    def _resume_swapped(self, sequence: ScheduledSequence, builder: PlanBuilder) -> Stop | None:
         """Brings a sequence back from the host. It takes no tokens of the step: it goes on in the next one."""
         running, handle = self.queues.running, sequence.live_handle()
         if running.members:
             future = self.capacity.future(sequence, handle.num_reserved)
             while not self._has_room(sequence, admission := self.manager.can_swap_in(handle), future):
                 if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, builder):
-                    return Verdict.BLOCKED
+                    return Stop.BLOCKED
         try:
             self.manager.swap_in(handle)
         except OutOfBlocksError:
-            return Verdict.BLOCKED
+            return Stop.BLOCKED
         committed, written = handle.num_committed, handle.num_written
         if written > committed:  # computed by plans that were in flight when it left
             self.manager.commit(handle, sequence.tokens[committed:written])
@@ -254,7 +253,7 @@ class Admissions:
         decodes = handle.num_reserved >= len(sequence.tokens) - 1
         if not builder.hold_back(sequence, decodes=decodes):
             running.begin(sequence, decodes=decodes)
-        return Verdict.ENTERED
+        return None
 
     # --- next in line ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvpool.config import LayerGroup, Tier
-from kvpool.config.layers import ceil_div
+from kvpool.config.layers import MAX_TOKENS, ceil_div
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import kind_of
@@ -119,7 +119,7 @@ class Capacity:
         blocks = (lanes.promised + (size - 1)) // size - (lanes.places + (size - 1)) // size
         np.maximum(blocks, 0, out=blocks)
         blocks += lanes.spare_blocks
-        return self._per_pool(blocks[blocks > 0])
+        return self._per_pool(blocks)
 
     def future(self, sequence: ScheduledSequence, num_places: int) -> list[int]:
         """What `outstanding` will count for a sequence that is admitted with `num_places` places."""
@@ -137,7 +137,7 @@ class Capacity:
 
     def _window_limit(self, group: LayerGroup) -> int | None:
         """The most blocks that a sequence of any length holds in a windowed group."""
-        return group.max_live_blocks(2**40) + self._chunk_blocks if kind_of(group).slides else None
+        return group.max_live_blocks(MAX_TOKENS) + self._chunk_blocks if kind_of(group).slides else None
 
     def why_never(self, request: Request) -> str | None:
         """Why a request can never be completed, even with all GPU blocks that are not guaranteed to other tenants."""

@@ -190,9 +190,8 @@ def plan_of(builder: PlanBuilder) -> BatchPlan:
     else:
         _depart_mixed(plan, running, list(builder.chunks.values()))
         stats.draft_tokens += int(plan.num_drafts.sum())
-    for sequence in running.proposals:  # drafts are for this step only, also those that were not planned
-        sequence.drafts = None
-    running.proposals.clear()
+    while running.proposals:  # drafts are for this step only, also those that were not planned
+        running.proposals.pop().drafts = None
     stats.steps += 1
     stats.decode_tokens += int(plan.query_start[plan.num_decode])
     stats.prefill_tokens += plan.num_prefill_tokens
