@@ -24,6 +24,7 @@ import torch
 
 from cases.node_process import VALUE_BYTES, keys, node
 from kvpool.storage.dma import copy_places
+from kvpool.tiers.contract import Outcome, Slots
 from kvpool.tiers.node import wire
 from kvpool.tiers.node.connection import Connection
 from kvpool.tiers.node.node_tier import NodeTier
@@ -102,8 +103,9 @@ def measured(directory: Path, num_values: int) -> dict[str, Any]:
     assert wire.ABSENT not in places
     found |= straight(region, places, data)
     found |= staged(tier, names, data)
+    connection.close()  # and with it the lease
+    found |= stored(tier, names, data)
     tier.close()
-    connection.close()
     return found
 
 
@@ -162,6 +164,40 @@ def staged(tier: NodeTier, names: list[bytes], data: Any) -> dict[str, float]:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return {"load with checksum, then copy GB/s": data.nbytes / statistics.median(times) / 1e9}
+
+
+def stored(tier: NodeTier, names: list[bytes], data: Any) -> dict[str, float]:
+    """From the GPU into slots, with checksums: through pinned memory, and straight."""
+    device, pinned = torch.from_numpy(data).cuda(), torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    size = np.uint64(VALUE_BYTES)
+
+    def write(slots: Slots) -> None:
+        sources = np.uint64(device.data_ptr()) + np.array(slots.numbers, np.uint64) * size
+        targets = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in slots.views], np.uint64)
+        with torch.cuda.stream(stream):
+            assert copy_places(sources, targets, np.full(len(targets), size))
+        stream.synchronize()
+
+    def through_pinned() -> list[Outcome]:
+        pinned.copy_(device)
+        return tier.store(names, list(pinned.numpy()), timeout=120)
+
+    ways: dict[str, Callable[[], list[Outcome]]] = {
+        "store through pinned memory": through_pinned,
+        "store straight": lambda: tier.store_straight(names, [VALUE_BYTES] * len(names), write, timeout=120),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(3):
+        for way, run in ways.items():
+            tier.remove(names, timeout=30)
+            began = time.perf_counter()
+            assert not any(run())
+            times[way].append(time.perf_counter() - began)
+            rows = [np.empty(VALUE_BYTES, np.uint8) for _ in range(8)]
+            assert not any(tier.load(names[:8], rows, timeout=30))
+            assert np.array_equal(np.stack(rows), data[:8])
+    return {f"{way} GB/s": data.nbytes / statistics.median(each) / 1e9 for way, each in times.items()}
 
 
 if __name__ == "__main__":

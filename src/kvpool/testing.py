@@ -16,7 +16,7 @@ import pytest
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.scope import ReuseScope
-from kvpool.tiers import KeyedTier, KeyPattern, Outcome
+from kvpool.tiers import KeyedTier, KeyPattern, Outcome, Slots
 from kvpool.tiers.keys import scope_tag
 from kvpool.tiers.transport.staging import page_aligned
 
@@ -103,6 +103,34 @@ class TierContract:
         assert [bytes(view) for view in loan.views] == [value(1), b"", value(3)]
         assert loan.is_held()
         loan.release()
+
+    def test_given_values_that_the_caller_writes_then_they_come_back_and_those_that_are_there_are_not_written(
+        self, tier: KeyedTier
+    ) -> None:
+        store(tier, [2])
+        numbers, written = [1, 2, 3, 1], []
+
+        def write(slots: Slots) -> None:
+            for at, view in zip(slots.numbers, slots.views, strict=True):
+                assert not tier.contains([key(numbers[at])])[0]
+                view[:] = value(numbers[at])
+                written.append(numbers[at])
+
+        outcomes = tier.store_straight([key(number) for number in numbers], [VALUE_BYTES] * 4, write)
+        if not tier.has_slots:
+            assert outcomes == [Outcome.REFUSED] * 4
+            return
+        assert outcomes == [Outcome.OK] * 4
+        assert written == [1, 3]
+        assert load(tier, [1, 2, 3]) == ([Outcome.OK] * 3, [value(number) for number in (1, 2, 3)])
+
+    def test_given_a_caller_that_fails_to_write_then_nothing_is_stored(self, tier: KeyedTier) -> None:
+        def write(slots: Slots) -> None:
+            raise OSError("a device that is gone")
+
+        assert Outcome.OK not in tier.store_straight([key(1)], [VALUE_BYTES], write)
+        assert tier.contains([key(1)]) == [False]
+        assert store(tier, [1]) == [Outcome.OK]
 
     def test_given_a_mixed_batch_then_each_key_has_its_own_outcome(self, tier: KeyedTier) -> None:
         store(tier, [1, 3])

@@ -25,6 +25,7 @@ from kvpool.prefix.retention import Retention, TokenRange  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import NodeTier, Outcome  # noqa: E402
 from kvpool.tiers.node.region import Region  # noqa: E402
+from kvpool.tiers.transport.tier_transport import TierTransport  # noqa: E402
 
 pytestmark = [needs_linux, pytest.mark.usefixtures("one_self_check")]
 
@@ -75,6 +76,53 @@ def test_given_a_node_then_its_values_are_copied_from_where_they_lie_and_no_stag
         assert (found.tiers[0].stats.load_failures, found.staging_bytes) == (0, 0)
     with NodeTier(address) as tier:
         assert sum(client["leased"] for client in tier.node_stats()["clients"]) == 0
+
+
+def test_given_a_node_then_blocks_are_written_straight_into_its_memory(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tier: NodeTier, *call: object, **options: object) -> list[Outcome]:
+        raise AssertionError("it stores from staging memory")
+
+    address = f"node:{node.directory}?timeout=30"
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeTier, "_store_rated", refuse)
+        with make_engine(remote=address, tier_timeout=60.0) as engine:
+            assert_right(engine)
+            assert engine._tiers.flush(60.0)
+            found = engine.stats().tiers
+            assert found is not None
+            assert found.stores.stored > 0
+            assert (found.stores.failed, found.stores.dropped, found.staging_bytes) == (0, 0, 0)
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert assert_right(engine) >= ALL_CACHED
+
+
+def test_given_memory_that_the_device_cannot_write_to_yet_then_blocks_are_stored_from_staging_memory(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TierTransport, "_can_write", lambda transport, slots: False)
+    address = f"node:{node.directory}?timeout=30"
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert_right(engine)
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert assert_right(engine) >= ALL_CACHED
+
+
+def test_given_memory_of_another_node_that_is_not_locked_then_what_waits_for_it_is_not_stored_and_nothing_leaks(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TierTransport, "_can_write", lambda transport, slots: slots is None)
+    address = f"node:{node.directory}?timeout=30"
+    with make_engine(remote=address, tier_timeout=60.0) as engine:
+        assert_right(engine)
+        assert engine._tiers.flush(60.0)
+        found = engine.stats().tiers
+        assert found is not None
+        assert (found.stores.stored, found.staging_bytes) == (0, 0)
+        assert found.stores.failed > 0
+    with NodeTier(address) as tier:
+        eventually(lambda: not tier.node_stats()["used_bytes"], "no slot is reserved any more")
 
 
 def test_given_a_node_that_leaves_while_values_are_copied_then_they_are_not_used(

@@ -415,6 +415,23 @@ def test_given_rows_that_lie_apart_then_blocks_are_written_from_them(engine: Eng
             engine.plane.write_blocks(ids, 0, wrong)
 
 
+def test_given_blocks_that_were_taken_then_they_are_copied_as_they_were_to_rows_that_lie_apart(engine: Engine) -> None:
+    first = engine.prompt("first", list(range(8)), seed=3)
+    ids, rows, apart = first.block_ids(0).copy(), host_rows(engine, 2), host_rows(engine, 5)
+    engine.plane.read_blocks(ids, 0, rows)()
+    near = torch.empty_like(rows, device=engine.device)
+    taken = engine.plane.take_blocks(ids, 0, near)
+    store = engine.plane.stores[0, Tier.GPU]
+    assert isinstance(store, BlockStore)
+    store.data.zero_()
+    taken.copy_to([apart[3].numpy(), apart[1].numpy()], [1, 0])
+    assert torch.equal(apart[3], rows[1])
+    assert torch.equal(apart[1], rows[0])
+    assert not apart[[0, 2, 4]].any()
+    with pytest.raises(InvalidArgumentError, match="do not fit"):
+        engine.plane.take_blocks(ids, 0, near[:1])
+
+
 def test_given_whole_blocks_read_or_written_then_later_transfers_do_not_take_them_for_part_of_the_step_before(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,14 +61,17 @@ def until(linked: LinkedMemory, memory: memoryview, views: list[memoryview]) -> 
 def test_given_a_memory_then_its_parts_are_locked_in_the_background_and_unlocked_at_the_end() -> None:
     driver, memory = Recorded(), mapped(3 * MEGABYTE + 4096)
     linked = LinkedMemory(driver)
+    assert not linked.is_locked
     views = [memory[:64], memory[-64:]]
     linked.has(memory, MEGABYTE, views)
     until(linked, memory, views)
+    assert linked.is_locked
     locked = [address for _, address in driver.calls]
     assert [call for call, _ in driver.calls] == ["lock"] * 4
     assert [address - locked[0] for address in locked] == [0, MEGABYTE, 2 * MEGABYTE, 3 * MEGABYTE]
     linked.close()
     assert sorted(driver.calls[4:]) == [("unlock", address) for address in locked]
+    assert not linked.is_locked
     assert not linked.has(memory, MEGABYTE, views)
 
 
@@ -90,4 +93,5 @@ def test_given_a_system_that_refuses_then_what_is_locked_can_be_copied_and_the_r
         until(linked, memory, [memory[:1]])
         driver.wait_for(2)
     assert not linked.has(memory, MEGABYTE, [memory[:1], memory[MEGABYTE : MEGABYTE + 1]])
+    assert not linked.is_locked
     linked.close()

@@ -32,7 +32,7 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.states import StatePlaces
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.layout import LayerCache, layout_of
-from kvpool.storage.moving import Wait, check_rows, read_out, upload, write_in
+from kvpool.storage.moving import TakenBlocks, Wait, check_rows, read_out, upload, write_in
 from kvpool.storage.states import StateSlots
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
@@ -254,6 +254,17 @@ class DataPlane:
         self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
         return read_out(store, blocks, out, self._link_stream())
 
+    def take_blocks(self, blocks: Int32Array, group: int, data: Tensor) -> TakenBlocks:
+        """Copies blocks of a layer group into `data`, uint8 [block, byte] on their device; the blocks may change at once."""
+        store = self._prepare_blocks(blocks, group, None)
+        if tuple(data.shape) != (len(blocks), store.block_bytes) or data.device != store.device:
+            raise InvalidArgumentError(
+                f"{len(blocks)} blocks of {store.block_bytes} bytes on {store.device} do not fit into {tuple(data.shape)} "
+                f"bytes on {data.device}"
+            )
+        self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
+        return TakenBlocks(store, blocks, data, self._link_stream())
+
     def _link_stream(self) -> torch.cuda.Stream | None:
         """For copies between a GPU and the host that nothing on the current stream waits for."""
         if self.device.type == "cuda" and self._link is None:
@@ -270,9 +281,10 @@ class DataPlane:
         self.transfers.before_compute(store.pool, blocks, _NO_BLOCKS)
         return write_in(store, blocks, rows, self._link_stream())
 
-    def _prepare_blocks(self, blocks: Int32Array, group: int, rows: Tensor | Sequence[ByteRows]) -> BlockStore:
+    def _prepare_blocks(self, blocks: Int32Array, group: int, rows: Tensor | Sequence[ByteRows] | None) -> BlockStore:
         store = self._gpu_store(self.config.groups[as_count(group, "group", maximum=len(self.config.groups) - 1)].pool)
-        check_rows(rows, len(blocks), store)
+        if rows is not None:
+            check_rows(rows, len(blocks), store)
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.num_blocks:
             raise InvalidArgumentError(
                 f"blocks {blocks.tolist()[:8]} are not all among the {store.num_blocks} of the store"

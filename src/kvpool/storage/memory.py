@@ -176,6 +176,12 @@ class LinkedMemory:
             addresses = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in views if view.nbytes], np.int64)
             return set(((addresses - whole.ctypes.data) // self._part_bytes).tolist()) <= self._locked
 
+    @property
+    def is_locked(self) -> bool:
+        """Whether all of a memory is locked."""
+        with self._guard:
+            return self._memory is not None and len(self._locked) == ceil_div(self._memory.nbytes, self._part_bytes)
+
     def _lock_all(self, whole: npt.NDArray[np.uint8]) -> None:
         size = self._part_bytes
         for number, start in enumerate(range(0, whole.nbytes, size)):

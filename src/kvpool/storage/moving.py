@@ -143,6 +143,51 @@ def read_out(store: BlockStore, blocks: Int32Array, out: Tensor, link: torch.cud
         return _reached(link)
 
 
+class TakenBlocks:
+    """Blocks as they were when they were taken, uint8 [block, byte] on their own device, until somebody has room for them."""
+
+    def __init__(self, store: BlockStore, blocks: Int32Array, data: Tensor, link: torch.cuda.Stream | None) -> None:
+        numbers = np.arange(len(blocks), dtype=np.int32)
+        copy_blocks(store.data, data, *upload(np.stack([blocks, numbers]), store.device))
+        self._data, self._link = data, link
+        self.wait: Wait = _nothing if link is None else _reached(torch.cuda.current_stream(store.device))
+        """Waits until they are taken."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block."""
+        return int(self._data.shape[1])
+
+    def copy_to(self, rows: Sequence[ByteRows], numbers: Sequence[int]) -> None:
+        """Copies some of them, by number, to rows of the host: page-locked ones for a GPU. They are there on return."""
+        self.wait()
+        if self._link is None:
+            data = self._data.numpy()
+            for row, number in zip(rows, numbers, strict=True):
+                np.copyto(row, data[number])
+            return
+        with torch.cuda.stream(self._link):
+            try:
+                _copy_rows(self._data, np.array(numbers, np.int32), rows, to_rows=True)
+            finally:  # also after an error: then some copies may be under way
+                _reached(self._link)()
+
+
+def _copy_rows(data: Tensor, blocks: Int32Array, rows: Sequence[ByteRows], *, to_rows: bool) -> None:
+    """Copies blocks of a GPU from or to page-locked rows of the host, wherever these lie, on the current stream."""
+    size = np.uint64(data.shape[1])
+    here: Places = np.uint64(data.data_ptr()) + blocks.astype(np.uint64) * size
+    there: Places = np.array([row.ctypes.data for row in rows], np.uint64)
+    if copy_places(*((here, there) if to_rows else (there, here)), np.full(len(rows), size)):
+        return
+    for block, row in zip(blocks.tolist(), rows, strict=True):
+        source, target = data[block], torch.from_numpy(row)
+        if to_rows:
+            target.copy_(source, non_blocking=True)
+        else:
+            source.copy_(target, non_blocking=True)
+
+
 def write_in(
     store: BlockStore, blocks: Int32Array, rows: Tensor | Sequence[ByteRows], link: torch.cuda.Stream | None
 ) -> Wait:
@@ -163,12 +208,7 @@ def write_in(
     current = torch.cuda.current_stream(store.device)
     link.wait_stream(current)
     with torch.cuda.stream(link):
-        size = np.uint64(store.block_bytes)
-        sources: Places = np.array([row.ctypes.data for row in rows], np.uint64)
-        targets: Places = np.uint64(store.data.data_ptr()) + blocks.astype(np.uint64) * size
-        if not copy_places(sources, targets, np.full(len(rows), size)):
-            for block, row in zip(blocks.tolist(), rows, strict=True):
-                store.data[block].copy_(torch.from_numpy(row), non_blocking=True)
+        _copy_rows(store.data, blocks, rows, to_rows=False)
         wait = _reached(link)
     current.wait_stream(link)
     return wait

@@ -71,6 +71,23 @@ class Worth(NamedTuple):
     """Blocks before it in its prompt."""
 
 
+class Slots(NamedTuple):
+    """Memory of a tier for values that a caller writes by itself. Nobody finds them before the caller has."""
+
+    numbers: list[int]
+    """Which of the values have a slot."""
+    views: list[memoryview]
+    """One for each of them."""
+    memory: memoryview
+    """All of the tier's memory that the views lie in."""
+    part_bytes: int
+    """No view lies across a multiple of so many bytes of the memory."""
+
+
+Writer: TypeAlias = Callable[[Slots], None]
+"""Writes values into slots; it returns when they are written."""
+
+
 class CountedKeeper(ABC):
     """A `Keeper` with several users. The last one that releases it ends it."""
 
@@ -192,6 +209,8 @@ class KeyedTier(ABC):
 
     medium: Tier = Tier.REMOTE
     """Where its values lie, for people and statistics: in memory of this machine, on its disk, or elsewhere."""
+    has_slots = False
+    """Whether callers can write to its memory: `store_straight`."""
 
     def __init__(self, name: str, *, timeout: float = CALL_TIMEOUT) -> None:
         self.name = name
@@ -259,6 +278,28 @@ class KeyedTier(ABC):
         """
         call = self._store if worths is None else partial(self._store_rated, worths=worths)
         return self._move(self._stores, call, keys, _views(data, keys, writable=False), timeout)
+
+    def store_straight(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        write: Writer,
+        *,
+        timeout: float | None = None,
+        worths: Sequence[Worth] | None = None,
+    ) -> list[Outcome]:
+        """Keeps values that `write` puts straight into the tier's memory: those that are not there and get a slot.
+
+        `write` may be called several times, each time with others, or again with the same if the tier must begin anew. Only a
+        tier that `has_slots` can do this.
+        """
+        _check_keys(keys)
+        started = time.monotonic()
+        rated = [Worth()] * len(keys) if worths is None else worths
+        outcomes = self._guarded(lambda deadline: self._store_straight(keys, sizes, write, deadline, rated), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        self._count(self._stores, outcomes, sizes, started)
+        return outcomes
 
     def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[Outcome]:
         """Forgets values: `OK` or `MISS` for each key; with `FAILED` or `LATE` a value may still be there."""
@@ -352,6 +393,12 @@ class KeyedTier(ABC):
     ) -> list[Outcome]:
         """`_store` with what is known of each value. By default it is the same as `_store`."""
         return self._store(keys, data, deadline)
+
+    def _store_straight(
+        self, keys: Sequence[bytes], sizes: Sequence[int], write: Writer, deadline: float, worths: Sequence[Worth]
+    ) -> list[Outcome]:
+        """By default a tier has no memory that callers can write to."""
+        return [Outcome.REFUSED] * len(keys)
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]: ...

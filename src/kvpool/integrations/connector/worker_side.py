@@ -28,7 +28,7 @@ from kvpool.integrations.connector.settings import ConnectorSettings, open_worke
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
 from kvpool.tiers.transport.chain import TierChain
-from kvpool.tiers.transport.staging import StagingMemory
+from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer
 from kvpool.tiers.transport.threads import Pending, ThreadPool
 
@@ -71,7 +71,7 @@ class WorkerSide:
         largest = max(pages.row_bytes * _STAGING_BLOCKS, 0 if states is None else states.row_bytes)
         self._space = KeySpace(introduction.fingerprint)
         self._tiers = TierChain(open_worker_tiers(settings, introduction, is_reader=is_reader))
-        self._memory = StagingMemory(max(_STAGING_BYTES, largest))
+        self._memory = StagingMemory(max(_STAGING_BYTES, largest), page_aligned)
         stores = self._tiers and not is_reader and not settings.read_only
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
         self._threads = ThreadPool("fetch", _FETCH_THREADS, 4096, self._tiers.watched)

@@ -12,18 +12,32 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvpool.config.layers import Tier
 from kvpool.errors import ConfigError
-from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Listing, Loan, Outcome, Purged, Room, Worth
+from kvpool.tiers.contract import (
+    CALL_TIMEOUT,
+    PURGE_TIMEOUT,
+    KeyedTier,
+    Listing,
+    Loan,
+    Outcome,
+    Purged,
+    Room,
+    Slots,
+    Worth,
+    Writer,
+)
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
 from kvpool.tiers.node import wire
 from kvpool.tiers.node.connection import Connection, LostNodeError
 from kvpool.tiers.node.lending import NodeLoan, doubt, lease, milliseconds, release
+from kvpool.tiers.node.region import slab_size
 from kvpool.tiers.node.wire import ABSENT, PRESENT, Place, Verb
 from kvpool.tiers.options import SECONDS, TierURL, option, read_options, text
 from kvpool.tiers.remote.breaker import Breaker
@@ -39,6 +53,7 @@ PART_SHARE = 8
 """A call reserves at most the region divided by this at a time."""
 
 _T = TypeVar("_T")
+_Write: TypeAlias = Callable[[Slots], list[int]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ class NodeTier(KeyedTier):
 
     can_list = True
     medium = Tier.HOST
+    has_slots = True
 
     def __init__(self, address: str = "node:") -> None:
         if not hasattr(socket, "SO_PEERCRED"):
@@ -163,53 +179,38 @@ class NodeTier(KeyedTier):
     def _store_rated(
         self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float, *, worths: Sequence[Worth]
     ) -> list[Outcome]:
+        def write(slots: Slots) -> list[int]:
+            for number, view in zip(slots.numbers, slots.views, strict=True):
+                seconds_left(deadline)
+                _copy(data[number], view)
+            return [checksum(keys[number], data[number]) for number in slots.numbers]
+
+        return self._store_all(keys, [view.nbytes for view in data], write, deadline, worths)
+
+    def _store_straight(
+        self, keys: Sequence[bytes], sizes: Sequence[int], write: Writer, deadline: float, worths: Sequence[Worth]
+    ) -> list[Outcome]:
+        def write_and_sum(slots: Slots) -> list[int]:
+            write(slots)
+            return [checksum(keys[number], view) for number, view in zip(slots.numbers, slots.views, strict=True)]
+
+        return self._store_all(keys, sizes, write_and_sum, deadline, worths)
+
+    def _store_all(
+        self, keys: Sequence[bytes], sizes: Sequence[int], write: _Write, deadline: float, worths: Sequence[Worth]
+    ) -> list[Outcome]:
+        """Stores values with a function that writes them and returns their checksums."""
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
         chosen = sorted(first.values())
         outcomes = dict.fromkeys(keys, Outcome.LATE)
         with suppress(TimeoutError):
             while chosen:
-                part = partial(self._store_part, keys=keys, data=data, worths=worths, chosen=chosen, outcomes=outcomes)
-                chosen = self._asked(partial(part, deadline=deadline))
+                part = chosen[: wire.MAX_KEYS]
+                asked = [(keys[number], sizes[number], worths[number]) for number in part]
+                stored = self._asked(partial(_store_part, asked=asked, numbers=part, write=write, deadline=deadline))
+                outcomes.update(zip([key for key, _, _ in asked], stored, strict=False))
+                chosen = chosen[len(stored) :]
         return [outcomes[key] for key in keys]
-
-    def _store_part(
-        self,
-        node: Connection,
-        keys: Sequence[bytes],
-        data: Sequence[memoryview],
-        worths: Sequence[Worth],
-        chosen: list[int],
-        outcomes: dict[bytes, Outcome],
-        deadline: float,
-    ) -> list[int]:
-        """Stores as many of the chosen values as may be reserved at a time; returns the rest."""
-        count, room = 0, node.num_bytes // PART_SHARE
-        for index in chosen[: wire.MAX_KEYS]:
-            room -= data[index].nbytes
-            if count and room < 0:
-                break
-            count += 1
-        part, rest = chosen[:count], chosen[count:]
-        body = wire.with_numbers([keys[i] for i in part], [wire.rated(data[i].nbytes, worths[i]) for i in part])
-        answer = node.ask(wire.message(Verb.RESERVE, len(part), 0, body), deadline)
-        number, places = answer.number, wire.places_in(answer)
-        written, checks = [], []
-        for index, place in zip(part, places, strict=True):
-            if place == ABSENT:
-                outcomes[keys[index]] = Outcome.REFUSED
-            elif place == PRESENT:
-                outcomes[keys[index]] = Outcome.OK
-            else:
-                seconds_left(deadline)
-                _copy(data[index], node.slot(place))
-                checks.append(checksum(keys[index], data[index]))
-                written.append(index)
-        if written:
-            body = wire.numbers(checks)
-            found = wire.flags_in(node.ask(wire.message(Verb.COMMIT, len(checks), number, body), deadline))
-            for index, is_there in zip(written, found, strict=True):
-                outcomes[keys[index]] = Outcome.OK if is_there else Outcome.FAILED
-        return rest
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
         found = self._flags(Verb.REMOVE, keys, deadline)
@@ -333,6 +334,32 @@ class NodeTier(KeyedTier):
     def _drop_idle(self) -> None:
         while (node := self._take()) is not None:
             node.close()
+
+
+def _store_part(
+    node: Connection,
+    asked: Sequence[tuple[bytes, int, Worth]],
+    numbers: Sequence[int],
+    write: _Write,
+    deadline: float,
+) -> list[Outcome]:
+    """Stores as many of the values as may be reserved at a time, from the first on."""
+    sums = accumulate(size for _, size, _ in asked)
+    count = max(1, sum(num_bytes <= node.num_bytes // PART_SHARE for num_bytes in sums))
+    body = wire.with_numbers(
+        [key for key, _, _ in asked[:count]], [wire.rated(size, worth) for _, size, worth in asked[:count]]
+    )
+    answer = node.ask(wire.message(Verb.RESERVE, count, 0, body), deadline)
+    number, places = answer.number, wire.places_in(answer)
+    outcomes = [Outcome.OK if place == PRESENT else Outcome.REFUSED for place in places]
+    taken = [at for at, place in enumerate(places) if place not in (ABSENT, PRESENT)]
+    if taken:
+        views = [node.slot(places[at]) for at in taken]
+        checks = write(Slots([numbers[at] for at in taken], views, node.region, slab_size(node.num_bytes)))
+        packet = wire.message(Verb.COMMIT, len(checks), number, wire.numbers(checks))
+        for at, is_there in zip(taken, wire.flags_in(node.ask(packet, deadline)), strict=True):
+            outcomes[at] = Outcome.OK if is_there else Outcome.FAILED
+    return outcomes
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -1,8 +1,8 @@
 """Moves blocks of a cache to tiers and from tiers.
 
-To tiers: `Offers` makes the keys of full blocks, copies the blocks to staging memory, and has them stored in the background.
-The device does the copies in order, so a block may be evicted and overwritten right after. A block that every tier has is
-not copied at all.
+To tiers: `Offers` makes the keys of full blocks, copies the blocks, and has them stored in the background. The copies wait
+in staging memory or, for a tier whose memory the device can write to, on the device. The device makes them in order, so a
+block may be evicted and overwritten right after. A block that every tier has is not copied at all.
 
 From tiers: `Importer` allocates blocks under a lease, writes them, and commits them. The lease holds them until their request
 is admitted, so that nobody evicts what was just loaded. When memory is short, leases end early. The blocks stay cached then,
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,12 +31,14 @@ from kvpool.scheduling import Request
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
-from kvpool.tiers.contract import Worth
+from kvpool.storage.moving import TakenBlocks
+from kvpool.tiers.contract import Keeper, Slots, Worth
 from kvpool.tiers.keys import named
 from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
 from kvpool.tiers.transport.chain import KNOWN_KEYS
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.staging import SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
 CHUNK_BLOCKS = 64  # allocated at a time; then windowed groups give back all blocks but those of the last window
@@ -195,9 +199,19 @@ class _Offer(NamedTuple):
 class Offers:
     """Offers a block to tiers once `min_uses` requests have used it."""
 
-    def __init__(self, plane: DataPlane, keys: BlockKeys, storer: Storer, min_uses: int = 1) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        keys: BlockKeys,
+        storer: Storer,
+        near: StagingMemory[torch.Tensor],
+        may_write: Callable[[Slots | None], bool],
+        min_uses: int = 1,
+    ) -> None:
         self.lineage = Lineage()
         self._plane = plane
+        self._near = near  # of the device: blocks wait there for slots of a tier
+        self._may_write = may_write  # whether the device can copy there; None: everywhere in the memory of the tier
         self._keys = keys
         self._storer = storer
         self._min_uses = min_uses
@@ -261,18 +275,48 @@ class Offers:
         return uses
 
     def _send(self, offer: _Offer, block_bytes: int) -> None:
-        """Copies blocks to staging memory and has them stored."""
-        stage = self._storer.take_memory(len(offer.ids) * block_bytes, len(offer.ids))
+        """Copies blocks where they may wait, and has them stored."""
+        blocks: Int32Array = np.array(offer.ids, np.int32)
+        shape = len(blocks), block_bytes
+        near = self._take_near(len(blocks) * block_bytes)
+        if near is not None:
+            with _released_after_errors(near):
+                taken = self._plane.take_blocks(blocks, offer.group, near.data.view(shape))
+            write = partial(self._write, taken)
+            self._storer.store_straight(offer.keys, block_bytes, near, taken.wait, write, offer.worths)
+            return
+        stage = self._storer.take_memory(len(blocks) * block_bytes, len(blocks))
         if stage is None:
             return
-        rows = stage.data.reshape(len(offer.ids), block_bytes)
-        blocks: Int32Array = np.array(offer.ids, np.int32)
-        try:
+        rows = stage.data.reshape(shape)
+        with _released_after_errors(stage):
             wait: Callable[[], None] = self._plane.read_blocks(blocks, offer.group, torch.from_numpy(rows))
-        except BaseException:
-            stage.release()
-            raise
         self._storer.store(offer.keys, list(rows), stage, wait, worths=offer.worths)
+
+    def _take_near(self, num_bytes: int) -> SharedStage[torch.Tensor] | None:
+        """Memory of the device, if blocks can go from there straight to a tier, and not too much waits."""
+        if not self._storer.has_slots or not self._may_write(None):
+            return None
+        try:
+            staged = self._near.take(num_bytes)
+        except torch.OutOfMemoryError:
+            return None
+        return None if staged is None else SharedStage(self._near, staged)
+
+    def _write(self, taken: TakenBlocks, slots: Slots) -> None:
+        """Copies blocks straight into a tier's memory."""
+        if not self._may_write(slots):
+            raise TransferError("the memory of the tier is not locked for the GPU yet")
+        taken.copy_to([np.frombuffer(view, np.uint8) for view in slots.views], slots.numbers)
+
+
+@contextmanager
+def _released_after_errors(memory: Keeper) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        memory.release()
+        raise
 
 
 def _worth(handle: KVCacheHandle, column: int, size: int) -> Worth:

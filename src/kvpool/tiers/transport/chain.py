@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.checks import show
-from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, TierStats, Worth
+from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, TierStats, Worth, Writer
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
@@ -116,8 +116,16 @@ class WatchedTier:
     ) -> list[Outcome]:
         """Stores values; remembers those that are there now."""
         call = partial(self.tier.store, keys, data, timeout=timeout)
-        if worths is not None:
-            call = partial(call, worths=worths)
+        return self._stored(call if worths is None else partial(call, worths=worths), keys, timeout)
+
+    def store_straight(
+        self, keys: Sequence[bytes], sizes: Sequence[int], write: Writer, timeout: float, worths: Sequence[Worth]
+    ) -> list[Outcome]:
+        """The same of values that `write` puts into the tier's memory."""
+        call = partial(self.tier.store_straight, keys, sizes, write, timeout=timeout, worths=worths)
+        return self._stored(call, keys, timeout)
+
+    def _stored(self, call: Callable[[], list[Outcome]], keys: Sequence[bytes], timeout: float) -> list[Outcome]:
         outcomes = self._call(call, Outcome, len(keys), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
         self.known.add(key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.OK)

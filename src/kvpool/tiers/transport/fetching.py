@@ -67,7 +67,7 @@ class Fetch:
     num_bytes: int = 0
     media: dict[int, Tier] = dataclass_field(default_factory=dict)  # by block that was loaded: where it lay
     is_part: bool = False  # tiers have more of it, for another fetch: staging memory was too small for all
-    memory: SharedStage | Loan | None = None  # keeps the bytes
+    memory: SharedStage[Bytes] | Loan | None = None  # keeps the bytes
 
     @property
     def is_lent(self) -> bool:
@@ -106,7 +106,7 @@ class Fetcher:
         groups: Sequence[Group],
         block_size: int,
         decider: Decider,
-        memory: StagingMemory,
+        memory: StagingMemory[Bytes],
         storer: Storer,
         may_borrow: Callable[[Loan], bool] = lambda loan: True,
     ) -> None:
@@ -315,7 +315,7 @@ class Fetcher:
 
 
 def _load_marked(
-    watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float, stage: SharedStage
+    watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float, stage: SharedStage[Bytes]
 ) -> list[Outcome]:
     """Calls `load`, and reports a value that does not fill its row as FAILED: a mark at the end of the row is still there."""
     mark = np.frombuffer(secrets.token_bytes(_MARK_BYTES), np.uint8)

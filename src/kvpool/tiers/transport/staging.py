@@ -6,7 +6,8 @@ import mmap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,17 @@ from kvpool.tiers.contract import CountedKeeper
 
 Bytes = npt.NDArray[np.uint8]
 _PAGE = mmap.PAGESIZE
+
+
+class _Memory(Protocol):
+    """Bytes in a row: an array, or a tensor of a device."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
+_M = TypeVar("_M", bound=_Memory)
 
 
 def page_aligned(num_bytes: int) -> Bytes:
@@ -31,21 +43,22 @@ def page_aligned(num_bytes: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
-class Staged(NamedTuple):
+@dataclass(frozen=True)
+class Staged(Generic[_M]):
     """Memory on loan: `data` is as large as it was asked for."""
 
-    data: Bytes
-    whole: Bytes
+    data: _M
+    whole: _M
 
 
-class StagingMemory:
+class StagingMemory(Generic[_M]):
     """Lends at most `max_bytes` at a time. It keeps what comes back, and lends it again for about the same size."""
 
-    def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes] = page_aligned) -> None:
+    def __init__(self, max_bytes: int, allocate: Callable[[int], _M] = page_aligned) -> None:  # type: ignore[assignment]
         self.max_bytes = max_bytes
         self._allocate = allocate
         self._lock = threading.Lock()
-        self._idle: list[Bytes] = []
+        self._idle: list[_M] = []
         self._used = 0
         self._lent = 0
 
@@ -54,7 +67,7 @@ class StagingMemory:
         """Bytes in use."""
         return self._lent
 
-    def take(self, num_bytes: int) -> Staged | None:
+    def take(self, num_bytes: int) -> Staged[_M] | None:
         """Memory of this size, with undefined content; None if too much is in use."""
         with self._lock:
             at = min(
@@ -81,19 +94,19 @@ class StagingMemory:
             raise
         return Staged(whole, whole)
 
-    def give(self, staged: Staged) -> None:
+    def give(self, staged: Staged[_M]) -> None:
         """Takes back memory that nobody uses any more."""
         with self._lock:
             self._lent -= len(staged.whole)
             self._idle.append(staged.whole)
 
 
-class SharedStage(CountedKeeper):
+class SharedStage(CountedKeeper, Generic[_M]):
     """Staging memory with several users; the last one gives it back."""
 
-    def __init__(self, memory: StagingMemory, staged: Staged) -> None:
+    def __init__(self, memory: StagingMemory[_M], staged: Staged[_M]) -> None:
         super().__init__()
-        self.data: Bytes = staged.data
+        self.data: _M = staged.data
         self._memory = memory
         self._staged = staged
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome, Worth
+from kvpool.tiers.contract import PURGE_TIMEOUT, Keeper, Outcome, Slots, Worth, Writer
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import WatchedTier
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
@@ -24,6 +24,8 @@ _REMOVE_AT_ONCE = 1024
 
 Listener: TypeAlias = Callable[[int, Sequence[bytes]], None]
 """Called with the number of a tier and keys when their stores have ended; `known` of the tier says which are there."""
+
+_Stored: TypeAlias = Callable[[int, Sequence[int]], list[Outcome]]
 
 
 @dataclass
@@ -42,7 +44,7 @@ class StoreStats:
 class Storer:
     """Stores in tiers, each with a thread of its own, so that a slow tier does not hold up a fast one."""
 
-    def __init__(self, tiers: Sequence[WatchedTier], memory: StagingMemory) -> None:
+    def __init__(self, tiers: Sequence[WatchedTier], memory: StagingMemory[Bytes]) -> None:
         self.tiers = tiers
         self.memory = memory
         self._threads = [ThreadPool(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
@@ -79,7 +81,7 @@ class Storer:
             for watched, pending in zip(self.tiers, self._in_flight, strict=True)
         )
 
-    def take_memory(self, num_bytes: int, num_blocks: int) -> SharedStage | None:
+    def take_memory(self, num_bytes: int, num_blocks: int) -> SharedStage[Bytes] | None:
         """Memory for blocks to be stored; None if too much waits already, and then they count as dropped."""
         staged = self.memory.take(num_bytes)
         if staged is None:
@@ -87,11 +89,16 @@ class Storer:
             return None
         return SharedStage(self.memory, staged)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether all that is stored goes to one tier, and straight into its memory: `store_straight`."""
+        return len(self.tiers) == 1 and self.tiers[0].tier.has_slots
+
     def store(
         self,
         keys: Sequence[bytes],
         rows: Sequence[Bytes],
-        stage: SharedStage,
+        stage: Keeper,
         wait: Callable[[], None],
         only: Sequence[int] | None = None,
         worths: Sequence[Worth] | None = None,
@@ -100,40 +107,70 @@ class Storer:
 
         `stage` holds the rows. This call takes over one use of it from the caller.
         """
-        for index, watched in enumerate(self.tiers):
-            if only is not None and index not in only:
-                continue
-            with self._lock:
-                lacking = [
-                    i for i, key in enumerate(keys) if key not in watched.known and key not in self._in_flight[index]
-                ]
-                chosen = [keys[i] for i in lacking]
-                self._in_flight[index].update(chosen)
-            if not chosen:
-                continue
-            stage.share()
-            data = [rows[i] for i in lacking]
-            rated = None if worths is None else [worths[i] for i in lacking]
-            job = partial(self._store, index, chosen, data, stage, wait, rated)
-            drop = partial(self._drop, index, chosen, stage)
-            if not self._threads[index].submit(job, drop):
-                drop()
+
+        def stored(index: int, chosen: Sequence[int]) -> list[Outcome]:
+            wait()
+            rated = None if worths is None else [worths[i] for i in chosen]
+            return self.tiers[index].store([keys[i] for i in chosen], [rows[i] for i in chosen], STORE_TIMEOUT, rated)
+
+        sizes = [row.nbytes for row in rows]
+        for index in range(len(self.tiers)) if only is None else only:
+            self._begin(index, keys, sizes, stage, stored)
         stage.release()
+
+    def store_straight(
+        self,
+        keys: Sequence[bytes],
+        size: int,
+        memory: Keeper,
+        wait: Callable[[], None],
+        write: Writer,
+        worths: Sequence[Worth],
+    ) -> None:
+        """Has `write` put those blocks that the one tier lacks, all of one size, into its memory, if it `has_slots`.
+
+        `memory` holds the blocks once `wait` has returned. This call takes over one use of it from the caller.
+        """
+
+        def stored(index: int, chosen: Sequence[int]) -> list[Outcome]:
+            def write_chosen(slots: Slots) -> None:
+                write(slots._replace(numbers=[chosen[number] for number in slots.numbers]))
+
+            wait()  # before slots are reserved: they are free again the sooner
+            rated, sizes = [worths[i] for i in chosen], [size] * len(chosen)
+            asked = [keys[i] for i in chosen]
+            return self.tiers[index].store_straight(asked, sizes, write_chosen, STORE_TIMEOUT, rated)
+
+        self._begin(0, keys, [size] * len(keys), memory, stored)
+        memory.release()
+
+    def _begin(self, index: int, keys: Sequence[bytes], sizes: Sequence[int], memory: Keeper, stored: _Stored) -> None:
+        """Has what a tier lacks stored in its thread; `stored` does that for those keys, by number."""
+        known = self.tiers[index].known
+        with self._lock:
+            lacking = [i for i, key in enumerate(keys) if key not in known and key not in self._in_flight[index]]
+            chosen = [keys[i] for i in lacking]
+            self._in_flight[index].update(chosen)
+        if not chosen:
+            return
+        memory.share()
+        job = partial(self._store, index, chosen, [sizes[i] for i in lacking], memory, partial(stored, index, lacking))
+        drop = partial(self._drop, index, chosen, memory)
+        if not self._threads[index].submit(job, drop):
+            drop()
 
     def _store(
         self,
         index: int,
-        keys: list[bytes],
-        rows: list[Bytes],
-        stage: SharedStage,
-        wait: Callable[[], None],
-        worths: list[Worth] | None,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        memory: Keeper,
+        stored: Callable[[], list[Outcome]],
     ) -> None:
         """In the thread of the tier."""
         outcomes: list[Outcome] = []
         try:
-            wait()
-            outcomes = self.tiers[index].store(keys, rows, STORE_TIMEOUT, worths)
+            outcomes = stored()
         finally:
             num_stored = outcomes.count(Outcome.OK)
             with self._lock:
@@ -141,17 +178,16 @@ class Storer:
                 self._stats.stored += num_stored
                 self._stats.failed += len(keys) - num_stored
                 self._stats.bytes_stored += sum(
-                    row.nbytes for row, outcome in zip(rows, outcomes, strict=False) if outcome == Outcome.OK
+                    size for size, outcome in zip(sizes, outcomes, strict=False) if outcome == Outcome.OK
                 )
-            rows.clear()
-            stage.release()
+            memory.release()
             self._tell(index, keys)
 
-    def _drop(self, index: int, keys: list[bytes], stage: SharedStage) -> None:
+    def _drop(self, index: int, keys: Sequence[bytes], memory: Keeper) -> None:
         with self._lock:
             self._in_flight[index].difference_update(keys)
         self.drop(len(keys))
-        stage.release()
+        memory.release()
         self._tell(index, keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:

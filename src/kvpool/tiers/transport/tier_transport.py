@@ -21,7 +21,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.storage.memory import LinkedMemory, page_locks
-from kvpool.tiers.contract import Keeper, Loan, TierStats
+from kvpool.tiers.contract import Keeper, Loan, Slots, TierStats
 from kvpool.tiers.keys import KeyPattern, named, tenant_digest, tenant_tag
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import BlockKeys, Lineage, PromptKeys
@@ -36,6 +36,7 @@ from kvpool.tiers.transport.threads import ThreadPool
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests that may wait; further ones are computed
 STAGING_BYTES = 2**28  # for loads, and as much for stores; four times as much with a GPU
+NEAR_BYTES, NEAR_SHARE = 2**29, 128  # of a GPU's memory for stores, and one part in so many of it at most
 FLUSH_SECONDS = 5.0  # closing waits so long for blocks in flight
 SHORTEST_WAIT = 0.05
 
@@ -96,16 +97,34 @@ class TierTransport:
             self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer, self._can_borrow
         )
         self.fetch_threads = ThreadPool("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
-        self.offers = Offers(plane, keys, self.storer, opened.min_uses)
+        self._near = StagingMemory(_near_bytes(plane.device), partial(_near, plane.device))
+        self.offers = Offers(plane, keys, self.storer, self._near, self._can_write, opened.min_uses)
         self.invalidator = TierInvalidator(keys, self.offers.lineage, self.storer)
         self._importer = Importer(manager, plane, keys)
         self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
         self._tokens_loaded = self._imports = self._no_room = 0
+        if self._linked is not None and self.storer.has_slots:
+            self.fetch_threads.submit(self._link, _nothing)
+
+    def _link(self) -> None:
+        """Begins to lock the memory of the tier for the GPU, which writes to it as soon as that is done."""
+        loan = self.chain.watched[0].lend([], [], self.timeout)
+        if loan is not None:
+            self._can_borrow(loan)
+            loan.release()
 
     def _can_borrow(self, loan: Loan) -> bool:
         """Whether the device can copy from there: the CPU always, a GPU once that memory is locked."""
         return self._linked is None or self._linked.has(loan.memory, loan.part_bytes, loan.views)
+
+    def _can_write(self, slots: Slots | None) -> bool:
+        """Whether the device can copy there; None: to all of the memory that it copied from or to last."""
+        if self._linked is None:
+            return True
+        return (
+            self._linked.is_locked if slots is None else self._linked.has(slots.memory, slots.part_bytes, slots.views)
+        )
 
     def patience(self, num_tokens: int) -> float:
         """Seconds that a request waits for `num_tokens`: no longer than computing them takes, once that is measured."""
@@ -183,7 +202,7 @@ class TierTransport:
             self._no_room,
             leases,
             self.storer.num_waiting,
-            self.memory.lent_bytes + self.storer.memory.lent_bytes,
+            self.memory.lent_bytes + self.storer.memory.lent_bytes + self._near.lent_bytes,
         )
 
     def close(self) -> None:
@@ -208,6 +227,24 @@ def _pinned(num_bytes: int) -> Bytes:
     """Page-locked memory, which a GPU reads by itself."""
     found: Bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()[:num_bytes]
     return np.asarray(found)
+
+
+def _near(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """Memory of the device itself."""
+    if device.type == "cpu":
+        return torch.from_numpy(page_aligned(num_bytes))
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _near_bytes(device: torch.device) -> int:
+    """How much of the device's memory blocks may wait in that are on their way to a tier."""
+    if device.type == "cpu":
+        return STAGING_BYTES
+    return min(NEAR_BYTES, int(torch.cuda.get_device_properties(device).total_memory) // NEAR_SHARE)
+
+
+def _nothing() -> None:
+    """There is nothing to give back."""
 
 
 # --- invalidating ----------------------------------------------------------------------------------------------------
