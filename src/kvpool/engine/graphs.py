@@ -42,6 +42,7 @@ MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
 # Where layers keep a state, kernels compute the tokens of a sequence one after another (about a microsecond for a token and
 # layer on an H200, against 20 ms of launches for a step without a graph). Chunks of prompts are computed together, without.
 STEPPED_SIZES = (16, 32, 64, 128)
+MAX_DRAFT_LOGITS = 512  # of a step with drafts that runs from a graph: each graph computes as many, needed or not
 SHARERS = 4  # sequences that share a block, on average, for which block lists have room
 
 
@@ -207,6 +208,10 @@ class StepGraphs(ABC):
     def max_sequences(self, size: int) -> int:
         """The most sequences of a step with up to `size` tokens."""
 
+    def max_logits(self, size: int) -> int:
+        """The most tokens of such a step whose logits are computed."""
+        return self.max_sequences(size)
+
     def capture_all(self) -> None:
         """Captures every size, the largest first, so that the others fit into its memory."""
         for size in reversed(self._sizes):
@@ -271,7 +276,7 @@ class StepGraphs(ABC):
         positions = torch.zeros(*axes, size, dtype=torch.int64, device=device)
         slots = torch.full((len(config.groups), size), -1, dtype=torch.int32, device=device)
         num_sequences = self.max_sequences(size)
-        keep = torch.arange(min(size, num_sequences), device=device)
+        keep = torch.arange(min(size, self.max_logits(size)), device=device)
         buffers = []
         plans = []
         for number, (kind, batch) in enumerate(zip(runner.kinds, batches, strict=True)):
@@ -346,20 +351,27 @@ class DecodeGraphs(StepGraphs):
 class MixedGraphs(StepGraphs):
     """Steps with sequences that decode and others that compute prompts. All graphs write their logits to one tensor."""
 
-    def __init__(self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
+    def __init__(
+        self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int, max_drafts: int = 0
+    ) -> None:
         super().__init__(runner, recorder, sizes)
         self._max_sequences = max_sequences
+        self._max_logits = max(max_sequences, min(max_sequences * (1 + max_drafts), MAX_DRAFT_LOGITS))
         self._logits: Tensor | None = None
 
     def fits(self, plan: BatchPlan) -> bool:
         """Whether a graph has room for the tokens, sequences and logits of a step. Each draft needs logits, too."""
         if self._places(plan) > self._sizes[-1]:
             return False
-        return len(plan.logits_indices) <= self.max_sequences(self._size_for(plan))
+        return len(plan.logits_indices) <= self.max_logits(self._size_for(plan))
 
     def max_sequences(self, size: int) -> int:
         """Fewer than tokens, so that attention is prepared for sequences with many tokens."""
         return min(self._max_sequences, size - 1)
+
+    def max_logits(self, size: int) -> int:
+        """More than sequences where steps have drafts."""
+        return min(self._max_logits, size - 1)
 
     def _places(self, plan: BatchPlan) -> int:
         return max(plan.num_tokens, len(plan.sequences) + 1)

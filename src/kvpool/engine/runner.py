@@ -100,6 +100,8 @@ class ModelRunner:
         max_tokens: int = 2048,
         compile_layers: bool = False,
         num_axes: int = 1,
+        first_layer: int = 0,
+        max_drafts: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         self.model = model
@@ -112,17 +114,19 @@ class ModelRunner:
         self.device = plane.device
         self.max_tokens = max_tokens
         config = plane.config
-        groups = [config.groups[config.group_of_layer[layer]] for layer in range(len(shape.layers))]
-        self._layer_of = {number: layer for layer, number in enumerate(shape.attending)}  # by its number in the model
-        self.states = plane.state_slots(dict(enumerate(shape.states, len(shape.layers))))
+        # Layers of the cache, by their numbers in the model; those of another model may stand before them
+        self._layer_of = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
+        states = dict(enumerate(shape.states, first_layer + len(shape.layers)))
+        self.states = plane.state_slots(states) if states else None
         self.kinds: list[AttentionKind] = []  # distinct ones
-        self.kind_of_layer: list[int] = []
-        for layer, group in enumerate(groups):
-            kind = AttentionKind(group, shape.attention_spec(layer, config.attention_layer(layer).dtype))
+        self.kind_of_layer: dict[int, int] = {}
+        for index, layer in enumerate(self._layer_of.values()):
+            group = config.groups[config.group_of_layer[layer]]
+            kind = AttentionKind(group, shape.attention_spec(index, config.attention_layer(layer).dtype))
             backend.require(kind.spec)
             if kind not in self.kinds:
                 self.kinds.append(kind)
-            self.kind_of_layer.append(self.kinds.index(kind))
+            self.kind_of_layer[layer] = self.kinds.index(kind)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
@@ -136,7 +140,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
             sizes = mixed_sizes(max_tokens, MIXED_SIZES if self.states is None else STEPPED_SIZES)
             if sizes and all(module.packs for module in state_modules(model)):
-                self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences)
+                self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences, max_drafts)
 
     def _can_have_graphs(self, recorder: Recorder | None) -> bool:
         if not (self.device.type == "cuda" or recorder is not None):
