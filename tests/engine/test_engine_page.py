@@ -38,10 +38,18 @@ def test_given_the_page_then_its_stream_runs(model_directory: str, capsys: pytes
     assert len(capsys.readouterr().out.split()) == 4
 
 
+def test_given_the_page_then_its_draft_runs() -> None:
+    smaller = tiny_model("llama", num_hidden_layers=1)
+    names: dict[str, Any] = {"Engine": partial(Engine, kv_blocks=64), "model": tiny_model("llama"), "smaller": smaller}
+    exec(BLOCKS[2], names)
+    names["engine"].close()
+    assert names["engine"].stats().drafts is not None
+
+
 def test_given_the_page_then_its_disk_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"Engine": partial(Engine, kv_blocks=64), "model": tiny_model("llama")}
-    exec(BLOCKS[2], names)
+    exec(BLOCKS[3], names)
     names["engine"].close()
     assert (tmp_path / "cache").is_dir()
 
@@ -49,4 +57,4 @@ def test_given_the_page_then_its_disk_runs(tmp_path: Path, monkeypatch: pytest.M
 def test_given_the_page_then_its_drop_in_cache_runs() -> None:
     ids = random_prompt(20).unsqueeze(0)
     longer = torch.cat([ids, random_prompt(5, seed=1).unsqueeze(0)], dim=1)
-    exec(BLOCKS[3], {"model": tiny_model("llama"), "ids": ids, "longer_ids": longer})
+    exec(BLOCKS[4], {"model": tiny_model("llama"), "ids": ids, "longer_ids": longer})

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 image_library = pytest.importorskip("PIL.Image")
 
 from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from models import tiny_model  # noqa: E402
 from vision_models import (  # noqa: E402
     IMAGE,
     REFUSED,
@@ -122,8 +123,10 @@ def test_given_drafts_or_several_samples_then_positions_go_on_behind_the_image(m
     prompts = several("qwen2_vl")
     expected = answers(models["qwen2_vl"], prompts)
 
-    with engine_of(models["qwen2_vl"], draft_tokens=3) as engine:
-        assert served(engine, prompts) == expected
+    draft = tiny_model("llama", vocab_size=200)  # it sees the image tokens as text
+    for options in ({"draft_tokens": 3}, {"draft": draft}):
+        with engine_of(models["qwen2_vl"], **options) as engine:
+            assert served(engine, prompts) == expected
     with engine_of(models["qwen2_vl"]) as engine:
         both = SamplingParams(max_new_tokens=COUNT, n=2)
         for result, tokens in zip(engine.generate(prompts, both), expected, strict=True):

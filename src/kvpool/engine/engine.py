@@ -100,7 +100,10 @@ class Engine:
         self.sampling_defaults = sampling_defaults(self.model) if chosen.model_defaults else USUAL
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
-        parts = assemble(self.model, chosen, limits, model_tiers)
+        draft = None
+        if chosen.draft is not None:
+            draft = load_model(chosen.draft, device=self.model.device, dtype=chosen.dtype)
+        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder = parts
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
@@ -572,7 +575,7 @@ class Engine:
 
     @property
     def graphs(self) -> CaptureReport:
-        """How many CUDA graphs the engine has captured, and their seconds and bytes; none on a CPU."""
+        """How many CUDA graphs the engine has captured for its model, and their seconds and bytes; none on a CPU."""
         return self._loop.runner.captured
 
     def close(self) -> None:
@@ -592,6 +595,8 @@ class Engine:
             self.plane.close()
             self._loop.runner.close()
             self._loop.runner.adapters.close()
+            if self._loop.drafts is not None:
+                self._loop.drafts.runner.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
 from kvpool.engine.adapters import EngineAdapters
+from kvpool.engine.drafts import DraftModel, check_vocabulary
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import EngineSettings
-from kvpool.engine.sizing import kv_budget, link_bytes_per_second
+from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
 from kvpool.engine.tier_link import TierLink
+from kvpool.errors import ConfigError, UnsupportedModelError
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.faster_layers import choose_products, fuse_norms, join_projections
+from kvpool.model.loading import LoadedModel
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.model.vision import ImageEncoder
@@ -39,7 +43,14 @@ class Parts(NamedTuple):
     encoder: ImageEncoder
 
 
-def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> Parts:
+def assemble(
+    model: Any,
+    settings: EngineSettings,
+    limits: SchedulerConfig,
+    model_tiers: ModelTiers,
+    draft: LoadedModel | None = None,
+    tokenizer: Any = None,
+) -> Parts:
     """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
     compile, kv_bytes = settings.compile, settings.kv_bytes
     where, own = model.device, private_copy(model)
@@ -51,33 +62,45 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
         adapters = EngineAdapters(own, settings.max_adapters)
         for name, path in (settings.adapters or {}).items():
             adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
+        drafting = None if draft is None else _inspected_draft(draft, compile)
+        if draft is not None and drafting is not None:
+            check_vocabulary(draft, drafting.shape.vocab_size, tokenizer, shape.vocab_size)
         if settings.kv_blocks is None and kv_bytes is None:
             # As much as for the features again is for the work of the encoder.
             beside = 2 * settings.encoder_bytes if sees else 0
+            if drafting is not None and where.type == "cuda":
+                beside += step_bytes(*drafting, where, limits)
             kv_bytes = kv_budget(own, shape, where, settings.memory_fraction, limits, beside)
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
+        if drafting is not None:  # a window would take what the draft computes again out of its sight
+            layers += [replace(layer, window=None) for layer in drafting.shape.layer_specs(settings.kv_dtype)]
         fields = settings.cache_fields(shape.max_positions)
+        if drafting is not None:
+            _check_positions(drafting.shape.max_positions, fields["max_seq_len"])
         if fields.get("objective") == "seconds":
             fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
         config = KVCacheConfig(layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields)
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
-        runner = ModelRunner(
-            own,
-            shape,
-            plane,
-            create_backend(settings.attention, where),
-            adapters=adapters,
-            cuda_graphs=settings.cuda_graphs,
-            max_sequences=limits.max_sequences,
-            max_tokens=limits.max_tokens_per_step,
-            compile_layers=compile,
-            num_axes=encoder.num_axes,
-        )
+        options: dict[str, Any] = {
+            "cuda_graphs": settings.cuda_graphs,
+            "max_sequences": limits.max_sequences,
+            "max_tokens": limits.max_tokens_per_step,
+            "compile_layers": compile,
+        }
+        backend = create_backend(settings.attention, where)
+        shown: dict[str, Any] = {"adapters": adapters, "num_axes": encoder.num_axes}
+        runner = ModelRunner(own, shape, plane, backend, max_drafts=settings.num_drafts, **shown, **options)
         runner.warm_up()
+        drafts = None
+        if drafting is not None:
+            first = len(config.layers) - len(drafting.shape.layers)
+            beside_it = ModelRunner(*drafting, plane, backend, first_layer=first, **options)
+            beside_it.warm_up()
+            drafts = DraftModel(beside_it, drafting.shape, shape.vocab_size, limits)
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        opened = model_tiers.open(model, config)
+        opened = model_tiers.open(model, config, None if draft is None else draft.model)
         requests, inbox = ScheduledRequests(scheduler, adapters), Inbox()
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
         loop = EngineLoop(
@@ -85,13 +108,42 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, mode
             requests,
             runner,
             shape.vocab_size,
-            num_draft_tokens=settings.draft_tokens,
+            num_draft_tokens=settings.num_drafts,
+            drafts=drafts,
             overlap=settings.overlap,
             tiers=tiers,
             pictures=StepPictures(encoder, settings.encoder_bytes, where) if sees else None,
-            weights=SharedWeights(model),  # now: joining products has moved some
+            # Now: joining products has moved some
+            weights=[SharedWeights(each) for each in (model, *(() if draft is None else (draft.model,)))],
         )
     return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder)
+
+
+class _Draft(NamedTuple):
+    """The engine's copy of a draft model."""
+
+    model: Any
+    shape: ModelShape
+
+
+def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
+    own = private_copy(draft.model)
+    try:
+        shape = _prepared(own, compile)
+        if shape.states:
+            raise UnsupportedModelError("its layers keep a state, which cannot be rewound to an accepted draft")
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{draft.info.name} cannot draft: {error}") from error
+    return _Draft(own, shape)
+
+
+def _check_positions(max_positions: int | None, longest: int | None) -> None:
+    """Refuses a draft whose context is shorter than the engine's sequences may be."""
+    if max_positions is not None and (longest is None or longest > max_positions):
+        raise ConfigError(
+            f"the draft has {max_positions} positions, sequences of this engine up to {longest}; "
+            f"set cache={{'max_seq_len': {max_positions}}}, or use another draft"
+        )
 
 
 def _prepared(model: Any, compile: bool) -> ModelShape:

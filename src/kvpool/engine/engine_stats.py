@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvpool.config import Tier
+from kvpool.engine.drafts import DraftStats
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats
 from kvpool.engine.tier_link import TierLink
@@ -27,6 +28,7 @@ class EngineStats(NamedTuple):
     num_swapped: int
     tiers: TieringStats | None = None
     encoder: EncoderStats | None = None  # of models that take images
+    drafts: DraftStats | None = None  # of a draft model
 
 
 class WaitingRequest(NamedTuple):
@@ -49,6 +51,7 @@ def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
         scheduler.num_swapped,
         None if tiers is None else tiers.stats(),
         None if loop.pictures is None else loop.pictures.cache.stats(),
+        None if loop.drafts is None else loop.drafts.stats(),
     )
 
 

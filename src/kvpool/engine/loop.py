@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.beams import BeamSearch, Ranking
+from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
 from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.pictures import StepPictures
@@ -47,6 +48,7 @@ class _Launched(NamedTuple):
     sampled: Sampled | None = None
     rankings: Sequence[tuple[BeamSearch, Ranking]] = ()
     ready: Any = None
+    token_ids: Tensor | None = None  # of a step whose drafts came from a model
 
     def searches(self) -> dict[ScheduledSequence, BeamSearch]:
         """The beam search of each steered sequence of the step, also of a search that is over."""
@@ -64,14 +66,16 @@ class EngineLoop:
         vocabulary: int,
         *,
         num_draft_tokens: int = 0,
+        drafts: DraftModel | None = None,
         overlap: bool | None = None,
         tiers: TierLink | None = None,
         pictures: StepPictures | None = None,
-        weights: SharedWeights | None = None,
+        weights: Sequence[SharedWeights] = (),
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens = num_draft_tokens  # of one sequence in one step, at most
+        self.drafts = drafts  # None: drafts come from the text before
         max_sequences = scheduler.config.max_sequences
         self._sampler = StepSampler(vocabulary, max_sequences, runner.device)
         self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
@@ -81,7 +85,7 @@ class EngineLoop:
         self._copies = PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
         on_gpu = runner.device.type == "cuda"
-        self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
+        self.overlap = on_gpu and (drafts is not None or not num_draft_tokens) if overlap is None else overlap
         self.tiers = tiers
         self.pictures = pictures  # None: the model reads text only
         self._weights = weights
@@ -117,9 +121,10 @@ class EngineLoop:
 
     def _check_weights(self) -> None:
         """Forgets what is cached if the weights have changed; raises if they were replaced. Once between two steps."""
-        if self._weights is None or self._weights_checked:
+        if self._weights_checked:
             return
-        if self._weights.changed(compare=not self.has_work):  # comparing numbers waits for the device
+        compare = not self.has_work  # comparing numbers waits for the device
+        if any(weights.changed(compare=compare) for weights in self._weights):
             log.warning("the weights of the model have changed: cached prefixes are forgotten")
             self.forget(remove=False)
             if self.pictures is not None:
@@ -186,6 +191,8 @@ class EngineLoop:
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
         self._weights_checked = False
+        if self.num_draft_tokens:
+            self._propose()
         self._copies.tell()
         plan = self.scheduler.step()
         if self.tiers is not None:
@@ -197,7 +204,8 @@ class EngineLoop:
             return
         self._flying.append(launched)
         # Beams sit out the step that overlaps with theirs. If most rows are beams, waiting for their tokens is faster.
-        wait = not self.overlap or plan.is_empty or 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
+        mostly_beams = 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
+        wait = not self.overlap or plan.is_empty or mostly_beams or plan.num_drafts.any()
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
         for done in plan.finished:  # now: the scheduler does not know them any more when the plan is completed
@@ -232,21 +240,25 @@ class EngineLoop:
         if plan.is_empty:
             return _Launched(plan, began)
         shown = () if self.pictures is None else self.pictures.of(plan, self._requests.generations)
+        token_ids = self._inputs(plan)
+        if self.drafts is not None:
+            token_ids = self.drafts.run(plan, token_ids, self._requests.generations, self.scheduler.token_ids)
         with pooling(plan, self._requests.pooled) as pools:
-            logits = self.runner.run(plan, self._inputs(plan), *shown, launch=pools)
+            logits = self.runner.run(plan, token_ids, *shown, launch=pools)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up)
         self._remember(plan, sampled.tokens)
         rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
+        guessed = token_ids if self.drafts is not None and plan.num_drafts.any() else None
         if self.runner.device.type == "cpu":
-            return _Launched(plan, began, sampled, rankings)
-        parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
-        on_host = Sampled(*parts)
+            return _Launched(plan, began, sampled, rankings, None, guessed)
+        parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in (*sampled, guessed)]
+        on_host = Sampled(*parts[:-1])
         rankings = [(search, ranking.to_host()) for search, ranking in rankings]
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, began, on_host, rankings, ready)
+        return _Launched(plan, began, on_host, rankings, ready, parts[-1])
 
     def _catch_up(self) -> None:
         """Finishes the steps in flight."""
@@ -295,6 +307,8 @@ class EngineLoop:
         plan = launched.plan
         if launched.ready is not None:
             launched.ready.synchronize()
+        if launched.token_ids is not None:
+            plan.token_ids = launched.token_ids.numpy().astype(np.int32)
         self._observe(launched)
         if self.tiers is not None:
             self.tiers.collect(plan)
@@ -306,8 +320,6 @@ class EngineLoop:
             self._hand_out(launched, tokens, counts, samples_at, result.forks)
         for done in result.finished:
             self._end(done)
-        if self.num_draft_tokens:
-            self._propose(plan)
 
     def _observe(self, launched: _Launched) -> None:
         """Tells the cost model how long a step took: since it began, or since the one before it was over."""
@@ -317,6 +329,9 @@ class EngineLoop:
             self.scheduler.observe(launched.plan, seconds)
             if self.tiers is not None:
                 self.tiers.observe(launched.plan, seconds)
+            if self.drafts is not None and not launched.plan.num_prefill_tokens:
+                drafts = int(launched.plan.num_drafts.max(initial=0))
+                self.drafts.length.observe(len(launched.plan.sequences), drafts, seconds)
         self._last_finish = now
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
@@ -335,6 +350,7 @@ class EngineLoop:
         for search, ranking in launched.rankings:
             search.advance(ranking)
         searches = launched.searches()
+        right = tried = 0
         for at, row in enumerate(rows.tolist()):
             sequence = plan.sequences[row]
             if plan.is_steered[row]:
@@ -344,11 +360,15 @@ class EngineLoop:
                 first, num_taken = int(firsts[at]), int(counts[at])
                 if drafts[at]:
                     num_taken = _num_accepted(plan, row, tokens[first : first + int(drafts[at]) + 1])
+                    if self.drafts is not None:
+                        right, tried = right + num_taken - 1, tried + min(num_taken, int(drafts[at]))
                 indices = np.arange(first, first + num_taken)
                 next_tokens = tokens[indices]
             counts[at] = len(next_tokens)
             picked.append(indices)
             chosen.append(next_tokens)
+        if self.drafts is not None:
+            self.drafts.length.verified(right, tried)
         return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)
 
     def _hand_out(
@@ -439,16 +459,23 @@ class EngineLoop:
             failure = OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}")
         generation.end(failure or generation.failure)
 
-    def _propose(self, plan: BatchPlan) -> None:
-        """Proposes drafts for the sequences of the step; the next step verifies them."""
-        for sequence in plan.sequences:
+    def _propose(self) -> None:
+        """Proposes drafts for all sequences that decode. Those of a draft model come when the step has places for them."""
+        number = self.num_draft_tokens
+        if self.drafts is not None:
+            number = self.drafts.length.choose(len(self.scheduler.decoding))
+            if not number:
+                return
+            self._catch_up()
+        for sequence in self.scheduler.decoding:
             generation = self._requests.generations.get(sequence.request.id)
-            if generation is None or not sequence.is_running:
-                continue
-            if generation.params.has_penalties or generation.params.grammar is not None:  # these need each token
-                continue
-            with suppress(SequenceStateError):  # its prompt is not computed yet, or it is a beam
-                self.scheduler.propose(sequence, propose(self.scheduler.token_ids(sequence), self.num_draft_tokens))
+            if generation is None or generation.params.has_penalties or generation.params.grammar is not None:
+                continue  # penalties and grammars need each token
+            guess = np.zeros(number, np.int32)
+            if self.drafts is None:
+                guess = propose(self.scheduler.token_ids(sequence), number)
+            with suppress(SequenceStateError):  # its sample is in flight
+                self.scheduler.propose(sequence, guess)
 
 
 def _first_samples(plan: BatchPlan) -> Int64Array:

@@ -161,7 +161,7 @@ _OPTIONS = {
     "host_bytes": "--host-memory",
     "model_defaults=False": "--no-model-defaults",
     "n": "-n",
-    **{name: f"--{name}" for name in ("temperature", "seed", "stop", "dtype", "device")},
+    **{name: f"--{name}" for name in ("temperature", "seed", "stop", "dtype", "device", "draft")},
     **{
         name: f"--{name.replace('_', '-')}"
         for name in ("top_p", "kv_dtype", "draft_tokens", "disk_bytes", "tier_timeout")

@@ -17,6 +17,8 @@ from kvpool.tiers.model_tiers import ModelTiers
 from kvpool.tiers.settings import REQUEST_TIMEOUT, help_of
 
 _MOST_BYTES = 2**62
+DRAFT_TOKENS = 5  # of a draft model, at most
+_HEADS = ("mtp", "nextn", "eagle", "eagle3", "medusa")
 
 
 def _shown(default: Any, help: str, kind: type = str, option: str = "", key: str = "") -> Any:
@@ -29,7 +31,11 @@ class EngineSettings:
     """Everything about an `Engine` but its model. `Engine(model, **these)` takes them as keywords.
 
     Memory for keys and values: `kv_bytes`, or `kv_blocks`, or `memory_fraction` of what is free once the model is loaded
-    (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on prompt-lookup speculation.
+    (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to.
+
+    `draft` is a smaller model with the same vocabulary, in any form that `model` has. It guesses up to `draft_tokens` tokens
+    (5) ahead, and one step of the model verifies them. Without it, `draft_tokens` copies guesses from the text before.
+
     `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower start. `cache` holds
     further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to a
     file; nobody can read prompts from it. Where `SamplingParams` say nothing, the model's `generation_config.json` counts,
@@ -67,7 +73,10 @@ class EngineSettings:
     compile: bool = _shown(
         False, "torch.compile each layer: slower start, faster steps.", bool, "compile_layers", "compile"
     )
-    draft_tokens: int = 0
+    draft: Any = _shown(None, "A smaller model with the same vocabulary, to guess tokens ahead; output unchanged.")
+    draft_tokens: int | None = _shown(
+        None, "Guess up to so many tokens ahead, without a draft model from the text before; output unchanged.", int
+    )
     processor: Any = None
     encoder_bytes: int = 2**28
     adapters: Mapping[str, str | Path] | None = None
@@ -93,7 +102,8 @@ class EngineSettings:
                 raise ConfigError(
                     f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}"
                 )
-        if self.overlap and self.draft_tokens:
+        self._check_drafts()
+        if self.overlap and self.draft_tokens and self.draft is None:
             raise ConfigError(
                 "overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know"
             )
@@ -132,12 +142,27 @@ class EngineSettings:
             ("encoder_bytes", 0),
         ):
             value = getattr(self, name)
-            if not (value is None and name in ("kv_bytes", "kv_blocks")):
+            if not (value is None and name in ("kv_bytes", "kv_blocks", "draft_tokens")):
                 check_int(value, name, low, _MOST_BYTES)
         if self.memory_fraction is not None:
             share = "a number over 0, at most 1"
             if not 0 < check_number(self.memory_fraction, "memory_fraction", share) <= 1:
                 raise ConfigError(f"memory_fraction={self.memory_fraction} must be {share}")
+
+    def _check_drafts(self) -> None:
+        if self.draft is not None and self.draft_tokens == 0:
+            raise ConfigError("draft with draft_tokens=0 guesses nothing; drop one of them")
+        if isinstance(self.draft, str) and self.draft.lower().replace("-", "") in _HEADS:
+            raise ConfigError(
+                f"draft={self.draft!r}: heads that come with a model cannot draft; give a smaller model with its vocabulary"
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens that a step drafts for a sequence."""
+        if self.draft_tokens is None:
+            return 0 if self.draft is None else DRAFT_TOKENS
+        return self.draft_tokens
 
     def model_tiers(self) -> ModelTiers:
         """Which tiers it has, checked."""
@@ -148,14 +173,14 @@ class EngineSettings:
         """The limits of a step, with room for the drafts."""
         given = self.scheduler
         if given is None:
-            return SchedulerConfig(max_draft_tokens=self.draft_tokens)
+            return SchedulerConfig(max_draft_tokens=self.num_drafts)
         if not isinstance(given, SchedulerConfig):
             raise ConfigError(f"scheduler must be a SchedulerConfig, got {show(given)}")
-        if given.max_draft_tokens and not self.draft_tokens:
+        if given.max_draft_tokens and not self.num_drafts:
             raise ConfigError(
                 f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything"
             )
-        return replace(given, max_draft_tokens=self.draft_tokens)
+        return replace(given, max_draft_tokens=self.num_drafts)
 
     def cache_fields(self, max_positions: int | None) -> dict[str, Any]:
         """Fields of KVCacheConfig: those that were given, `max_seq_len` and host memory.

@@ -36,7 +36,7 @@ def kv_budget(
     """Bytes for keys and values: `fraction` of the free memory, less what steps, their graphs and images need on a GPU."""
     on_gpu = device.type == "cuda"
     chosen = fraction if fraction is not None else GPU_FRACTION if on_gpu else CPU_FRACTION
-    reserved = _step_bytes(model, shape, device, limits) + beside if on_gpu else 0
+    reserved = step_bytes(model, shape, device, limits) + beside if on_gpu else 0
     budget = measure_budget(device, chosen, reserved)
     if budget <= 0:
         raise StorageMemoryError(
@@ -69,7 +69,7 @@ def copy_seconds(source: Tensor, target: Tensor) -> float:
     return min(times)
 
 
-def _step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: SchedulerConfig) -> int:
+def step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: SchedulerConfig) -> int:
     """Bytes that a GPU needs beside weights and cache: for the largest step, which is measured, and for the graphs."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -41,7 +41,6 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
     beams: Annotated[int, typer.Option(help="Beam search with so many beams.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
-    draft_tokens: Annotated[int, typer.Option(help="Guess so many tokens from the text before; output unchanged.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     json: Annotated[str | None, typer.Option(help="Write results as JSON; - for stdout.")] = None,
     quiet: opt.Quiet = False,
@@ -53,7 +52,6 @@ def generate(
     opt.tell("loading the model ...", quiet)
     with engine_options.make_engine(
         host_memory=host_memory,
-        draft_tokens=draft_tokens,
         model_defaults=sampling.model_defaults,
         scheduler=opt.limits(None, max(64, n, beams)),
     ) as engine:

@@ -302,6 +302,11 @@ class Scheduler:
         return len(self._queues.running)
 
     @property
+    def decoding(self) -> tuple[ScheduledSequence, ...]:
+        """The sequences that decode in the next step if there is memory for it."""
+        return self._queues.running.decoding.rows()[0]
+
+    @property
     def num_swapped(self) -> int:
         """Sequences whose blocks are on the host."""
         return sum(sequence.state is SequenceState.SWAPPED for sequence in self._queues.resuming)

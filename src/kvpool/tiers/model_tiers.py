@@ -70,13 +70,15 @@ class ModelTiers:
         assert config.timeout is not None and config.min_uses is not None
         return cls(given, address, config.remote_address, config.timeout, config.min_uses)
 
-    def open(self, model: Any, config: KVCacheConfig) -> OpenedTiers | None:
-        """Opens the tiers for the keys and values of a model; None if there are none."""
+    def open(self, model: Any, config: KVCacheConfig, draft: Any = None) -> OpenedTiers | None:
+        """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none."""
         if not self.given and self.disk is None and self.remote is None:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
-        space = KeySpace(Fingerprint.of(config, model_id(model), weights_id(model)))
+        models = [model] if draft is None else [model, draft]
+        fingerprint = Fingerprint.of(config, " ".join(map(model_id, models)), " ".join(map(weights_id, models)))
+        space = KeySpace(fingerprint)
         opened = open_tiers((self.disk, self.remote), space)
         for tier in self.given:
             tier.introduce(space)

@@ -1,0 +1,269 @@
+"""A draft model guesses the next tokens of each sequence; the engine's model verifies them in one step.
+
+The layers of both models are layers of one cache. So the draft's keys and values are paged, found again as prefixes, forked,
+swapped and rewound with those of the model. A step with drafts is planned first, with places for them. Then the draft
+computes the tokens that it does not know yet and guesses, one step for each guess, and the model computes them all.
+Guesses are drawn with the same parameters and the same random numbers as the tokens that they stand for. Only a guess that
+equals the model's own token is accepted, so drafts change no answer, sampled ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvpool.engine.generation import Generation
+from kvpool.engine.runner import ModelRunner
+from kvpool.engine.sampling import StepSampler
+from kvpool.errors import ConfigError
+from kvpool.model.loading import LoadedModel
+from kvpool.model.probing import ModelShape
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
+from kvpool.sequences.batch import SequenceBatch
+
+PROBE_STEPS = 32  # so often a step has drafts although they do not pay, or none although they do: to measure both
+_MOST_LAG = PROBE_STEPS + 1  # tokens that the draft computes later than the model
+
+
+class DraftStats(NamedTuple):
+    """How drafts do. `SchedulerStats` counts those that were verified and accepted."""
+
+    length: int  # tokens that a step drafts for a sequence
+    acceptance: float  # how likely a draft is right if those before it are
+
+
+class DraftLength:
+    """Chooses how many tokens a step drafts for a sequence: as many as give most tokens a second.
+
+    If each draft is right with probability p, given that those before it are, n drafts give 1 + p + ... + p^n tokens. Seconds
+    are measured for each n, in batches of similar size; those of other n are estimated from the nearest one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.chosen = most
+        self._right, self._tried = 0.5, 1.0
+        self._seconds: dict[int, dict[int, float]] = {}  # by the bits of the batch size, then by drafts
+        self._since_probe = 0
+
+    @property
+    def acceptance(self) -> float:
+        """How likely a draft is right if those before it are, by the last hundred steps or so."""
+        return self._right / self._tried
+
+    def choose(self, num_sequences: int) -> int:
+        """How many tokens the next step should draft for each of so many sequences."""
+        seconds = self._seconds.get(num_sequences.bit_length(), {})
+        for number in (0, self.most):  # first measure these
+            if number not in seconds:
+                self.chosen = number
+                return number
+        self.chosen = max(range(self.most + 1), key=lambda number: self._rate(number, seconds))
+        self._since_probe += 1
+        if self._since_probe < PROBE_STEPS:
+            return self.chosen
+        self._since_probe = 0
+        return 0 if self.chosen else 1
+
+    def _rate(self, number: int, seconds: Mapping[int, float]) -> float:
+        """Tokens a second of one sequence with so many drafts."""
+        nearest = min((other for other in seconds if other), key=lambda other: abs(other - number))
+        estimate = seconds[0] + (seconds[nearest] - seconds[0]) * number / nearest
+        tokens = sum(self.acceptance**power for power in range(number + 1))
+        return tokens / max(seconds.get(number, estimate), 1e-9)
+
+    def observe(self, num_sequences: int, number: int, seconds: float) -> None:
+        """A step that only decoded took so long with so many drafts of each sequence."""
+        known = self._seconds.setdefault(num_sequences.bit_length(), {})
+        before = known.setdefault(number, seconds)
+        known[number] = before + 0.2 * (min(seconds, 2 * before) - before)  # one stall must not count for long
+
+    def verified(self, right: int, tried: int) -> None:
+        """Of the drafts of a step, `tried` were compared with the model's token, up to the first wrong one."""
+        self._right = 0.98 * self._right + right
+        self._tried = 0.98 * self._tried + tried
+
+
+class DraftModel:
+    """Runs the draft in the steps of the engine."""
+
+    def __init__(self, runner: ModelRunner, shape: ModelShape, vocabulary: int, limits: SchedulerConfig) -> None:
+        self.runner = runner
+        self.length = DraftLength(limits.max_draft_tokens)
+        self._vocab_size = shape.vocab_size
+        self._vocabulary = vocabulary  # of the engine's model
+        self._sampler = StepSampler(vocabulary, limits.max_sequences, runner.device)
+        self._known: dict[int, tuple[ScheduledSequence, int, int]] = {}  # by lane: whose, in which residence, how many
+
+    def stats(self) -> DraftStats:
+        """How drafts do now."""
+        return DraftStats(self.length.chosen, self.length.acceptance)
+
+    def run(
+        self,
+        plan: BatchPlan,
+        token_ids: Tensor,
+        generations: Mapping[Hashable, Generation],
+        tokens_of: Callable[[ScheduledSequence], Int32Array],
+    ) -> Tensor:
+        """The token ids of a step, on the device, with the draft's guesses in the places of drafts.
+
+        The draft computes prompts in the same steps as the model. Of sequences that decode, it computes what it does not
+        know yet when a step has drafts.
+        """
+        if not plan.num_drafts.any():
+            if plan.num_prefill_tokens:
+                rows = np.arange(plan.num_decode, len(plan.sequences))
+                self._logits(*self._unknown(plan, token_ids, rows, tokens_of))
+            return token_ids
+        step, ids = self._unknown(plan, token_ids, np.arange(len(plan.sequences)), tokens_of)
+        step.batch = plan.batch
+        rows = np.flatnonzero(plan.num_drafts)
+        places = plan.query_start[rows + 1] - plan.num_drafts[rows]
+        token_ids = token_ids.clone()
+        batch: SequenceBatch | None = None
+        for number in range(1, int(plan.num_drafts.max()) + 1):
+            guesses = self._sampler.sample(step, self._logits(step, ids), generations, _nothing).tokens
+            token_ids.index_copy_(0, self.runner.upload(places), guesses)
+            left = plan.num_drafts[rows] > number
+            if not left.all():
+                rows, places, batch = rows[left], places[left], None
+            if len(rows):
+                ids = token_ids.index_select(0, self.runner.upload(places))
+                step = _next_step(plan, rows, places, batch)
+                batch = step.decode_batch
+                places = places + 1
+        return token_ids
+
+    def _logits(self, step: BatchPlan, token_ids: Tensor) -> Tensor:
+        """The draft's logits in the vocabulary of the model. Tokens that only one of them pads its vocabulary with do not
+        matter.
+        """
+        missing = self._vocabulary - self._vocab_size
+        if missing > 0:
+            token_ids = token_ids.clamp(max=self._vocab_size - 1)
+        logits = self.runner.run(step, token_ids)
+        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def _unknown(
+        self,
+        plan: BatchPlan,
+        token_ids: Tensor,
+        rows: Int64Array,
+        tokens_of: Callable[[ScheduledSequence], Int32Array],
+    ) -> tuple[BatchPlan, Tensor]:
+        """The tokens of some rows without their drafts, and those before them that the draft does not know, as a step."""
+        assert plan.manager is not None
+        sequences = tuple(plan.sequences[row] for row in rows.tolist())
+        drafts = plan.num_drafts[rows]
+        own = np.diff(plan.query_start)[rows] - drafts
+        starts = plan.kv_lengths[rows] - drafts - own
+        ends_at = (plan.kv_lengths[rows] - np.minimum(drafts, 1)).tolist()  # the draft does not compute the last one
+        pairs = list(zip(sequences, starts.tolist(), strict=True))
+        firsts = np.array([self._num_known(sequence, start) for sequence, start in pairs])
+        for sequence, end in zip(sequences, ends_at, strict=True):
+            self._known[sequence.lane] = sequence, sequence.residence, end
+        back = starts - firsts
+        again = np.empty((len(plan.slots), 0), np.int32)
+        tokens: list[Int32Array] = []
+        if back.any():
+            again = plan.manager.slot_mapping([each.live_handle() for each in sequences], firsts, starts)
+            pieces = zip(pairs, firsts.tolist(), strict=True)
+            tokens = [tokens_of(sequence)[first:start] for (sequence, start), first in pieces if first < start]
+        counts, num_again = back + own, int(back.sum())
+        ends = np.cumsum(counts)
+        within = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+        # Where each token comes from: those before the rows are first, then all of the plan.
+        before = np.repeat(np.cumsum(back) - back, counts) + within
+        of_plan = np.repeat(num_again + plan.query_start[rows] - back, counts) + within
+        source = np.where(within < np.repeat(back, counts), before, of_plan)
+        ids = token_ids
+        if num_again:
+            ids = torch.cat([self.runner.upload(np.concatenate(tokens).astype(np.int64)), token_ids])
+        step = _step(
+            plan,
+            sequences,
+            positions=np.repeat(firsts, counts) + within,
+            slots=np.concatenate([again, plan.slots], axis=1)[:, source],
+            query_start=np.append(0, ends).astype(np.int32),
+            kv_lengths=plan.kv_lengths[rows] - drafts,
+            lanes=plan.lanes[rows],
+            num_samples=(drafts > 0).astype(np.int64),
+            num_decode=0,
+            is_uniform=False,
+        )
+        return step, ids.index_select(0, self.runner.upload(source))
+
+    def _num_known(self, sequence: ScheduledSequence, start: int) -> int:
+        """How many of the first `start` tokens of a sequence the draft has computed.
+
+        Of one that came from the cache, from the host or from another sequence, the last ones may be missing: the draft
+        leaves out the last draft of each step, and steps without drafts.
+        """
+        known = self._known.get(sequence.lane)
+        if known is not None and known[:2] == (sequence, sequence.residence):
+            return max(start - _MOST_LAG, min(known[2], start))
+        return max(0, start - _MOST_LAG)
+
+
+def _next_step(plan: BatchPlan, rows: Int64Array, places: Int64Array, batch: SequenceBatch | None) -> BatchPlan:
+    """A step that computes one draft of each row, the one at `places` of the plan."""
+    assert plan.manager is not None
+    sequences = tuple(plan.sequences[row] for row in rows.tolist())
+    if batch is None:
+        everyone = len(rows) == len(plan.sequences)
+        batch = plan.batch if everyone else plan.manager.batch([each.live_handle() for each in sequences])
+    positions = plan.positions[places]
+    return _step(
+        plan,
+        sequences,
+        positions=positions,
+        slots=np.ascontiguousarray(plan.slots[:, places]),
+        query_start=np.arange(len(rows) + 1, dtype=np.int32),
+        kv_lengths=positions + 1,
+        lanes=plan.lanes[rows],
+        num_samples=np.ones(len(rows), np.int64),
+        num_decode=len(rows),
+        is_uniform=True,
+        decode_batch=batch,
+    )
+
+
+def _step(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...], **fields: Any) -> BatchPlan:
+    """A step of the draft within a step of the engine. It has no drafts of its own; its tokens are on the device."""
+    return BatchPlan(
+        number=plan.number,
+        sequences=sequences,
+        token_ids=np.full(len(fields["positions"]), -1, np.int32),
+        num_drafts=np.zeros(len(sequences), np.int64),
+        is_steered=np.zeros(len(sequences), np.bool_),
+        copies=[],
+        manager=plan.manager,
+        **fields,
+    )
+
+
+def _nothing() -> None:
+    """A guess has no grammar, so no step in flight must be finished for it."""
+
+
+def check_vocabulary(draft: LoadedModel, draft_size: int, tokenizer: Any, vocab_size: int) -> None:
+    """Refuses a draft whose token ids mean something else than the model's.
+
+    Models of one family often pad the same vocabulary to different sizes; then the tokenizers must be equal.
+    """
+    if hasattr(draft.tokenizer, "get_vocab") and hasattr(tokenizer, "get_vocab"):
+        if draft.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"the draft {draft.info.name} has another vocabulary than the model; use one with the same tokenizer"
+            )
+    elif draft_size != vocab_size:
+        raise ConfigError(
+            f"the draft {draft.info.name} has {draft_size} tokens, the model {vocab_size}; use one with the same vocabulary"
+        )
