@@ -166,18 +166,36 @@ def staged(tier: NodeTier, names: list[bytes], data: Any) -> dict[str, float]:
     return {"load with checksum, then copy GB/s": data.nbytes / statistics.median(times) / 1e9}
 
 
+class DeviceSource:
+    """Values on the GPU, [value, byte], for a tier that takes them straight."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data, self._stream = data, torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def write(self, slots: Slots) -> None:
+        """Copies values to their slots."""
+        self._copy(np.array(slots.numbers, np.uint64), self._data, slots, to_slots=True)
+
+    def is_in(self, slots: Slots) -> bool:
+        """Copies the slots back and compares."""
+        back = torch.empty((len(slots.views), VALUE_BYTES), dtype=torch.uint8, device="cuda")
+        self._copy(np.arange(len(slots.views), dtype=np.uint64), back, slots, to_slots=False)
+        return all(torch.equal(back[at], self._data[number]) for at, number in enumerate(slots.numbers))
+
+    def _copy(self, numbers: Any, data: torch.Tensor, slots: Slots, *, to_slots: bool) -> None:
+        size = np.uint64(VALUE_BYTES)
+        here = np.uint64(data.data_ptr()) + numbers * size
+        there = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in slots.views], np.uint64)
+        with torch.cuda.stream(self._stream):
+            sources, targets = (here, there) if to_slots else (there, here)
+            assert copy_places(sources, targets, np.full(len(there), size))
+        self._stream.synchronize()
+
+
 def stored(tier: NodeTier, names: list[bytes], data: Any) -> dict[str, float]:
     """From the GPU into slots, with checksums: through pinned memory, and straight."""
     device, pinned = torch.from_numpy(data).cuda(), torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    size = np.uint64(VALUE_BYTES)
-
-    def write(slots: Slots) -> None:
-        sources = np.uint64(device.data_ptr()) + np.array(slots.numbers, np.uint64) * size
-        targets = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in slots.views], np.uint64)
-        with torch.cuda.stream(stream):
-            assert copy_places(sources, targets, np.full(len(targets), size))
-        stream.synchronize()
+    source = DeviceSource(device)
 
     def through_pinned() -> list[Outcome]:
         pinned.copy_(device)
@@ -185,7 +203,7 @@ def stored(tier: NodeTier, names: list[bytes], data: Any) -> dict[str, float]:
 
     ways: dict[str, Callable[[], list[Outcome]]] = {
         "store through pinned memory": through_pinned,
-        "store straight": lambda: tier.store_straight(names, [VALUE_BYTES] * len(names), write, timeout=120),
+        "store straight": lambda: tier.store_straight(names, [VALUE_BYTES] * len(names), source, timeout=120),
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(3):

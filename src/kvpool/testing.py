@@ -44,6 +44,25 @@ def store(tier: KeyedTier, numbers: list[int], size: int = VALUE_BYTES) -> list[
     return tier.store([key(number) for number in numbers], [value(number, size) for number in numbers])
 
 
+class Written:
+    """A `Source` of the values of numbers."""
+
+    def __init__(self, numbers: list[int], size: int = VALUE_BYTES) -> None:
+        self.written: list[int] = []
+        self._numbers, self._size = numbers, size
+
+    def write(self, slots: Slots) -> None:
+        """Copies values into slots."""
+        for at, view in zip(slots.numbers, slots.views, strict=True):
+            view[:] = value(self._numbers[at], self._size)
+            self.written.append(self._numbers[at])
+
+    def is_in(self, slots: Slots) -> bool:
+        """Compares slots with the values."""
+        pairs = zip(slots.numbers, slots.views, strict=True)
+        return all(view == value(self._numbers[at], self._size) for at, view in pairs)
+
+
 class Kept:
     """A `Keeper` that counts the writers that may still use its memory."""
 
@@ -108,27 +127,22 @@ class TierContract:
         self, tier: KeyedTier
     ) -> None:
         store(tier, [2])
-        numbers, written = [1, 2, 3, 1], []
-
-        def write(slots: Slots) -> None:
-            for at, view in zip(slots.numbers, slots.views, strict=True):
-                assert not tier.contains([key(numbers[at])])[0]
-                view[:] = value(numbers[at])
-                written.append(numbers[at])
-
-        outcomes = tier.store_straight([key(number) for number in numbers], [VALUE_BYTES] * 4, write)
+        numbers = [1, 2, 3, 1]
+        source = Written(numbers)
+        outcomes = tier.store_straight([key(number) for number in numbers], [VALUE_BYTES] * 4, source)
         if not tier.has_slots:
             assert outcomes == [Outcome.REFUSED] * 4
             return
         assert outcomes == [Outcome.OK] * 4
-        assert written == [1, 3]
+        assert source.written == [1, 3]
         assert load(tier, [1, 2, 3]) == ([Outcome.OK] * 3, [value(number) for number in (1, 2, 3)])
 
     def test_given_a_caller_that_fails_to_write_then_nothing_is_stored(self, tier: KeyedTier) -> None:
-        def write(slots: Slots) -> None:
-            raise OSError("a device that is gone")
+        class Broken(Written):
+            def write(self, slots: Slots) -> None:
+                raise OSError("a device that is gone")
 
-        assert Outcome.OK not in tier.store_straight([key(1)], [VALUE_BYTES], write)
+        assert Outcome.OK not in tier.store_straight([key(1)], [VALUE_BYTES], Broken([1]))
         assert tier.contains([key(1)]) == [False]
         assert store(tier, [1]) == [Outcome.OK]
 

@@ -424,7 +424,10 @@ def test_given_blocks_that_were_taken_then_they_are_copied_as_they_were_to_rows_
     store = engine.plane.stores[0, Tier.GPU]
     assert isinstance(store, BlockStore)
     store.data.zero_()
-    taken.copy_to([apart[3].numpy(), apart[1].numpy()], [1, 0])
+    targets = [apart[3].numpy(), apart[1].numpy()]
+    taken.copy_to(targets, [1, 0])
+    assert taken.are_in(targets, [1, 0])
+    assert not taken.are_in(targets, [0, 1])
     assert torch.equal(apart[3], rows[1])
     assert torch.equal(apart[1], rows[0])
     assert not apart[[0, 2, 4]].any()

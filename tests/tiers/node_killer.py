@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvpool.testing import key, value
-from kvpool.tiers import DiskTier, NodeTier, Outcome
+from kvpool.tiers import DiskTier, NodeTier, Outcome, Slots
 from kvpool.tiers.node.connection import LostNodeError
 from kvpool.tiers.node.server import NodeServer
 
@@ -43,6 +43,32 @@ def count(engine: int, **more: int) -> None:
     _LINE.pack_into(_shared, at, *(found[name] + more.get(name, 0) for name in COUNTS))
 
 
+class Written:
+    """Values that an engine writes into slots by itself."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = numbers
+
+    def write(self, slots: Slots) -> None:
+        for at, view in zip(slots.numbers, slots.views, strict=True):
+            view[:] = VALUES[self._numbers[at]]
+
+    def is_in(self, slots: Slots) -> bool:
+        return all(view == VALUES[self._numbers[at]] for at, view in zip(slots.numbers, slots.views, strict=True))
+
+
+def borrowed(tier: NodeTier, numbers: list[int], buffers: list[bytearray]) -> list[Outcome]:
+    """Copies values from where the node keeps them."""
+    loan = tier.lend([KEYS[number] for number in numbers], [len(VALUES[number]) for number in numbers])
+    if loan is None:
+        return [Outcome.FAILED] * len(numbers)
+    for number, view in zip(numbers, loan.views, strict=True):
+        buffers[number][: len(view)] = view
+    outcomes = loan.outcomes if loan.is_held() else [Outcome.FAILED] * len(numbers)
+    loan.release()
+    return outcomes
+
+
 def be_engine(directory: Path, engine: int, seed: int) -> None:
     """Loads, stores and removes until it is killed."""
     rng = random.Random(seed)
@@ -53,13 +79,20 @@ def be_engine(directory: Path, engine: int, seed: int) -> None:
         keys = [KEYS[number] for number in numbers]
         what = rng.random()
         if what < 0.45:
-            outcomes = tier.store(keys, [VALUES[number] for number in numbers])
+            if what < 0.2:
+                outcomes = tier.store(keys, [VALUES[number] for number in numbers])
+            else:
+                sizes = [len(VALUES[number]) for number in numbers]
+                outcomes = tier.store_straight(keys, sizes, Written(numbers))
             count(engine, calls=1, stored=outcomes.count(Outcome.OK))
         elif what < 0.95:
             numbers = sorted(set(numbers))
             for number in numbers:
                 buffers[number][:] = bytes(len(buffers[number]))
-            outcomes = tier.load([KEYS[number] for number in numbers], [buffers[number] for number in numbers])
+            if what < 0.7:
+                outcomes = tier.load([KEYS[number] for number in numbers], [buffers[number] for number in numbers])
+            else:
+                outcomes = borrowed(tier, numbers, buffers)
             hits = [number for number, outcome in zip(numbers, outcomes, strict=True) if outcome == Outcome.OK]
             wrong = sum(buffers[number] != VALUES[number] for number in hits)
             count(engine, calls=1, hits=len(hits), wrong=wrong)

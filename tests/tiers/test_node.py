@@ -15,9 +15,9 @@ from nodes import MEGABYTE, RawClient, needs_linux, node_folder, node_thread
 from servers import eventually
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.testing import VALUE_BYTES, TierContract, key, load, store, value
+from kvpool.testing import VALUE_BYTES, TierContract, Written, key, load, store, value
 from kvpool.tiers import DiskTier, KeyedTier, KeyPattern, MemoryTier, NodeTier, Outcome, open_tier
-from kvpool.tiers.contract import Loan
+from kvpool.tiers.contract import Loan, Slots
 from kvpool.tiers.keys import tenant_tag
 
 pytestmark = needs_linux
@@ -148,6 +148,45 @@ def test_given_a_loan_then_its_values_stay_while_others_store_and_remove(folder:
         assert server.call(server.stats, 30)["clients"][0]["leased"] == 1
         loan.release()
         eventually(lambda: not server.call(server.stats, 30)["clients"][0]["leased"], "the lease has ended")
+        sound(server)
+
+
+def test_given_values_that_a_caller_writes_then_nobody_finds_them_before_they_are_compared(folder: Path) -> None:
+    with node_thread(folder) as server, tier_of(folder) as tier, tier_of(folder) as other:
+
+        class Watched(Written):
+            def is_in(self, slots: Slots) -> bool:
+                assert other.contains(keys) == [False] * len(keys)
+                return super().is_in(slots)
+
+        keys, source = [key(number) for number in range(3)], Watched([0, 1, 2])
+        assert tier.store_straight(keys, [VALUE_BYTES] * 3, source) == [Outcome.OK] * 3
+        assert source.written == [0, 1, 2]
+        assert load(other, [0, 1, 2])[1] == [value(number) for number in range(3)]
+        sound(server)
+
+
+def test_given_a_process_that_writes_to_a_slot_it_had_before_then_what_lies_there_is_not_stored(folder: Path) -> None:
+    with node_thread(folder) as server, tier_of(folder) as tier:
+
+        class Spoiled(Written):
+            def write(self, slots: Slots) -> None:
+                super().write(slots)
+                slots.views[0][:3] = b"old"  # of a process that was stopped, and cut off, and goes on now
+
+        assert tier.store_straight([key(0)], [VALUE_BYTES], Spoiled([0])) == [Outcome.FAILED]
+        assert tier.contains([key(0)]) == [False]
+        eventually(lambda: not server.call(server.stats, 30)["used_bytes"], "the slot is free again")
+        sound(server)
+
+
+def test_given_more_values_than_may_be_reserved_at_a_time_then_a_caller_writes_them_part_by_part(folder: Path) -> None:
+    with node_thread(folder, 4 * MEGABYTE) as server, tier_of(folder) as tier:
+        numbers = list(range(60))
+        source = Written(numbers, 36_000)
+        assert not any(tier.store_straight([key(number) for number in numbers], [36_000] * 60, source))
+        assert source.written == numbers
+        assert load(tier, numbers, 36_000)[1] == [value(number, 36_000) for number in numbers]
         sound(server)
 
 

@@ -172,6 +172,19 @@ class TakenBlocks:
             finally:  # also after an error: then some copies may be under way
                 _reached(self._link)()
 
+    def are_in(self, rows: Sequence[ByteRows], numbers: Sequence[int]) -> bool:
+        """Whether rows hold just these blocks, by number."""
+        if self._link is None:
+            data = self._data.numpy()
+            return all(np.array_equal(row, data[number]) for row, number in zip(rows, numbers, strict=True))
+        with torch.cuda.stream(self._link):
+            back = torch.empty((len(rows), self.block_bytes), dtype=torch.uint8, device=self._data.device)
+            try:
+                _copy_rows(back, np.arange(len(rows), dtype=np.int32), rows, to_rows=False)
+                return all(torch.equal(back[at], self._data[number]) for at, number in enumerate(numbers))
+            finally:
+                _reached(self._link)()
+
 
 def _copy_rows(data: Tensor, blocks: Int32Array, rows: Sequence[ByteRows], *, to_rows: bool) -> None:
     """Copies blocks of a GPU from or to page-locked rows of the host, wherever these lie, on the current stream."""

@@ -5,7 +5,7 @@ No torch needed.
 
 from kvpool.tiers.codecs import CompressionStats
 from kvpool.tiers.compressed_tier import CompressedTier
-from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Listing, Loan, Outcome, Purged, Room, Slots, TierStats
+from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Listing, Loan, Outcome, Purged, Room, Slots, Source, TierStats
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeyPattern, KeySpace, Shard
 from kvpool.tiers.memory_tier import MemoryTier
@@ -42,4 +42,5 @@ __all__ = [
     "Listing",
     "Loan",
     "Slots",
+    "Source",
 ]

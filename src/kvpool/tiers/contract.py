@@ -84,8 +84,17 @@ class Slots(NamedTuple):
     """No view lies across a multiple of so many bytes of the memory."""
 
 
-Writer: TypeAlias = Callable[[Slots], None]
-"""Writes values into slots; it returns when they are written."""
+class Source(Protocol):
+    """Values that a caller writes into a tier's memory by itself."""
+
+    def write(self, slots: Slots) -> None:
+        """Writes values into their slots; returns when they are written."""
+
+    def is_in(self, slots: Slots) -> bool:
+        """Whether these very values are in their slots. A tier asks this after it took the checksums.
+
+        Somebody who had a slot before, and was stopped for a while, may have written to it until then.
+        """
 
 
 class CountedKeeper(ABC):
@@ -283,20 +292,20 @@ class KeyedTier(ABC):
         self,
         keys: Sequence[bytes],
         sizes: Sequence[int],
-        write: Writer,
+        source: Source,
         *,
         timeout: float | None = None,
         worths: Sequence[Worth] | None = None,
     ) -> list[Outcome]:
-        """Keeps values that `write` puts straight into the tier's memory: those that are not there and get a slot.
+        """Keeps values that `source` writes straight into the tier's memory: those that are not there and get a slot.
 
-        `write` may be called several times, each time with others, or again with the same if the tier must begin anew. Only a
-        tier that `has_slots` can do this.
+        It may be asked to write several times, each time others, or again the same if the tier must begin anew. Only a tier
+        that `has_slots` can do this.
         """
         _check_keys(keys)
         started = time.monotonic()
         rated = [Worth()] * len(keys) if worths is None else worths
-        outcomes = self._guarded(lambda deadline: self._store_straight(keys, sizes, write, deadline, rated), timeout)
+        outcomes = self._guarded(lambda deadline: self._store_straight(keys, sizes, source, deadline, rated), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
         self._count(self._stores, outcomes, sizes, started)
         return outcomes
@@ -395,7 +404,7 @@ class KeyedTier(ABC):
         return self._store(keys, data, deadline)
 
     def _store_straight(
-        self, keys: Sequence[bytes], sizes: Sequence[int], write: Writer, deadline: float, worths: Sequence[Worth]
+        self, keys: Sequence[bytes], sizes: Sequence[int], source: Source, deadline: float, worths: Sequence[Worth]
     ) -> list[Outcome]:
         """By default a tier has no memory that callers can write to."""
         return [Outcome.REFUSED] * len(keys)

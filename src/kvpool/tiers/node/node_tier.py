@@ -29,8 +29,8 @@ from kvpool.tiers.contract import (
     Purged,
     Room,
     Slots,
+    Source,
     Worth,
-    Writer,
 )
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
@@ -188,13 +188,16 @@ class NodeTier(KeyedTier):
         return self._store_all(keys, [view.nbytes for view in data], write, deadline, worths)
 
     def _store_straight(
-        self, keys: Sequence[bytes], sizes: Sequence[int], write: Writer, deadline: float, worths: Sequence[Worth]
+        self, keys: Sequence[bytes], sizes: Sequence[int], source: Source, deadline: float, worths: Sequence[Worth]
     ) -> list[Outcome]:
-        def write_and_sum(slots: Slots) -> list[int]:
-            write(slots)
-            return [checksum(keys[number], view) for number, view in zip(slots.numbers, slots.views, strict=True)]
+        def write(slots: Slots) -> list[int]:
+            source.write(slots)
+            checks = [checksum(keys[number], view) for number, view in zip(slots.numbers, slots.views, strict=True)]
+            if not source.is_in(slots):
+                raise OSError("another process wrote to slots that it had before")
+            return checks
 
-        return self._store_all(keys, sizes, write_and_sum, deadline, worths)
+        return self._store_all(keys, sizes, write, deadline, worths)
 
     def _store_all(
         self, keys: Sequence[bytes], sizes: Sequence[int], write: _Write, deadline: float, worths: Sequence[Worth]

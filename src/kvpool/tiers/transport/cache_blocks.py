@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
 from kvpool.tiers.transport.chain import KNOWN_KEYS
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
-from kvpool.tiers.transport.staging import SharedStage, StagingMemory
+from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
 CHUNK_BLOCKS = 64  # allocated at a time; then windowed groups give back all blocks but those of the last window
@@ -282,8 +281,8 @@ class Offers:
         if near is not None:
             with _released_after_errors(near):
                 taken = self._plane.take_blocks(blocks, offer.group, near.data.view(shape))
-            write = partial(self._write, taken)
-            self._storer.store_straight(offer.keys, block_bytes, near, taken.wait, write, offer.worths)
+            source = _TakenSource(taken, self._may_write)
+            self._storer.store_straight(offer.keys, block_bytes, near, taken.wait, source, offer.worths)
             return
         stage = self._storer.take_memory(len(blocks) * block_bytes, len(blocks))
         if stage is None:
@@ -303,11 +302,24 @@ class Offers:
             return None
         return None if staged is None else SharedStage(self._near, staged)
 
-    def _write(self, taken: TakenBlocks, slots: Slots) -> None:
-        """Copies blocks straight into a tier's memory."""
-        if not self._may_write(slots):
+
+class _TakenSource(NamedTuple):
+    """Blocks that wait on the device for slots of a tier."""
+
+    taken: TakenBlocks
+    may_write: Callable[[Slots], bool]
+
+    def write(self, slots: Slots) -> None:
+        if not self.may_write(slots):
             raise TransferError("the memory of the tier is not locked for the GPU yet")
-        taken.copy_to([np.frombuffer(view, np.uint8) for view in slots.views], slots.numbers)
+        self.taken.copy_to(_rows(slots), slots.numbers)
+
+    def is_in(self, slots: Slots) -> bool:
+        return self.taken.are_in(_rows(slots), slots.numbers)
+
+
+def _rows(slots: Slots) -> list[Bytes]:
+    return [np.frombuffer(view, np.uint8) for view in slots.views]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.checks import show
-from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, TierStats, Worth, Writer
+from kvpool.tiers.contract import Keeper, KeyedTier, Loan, Outcome, Purged, Source, TierStats, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
@@ -119,10 +119,10 @@ class WatchedTier:
         return self._stored(call if worths is None else partial(call, worths=worths), keys, timeout)
 
     def store_straight(
-        self, keys: Sequence[bytes], sizes: Sequence[int], write: Writer, timeout: float, worths: Sequence[Worth]
+        self, keys: Sequence[bytes], sizes: Sequence[int], source: Source, timeout: float, worths: Sequence[Worth]
     ) -> list[Outcome]:
-        """The same of values that `write` puts into the tier's memory."""
-        call = partial(self.tier.store_straight, keys, sizes, write, timeout=timeout, worths=worths)
+        """The same of values that `source` writes into the tier's memory."""
+        call = partial(self.tier.store_straight, keys, sizes, source, timeout=timeout, worths=worths)
         return self._stored(call, keys, timeout)
 
     def _stored(self, call: Callable[[], list[Outcome]], keys: Sequence[bytes], timeout: float) -> list[Outcome]:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from kvpool.tiers.contract import PURGE_TIMEOUT, Keeper, Outcome, Slots, Worth, Writer
+from kvpool.tiers.contract import PURGE_TIMEOUT, Keeper, Outcome, Slots, Source, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import WatchedTier
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
@@ -39,6 +39,22 @@ class StoreStats:
     removed: int = 0  # values that were taken out because they were invalidated
     # Values that may still be there: the tier failed, was late, or too much waited. A whole scope counts as 1.
     not_removed: int = 0
+
+
+class _Part(NamedTuple):
+    """Some values of a source, by number."""
+
+    whole: Source
+    chosen: Sequence[int]
+
+    def write(self, slots: Slots) -> None:
+        self.whole.write(self._of_whole(slots))
+
+    def is_in(self, slots: Slots) -> bool:
+        return self.whole.is_in(self._of_whole(slots))
+
+    def _of_whole(self, slots: Slots) -> Slots:
+        return slots._replace(numbers=[self.chosen[number] for number in slots.numbers])
 
 
 class Storer:
@@ -124,22 +140,19 @@ class Storer:
         size: int,
         memory: Keeper,
         wait: Callable[[], None],
-        write: Writer,
+        source: Source,
         worths: Sequence[Worth],
     ) -> None:
-        """Has `write` put those blocks that the one tier lacks, all of one size, into its memory, if it `has_slots`.
+        """Has `source` write those blocks that the one tier lacks, all of one size, into its memory, if it `has_slots`.
 
         `memory` holds the blocks once `wait` has returned. This call takes over one use of it from the caller.
         """
 
         def stored(index: int, chosen: Sequence[int]) -> list[Outcome]:
-            def write_chosen(slots: Slots) -> None:
-                write(slots._replace(numbers=[chosen[number] for number in slots.numbers]))
-
             wait()  # before slots are reserved: they are free again the sooner
             rated, sizes = [worths[i] for i in chosen], [size] * len(chosen)
             asked = [keys[i] for i in chosen]
-            return self.tiers[index].store_straight(asked, sizes, write_chosen, STORE_TIMEOUT, rated)
+            return self.tiers[index].store_straight(asked, sizes, _Part(source, chosen), STORE_TIMEOUT, rated)
 
         self._begin(0, keys, [size] * len(keys), memory, stored)
         memory.release()
