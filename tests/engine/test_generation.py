@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvpool.engine import generation as module
-from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
+from kvpool.engine.generation import Chunk, Generation, Sample
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.scoring import TokenLogprob
 from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError, StepError
 from managers import Clock
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from models import tiny_model
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -82,6 +84,34 @@ def test_given_echo_then_the_prompt_comes_first(client: Any) -> None:
     assert echoed.choices[0].text == "w5 w6" + plain
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_given_echo_and_logprobs_then_the_prompt_has_its_own_whatever_is_cached(
+    client: Any, engine: Any, max_tokens: int
+) -> None:
+    prompt = " ".join(f"w{number}" for number in range(20, 41))
+    asked = dict(model="tiny", prompt=prompt, max_tokens=max_tokens, temperature=0, echo=True, logprobs=2)
+    client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    whole = client.completions.create(**asked)
+    choice = whole.choices[0]
+    told = choice.logprobs
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0, "what is cached has no logits"
+    assert whole.usage.completion_tokens == max_tokens
+    assert choice.finish_reason == "length"
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 21 + max_tokens
+    assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+    ids = engine.tokenizer(prompt)["input_ids"]
+    with torch.no_grad():
+        wanted = tiny_model("llama")(torch.tensor([ids])).logits[0].log_softmax(-1)
+    own = [float(wanted[at, token]) for at, token in enumerate(ids[1:])]
+    assert told.token_logprobs[1:21] == pytest.approx(own, abs=1e-3)
+    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+        assert choice.text[offset:].lstrip().startswith(token)
+    parts = [part.choices[0] for part in client.completions.create(**asked, stream=True)]
+    assert "".join(part.text for part in parts) == choice.text
+    assert [at for part in parts if part.logprobs for at in part.logprobs.text_offset] == told.text_offset
+    assert parts[-1].finish_reason == "length"
+
+
 def test_given_logprobs_then_they_are_those_of_the_tokens(client: Any) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=3, temperature=0, logprobs=True, top_logprobs=2
@@ -136,7 +166,7 @@ def test_given_the_list_of_models_then_it_names_them(client: Any) -> None:
         (dict(temperature=-1), "temperature"),
         (dict(n=0), "n:"),
         (dict(n=17), "n=17 is over"),
-        (dict(max_tokens=0), "max_tokens"),
+        (dict(max_tokens=-1), "max_tokens"),
         (dict(logit_bias={"9999": 1}), "logit_bias names token 9999"),
         (dict(logit_bias={"no": 1}), "logit_bias"),
         (dict(prompt=""), "prompt: String should have at least 1 character"),
@@ -202,6 +232,24 @@ def test_given_a_prompt_that_never_fits_then_it_is_refused_also_in_a_stream(clie
         assert refused.value.code == "context_length_exceeded"
 
 
-def test_given_embeddings_then_they_are_refused_clearly(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
-        client.embeddings.create(model="tiny", input="w5")
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_given_texts_then_their_embeddings_are_the_models_own(client: Any, pooling: str) -> None:
+    texts = ["w5 w6 w7 w8 w9", "w5 w6"]
+    more = {"extra_body": {"pooling": pooling}}
+    found = client.embeddings.create(model="tiny", input=texts, **more)
+    assert found.usage.prompt_tokens == 7
+    assert [each.index for each in found.data] == [0, 1]
+    model = tiny_model("llama")
+    for words, each in zip(texts, found.data, strict=True):
+        ids = torch.tensor([[int(word[1:]) for word in words.split()]])
+        with torch.no_grad():
+            hidden = model(ids, output_hidden_states=True).hidden_states[-1][0]
+        wanted = hidden[-1] if pooling == "last" else hidden.mean(0)
+        assert each.embedding == pytest.approx((wanted / wanted.norm()).tolist(), abs=1e-3)
+    by_ids = client.embeddings.create(model="tiny", input=[5, 6], encoding_format="float", **more)
+    assert by_ids.data[0].embedding == pytest.approx(found.data[1].embedding, abs=1e-5)
+
+
+def test_given_a_wrong_length_of_vectors_then_it_is_refused(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="are not cut to 3"):
+        client.embeddings.create(model="tiny", input="w5", dimensions=3)

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
     from kvpool.engine.adapters import AdapterInfo
     from kvpool.engine.engine import Engine
     from kvpool.engine.engine_stats import EngineStats, WaitingRequest
-    from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
+    from kvpool.engine.generation import Chunk, Completion, Generation, Sample
     from kvpool.engine.grammar import Grammar, GrammarState
     from kvpool.engine.graphs import CaptureReport
     from kvpool.engine.handover import Prefill, PrefillResult
     from kvpool.engine.params import SamplingParams
     from kvpool.engine.pictures import EncoderStats, PicturedPrompt
+    from kvpool.engine.scoring import TokenLogprob
     from kvpool.tiers.transport.tier_transport import TieringStats
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
@@ -26,7 +27,7 @@ _HOMES = {
     "Completion": ".generation",
     "Sample": ".generation",
     "Chunk": ".generation",
-    "TokenLogprob": ".generation",
+    "TokenLogprob": ".scoring",
     "Grammar": ".grammar",
     "GrammarState": ".grammar",
     "Prefill": ".handover",

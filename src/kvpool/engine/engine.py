@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -221,27 +219,20 @@ class Engine:
         chosen = list_of_prompts(prompts, USUAL)
         seen = images_of_prompts(images, len(chosen))
         source = self._thread.ask(self._loop.runner.hidden_source)
-        alone: list[ReuseScope] = []
         asked: list[NewRequest] = []
-        options: dict[str, Any] = {"adapter": adapter, "priority": priority}
+        options: dict[str, Any] = {"adapter": adapter, "priority": priority, "scope": scope}
         for index, (prompt, _) in enumerate(chosen):
-            pooled, within = Pooled(pooling, source), scope
-            if pooled.is_mean:  # in a scope of its own a prompt finds nothing cached
-                within = replace(scope or ReuseScope(), salt=secrets.token_hex())
-                alone.append(self.scope_of(adapter, within))
+            pooled = Pooled(pooling, source)
+            options["private"] = pooled.is_mean  # so that it finds nothing cached
             try:
                 read = self._read(prompt, seen[index])
                 one = SamplingParams(max_new_tokens=1)
-                made = self._requests.make(read.token_ids, one, pictures=read.pictures, scope=within, **options)
+                made = self._requests.make(read.token_ids, one, pictures=read.pictures, **options)
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
             made.generation.pooled = pooled
             asked.append(made)
-        try:
-            self._complete(asked)
-        finally:
-            for each in alone:
-                self.manager.cache.invalidate(None, scope=each)
+        self._complete(asked)
         return self._thread.ask(lambda: vectors([generation.pooled for generation, _ in asked], normalize))
 
     def submit(
@@ -296,7 +287,8 @@ class Engine:
 
     def _queue(self, generation: Generation, request: Request) -> None:
         """Hands a request to the engine's thread."""
-        prompt = None if self._tiers is None else self._tiers.prompt_keys(request)
+        asks_tiers = None if generation.is_private else self._tiers  # they have nothing of a private request
+        prompt = None if asks_tiers is None else asks_tiers.prompt_keys(request)
 
         def add() -> None:
             try:

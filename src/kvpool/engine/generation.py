@@ -17,20 +17,13 @@ from kvpool.checks import show
 from kvpool.engine.embedding import Pooled
 from kvpool.engine.grammar import GrammarState, Words
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.scoring import PromptScores, TokenLogprob
 from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 
 log = logging.getLogger("kvpool")
-
-
-class TokenLogprob(NamedTuple):
-    """How likely a token was, and which others were likely in its place."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -65,6 +58,7 @@ class Completion(NamedTuple):
     first_token_seconds: float | None
     seconds: float
     notes: tuple[str, ...] = ()  # what the engine changed in the request, such as fewer new tokens, and why
+    prompt_logprobs: Sequence[TokenLogprob | None] = ()  # one for each token of the prompt; None for the first
 
     @property
     def text(self) -> str:
@@ -125,6 +119,9 @@ class Generation:
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self.adapter: str | None = None  # the name of its LoRA adapter
         self.pooled: Pooled | None = None  # the hidden states of its prompt, for an embedding
+        self.scores: PromptScores | None = None  # how likely the tokens of its prompt are
+        self.is_private = False  # it is in a scope of its own: it reuses nothing cached, and nothing of it stays
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0
@@ -191,7 +188,8 @@ class Generation:
         assert self._finished is not None
         samples = tuple(self.samples[index] for index in sorted(self.samples))
         seconds = self._finished - self._submitted
-        return Completion(self.prompt, samples, self.num_cached_tokens, self.first_token_seconds, seconds, self.notes)
+        told = self.num_cached_tokens, self.first_token_seconds, seconds, self.notes, self.prompt_logprobs
+        return Completion(self.prompt, samples, *told)
 
     # --- told by the engine ------------------------------------------------------------------------------------------
 
@@ -232,6 +230,8 @@ class Generation:
             return False
         if self._first_token is None:
             self._first_token = time.monotonic()
+            if self.scores is not None:
+                self.prompt_logprobs, self.scores = self.scores.entries(), None
         stream = self._stream(index)
         text, taken = "", 0
         for token in tokens:

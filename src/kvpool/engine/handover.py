@@ -45,10 +45,15 @@ class Collector:
         self._offers = offers
         self._progress: dict[Hashable, dict[int, OfferProgress]] = {}  # by request and sample
         self._demanded: set[Hashable] = set()
+        self._left_out: set[Hashable] = set()
 
     def demand(self, request_id: Hashable) -> None:
         """All blocks of this request must go to tiers, also cached ones and those with fewer than `min_uses` uses."""
         self._demanded.add(request_id)
+
+    def leave_out(self, request_id: Hashable) -> None:
+        """No block of this request goes to tiers."""
+        self._left_out.add(request_id)
 
     def collect(self, plan: BatchPlan) -> None:
         """A step has run and is about to be completed: offers the blocks that it filled."""
@@ -63,9 +68,9 @@ class Collector:
 
     def _collect_sequence(self, sequence: ScheduledSequence, num_written: int) -> None:
         handle = sequence.live_handle()
-        if not handle.publishes or sequence.group.is_finished:
-            return
         request = sequence.request
+        if not handle.publishes or sequence.group.is_finished or request.id in self._left_out:
+            return
         tokens = self._scheduler.token_ids(sequence)[:num_written]  # without drafts, which may be rejected
         self._offers.offer(
             handle,
@@ -87,6 +92,7 @@ class Collector:
         """A request is over."""
         self._progress.pop(request_id, None)
         self._demanded.discard(request_id)
+        self._left_out.discard(request_id)
 
 
 class PrefillResult(NamedTuple):

@@ -22,11 +22,12 @@ from torch import Tensor
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
-from kvpool.engine.generation import Generation, TokenLogprob
+from kvpool.engine.generation import Generation
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, PlannedCopies
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
 from kvpool.engine.scheduled_requests import ScheduledRequests
+from kvpool.engine.scoring import TokenLogprob, scored_rows
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
@@ -118,6 +119,8 @@ class EngineLoop:
         self._check_weights()
         if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
             self._requests.enqueue(generation, request)
+            if self.tiers is not None and generation.is_private:
+                self.tiers.leave_out(request.id)
 
     def _check_weights(self) -> None:
         """Forgets what is cached if the weights have changed; raises if they were replaced. Once between two steps."""
@@ -244,7 +247,11 @@ class EngineLoop:
         if self.drafts is not None:
             token_ids = self.drafts.run(plan, token_ids, self._requests.generations, self.scheduler.token_ids)
         with pooling(plan, self._requests.pooled) as pools:
-            logits = self.runner.run(plan, token_ids, *shown, launch=pools)
+            scored = scored_rows(plan, self._requests.scores)
+            keep = None if scored is None else scored.keep
+            logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep)
+        if scored is not None:
+            logits = scored.take(logits)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up)
@@ -449,6 +456,8 @@ class EngineLoop:
         generation = self._requests.pop(done.request.id)
         if generation is None:
             return
+        if generation.is_private:
+            self.scheduler.manager.cache.invalidate(None, scope=done.request.scope)
         search = self._requests.searches.pop(done.request.id, None)
         if search is not None:
             generation.replace_samples(search.results(done.reason.value))

@@ -22,7 +22,7 @@ _KINDS: dict[str, type] = {
     "skip_special_tokens": bool,
     "early_stopping": bool,
 }
-_MAY_BE_NONE = frozenset({*MODEL_FIELDS, "seed", "logprobs"})
+_MAY_BE_NONE = frozenset({*MODEL_FIELDS, "seed", "logprobs", "prompt_logprobs"})
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class SamplingParams:
     counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
     tokens for the same logits, whatever else is in the batch; None draws a random seed. The text ends before the first
     `stop` string. A `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when
-    it is complete. `logprobs` asks for the log probability of each token and of so many best ones, before any filter.
+    it is complete. `logprobs` asks for the log probability of each token and of so many best ones, before any filter;
+    `prompt_logprobs` for those of the prompt's tokens.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
     ('\\n\\n',)
@@ -55,6 +56,7 @@ class SamplingParams:
     skip_special_tokens: bool = True  # whether the text leaves out special tokens
     grammar: Grammar | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same of each token of the prompt; then the prompt reuses nothing cached
     n: int = 1
     num_beams: int = 1
     length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
@@ -67,7 +69,7 @@ class SamplingParams:
                 raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {show(getattr(self, name))}")
         for name, low, high in (
             *(("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("n", 1, 2**16), ("num_beams", 1, 2**10)),
-            *(("seed", 0, 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS)),
+            *(("seed", 0, 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS)),
         ):
             if not (getattr(self, name) is None and name in _MAY_BE_NONE):
                 put(self, name, as_count(getattr(self, name), name, minimum=low, maximum=high))
@@ -110,6 +112,7 @@ class SamplingParams:
             self.temperature
             or self.has_penalties
             or self.logprobs is not None
+            or self.prompt_logprobs is not None
             or self.logit_bias
             or self.grammar is not None
         ):

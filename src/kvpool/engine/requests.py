@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from kvpool.checks import as_flag, show
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.scoring import PromptScores
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.model.vision import Pictures
@@ -181,8 +183,12 @@ class RequestMaker:
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
         pictures: Pictures | None = None,
+        private: bool = False,
     ) -> NewRequest:
-        """A request for all tokens that follow these; the options are those of `Engine.submit`."""
+        """A request for all tokens that follow these; the options are those of `Engine.submit`.
+
+        A `private` one gets a scope of its own, so that all of its prompt is computed.
+        """
         self._check(params, deadline, on_chunk, on_end)
         if hint is not None:
             check_hint(hint)
@@ -191,6 +197,11 @@ class RequestMaker:
         told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes, "pictures": pictures}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
         generation.adapter = adapter
+        if params.prompt_logprobs is not None:
+            generation.scores = PromptScores(tokens, params.prompt_logprobs)
+        generation.is_private = private or generation.scores is not None
+        if generation.is_private:
+            scope = replace(scope or ReuseScope(), salt=secrets.token_hex())
         request = Request(
             generation.id,
             tokens,
@@ -245,7 +256,7 @@ _INSTEAD = {  # arguments of transformers' `generate`
 
 def check_options(options: Mapping[str, object]) -> None:
     """Refuses options that requests do not have, and says where they belong."""
-    own = ("self", "tokens", "params", "pictures")
+    own = ("self", "tokens", "params", "pictures", "private")
     allowed = [name for name in inspect.signature(RequestMaker.make).parameters if name not in own]
     for name in options.keys() - set(allowed):
         if name in {each.name for each in fields(SamplingParams)}:

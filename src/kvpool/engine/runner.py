@@ -222,16 +222,17 @@ class ModelRunner:
         shown: Shown | None = None,
         *,
         launch: bool = False,
+        keep: Int64Array | None = None,
     ) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
         The copies of the plan must have been started. `positions` are by default those of the plan. A step with pictures
-        runs without a graph, and so does one that is to `launch` each operation.
+        runs without a graph, and so does one that is to `launch` each operation, or to `keep` the logits of other tokens.
         """
         where = plan.positions if positions is None else positions
         adapter_slots = self.adapters.slots_of(plan)
         for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None and shown is None and not launch and graphs.fits(plan):
+            if graphs is not None and shown is None and keep is None and not launch and graphs.fits(plan):
                 try:
                     return graphs.run(plan, token_ids, where, adapter_slots)
                 except CaptureError as error:
@@ -247,7 +248,7 @@ class ModelRunner:
         if adapter_slots is not None:
             tile = tile_size(plan.num_tokens) if self.device.type == "cuda" else plan.num_tokens
             adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(adapter_slots, tile)))
-        inputs = token_ids, self.upload(where), self.upload(plan.logits_indices)
+        inputs = token_ids, self.upload(where), self.upload(plan.logits_indices if keep is None else keep)
         with adapting(adapted):
             return self._run(*inputs, slots, batches, states, shown)
 

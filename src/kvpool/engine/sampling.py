@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvpool.engine.generation import Generation, TokenLogprob
+from kvpool.engine.generation import Generation
 from kvpool.engine.grammar import num_words
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.scoring import TokenLogprob
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence

@@ -11,6 +11,7 @@ from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.beams import BeamSearch
 from kvpool.engine.embedding import Pooled
 from kvpool.engine.generation import Generation
+from kvpool.engine.scoring import PromptScores
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, ScheduledSequence, Scheduler
 
@@ -28,6 +29,7 @@ class ScheduledRequests:
         self.generations: dict[Hashable, Generation] = {}  # by request id
         self.searches: dict[Hashable, BeamSearch] = {}
         self.pooled: dict[Hashable, Pooled] = {}  # of requests for embeddings
+        self.scores: dict[Hashable, PromptScores] = {}  # of requests whose prompts are scored
         self._placed: dict[Hashable, str] = {}  # the adapter of each request that has one
         self._waiting: deque[tuple[Generation, Request]] = deque()  # for a place of their adapter
 
@@ -106,6 +108,8 @@ class ScheduledRequests:
     def register(self, generation: Generation, request: Request) -> None:
         """Adds a request that the scheduler has already."""
         self.generations[request.id] = generation
+        if generation.scores is not None:
+            self.scores[request.id] = generation.scores
         if generation.pooled is not None:
             self.pooled[request.id] = generation.pooled
         if request.steered:
@@ -121,6 +125,7 @@ class ScheduledRequests:
         if adapter_id is not None:
             self._adapters.release(adapter_id)
         self.pooled.pop(request_id, None)
+        self.scores.pop(request_id, None)
         return self.generations.pop(request_id, None)
 
     def fail(self, error: KVPoolError) -> None:
@@ -132,5 +137,6 @@ class ScheduledRequests:
         self.generations.clear()
         self.searches.clear()
         self.pooled.clear()
+        self.scores.clear()
         self._placed.clear()
         self._waiting.clear()

@@ -84,6 +84,10 @@ class TierLink:
         """The keys of a prompt. Costs about 2 µs a block, so callers compute it in their own thread."""
         return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
 
+    def leave_out(self, request_id: Hashable) -> None:
+        """Nothing of a request goes to tiers, because nobody else could use it."""
+        self._collector.leave_out(request_id)
+
     def find(self, request: Request, first: int) -> dict[int, Tier]:
         """Where tiers have the blocks of a prompt from `first` on. Waits for them. From any thread."""
         return self._transport.find(self.prompt_keys(request), first)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
-from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
+from kvpool.engine.generation import Chunk, Generation, Sample
+from kvpool.engine.scoring import TokenLogprob
+from kvpool.engine.text import Decoder, TextStream
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part, read_whole
 from kvpool.server.errors import Problem
+from kvpool.server.schema import Completions
 from kvpool.server.tool_forms import ToolCall
 from kvpool.server.tools import new_call_id
 
@@ -77,39 +80,17 @@ class _Answer:
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The answer to a request that is over: the samples of its prompts, one prompt after the other."""
-        samples = [generation.samples[at] for generation in generations for at in sorted(generation.samples)]
-        choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
-        return {**self._frame(self.kind, choices), "usage": _counts(generations)}
-
-    def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
-        """The events for what one step added to a sample. The first ones of a sample begin with its opening event."""
-        form, opening = self._forms.get(index), None
-        if form is None:
-            form = self._forms[index] = EventForm(self._added(index, Chunk(index, HOLE, ())))
-            opening = self._opening(index)
-        is_plain = not chunk.logprobs and chunk.finish_reason is None
-        added = form.filled(chunk.text) if is_plain else as_event(self._added(index, chunk))
-        return added if opening is None else as_event(opening) + added
-
     def end(self, generations: Sequence[Generation]) -> bytes:
         """The end of a stream, with the usage if the client asked for it."""
-        usage = {**self._frame(self.kind_of_part, []), "usage": _counts(generations)}
+        usage = {**self._frame(self.kind_of_part, []), "usage": self._usage(generations)}
         return (as_event(usage) if self._include_usage else b"") + b"data: [DONE]\n\n"
+
+    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        return _counts(generations)
 
     def failed(self, problem: Problem) -> bytes:
         """The end of a stream that fails. Clients raise when they get such an event."""
         return as_event(problem.body())
-
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        raise NotImplementedError
-
-    def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        raise NotImplementedError
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         text = self._piece(entry.token)
@@ -133,10 +114,16 @@ class ChatAnswer(_Answer):
         self._readers: dict[int, ChunkReader] = {}
         self._num_calls: Counter[int] = Counter()
 
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The answer to a request that is over: the samples of its prompts, one prompt after the other."""
+        samples = [generation.samples[at] for generation in generations for at in sorted(generation.samples)]
+        choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
+        return {**self._frame(self.kind, choices), "usage": self._usage(generations)}
+
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
-        """The events for what one step added to a sample."""
+        """The events for what one step added to a sample. The first ones of a sample begin with its role."""
         if self._make_reader is None:
-            return super().part(index, chunk, generation)
+            return self._plain_part(index, chunk)
         events: list[dict[str, Any]] = []
         if index not in self._readers:
             self._readers[index] = ChunkReader(self._make_reader)
@@ -149,6 +136,15 @@ class ChatAnswer(_Answer):
             reason = _why(chunk.finish_reason, self._num_calls[index]) if is_last else None
             events.append(self._part(index, delta, None if number else self._logprobs(chunk.logprobs), reason))
         return b"".join(as_event(event) for event in events)
+
+    def _plain_part(self, index: int, chunk: Chunk) -> bytes:
+        form, opening = self._forms.get(index), None
+        if form is None:
+            form = self._forms[index] = EventForm(self._added(index, Chunk(index, HOLE, ())))
+            opening = self._opening(index)
+        is_plain = not chunk.logprobs and chunk.finish_reason is None
+        added = form.filled(chunk.text) if is_plain else as_event(self._added(index, chunk))
+        return added if opening is None else as_event(opening) + added
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         """A part of an answer as the change that a chunk brings."""
@@ -196,45 +192,126 @@ class ChatAnswer(_Answer):
         return {"content": content, "refusal": None}
 
 
+class _Offsets:
+    """Where the texts of tokens begin in the text of a choice, which grows token by token."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._stream = TextStream(decoder, skip_special_tokens=False)
+        self._start = 0
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        found = []
+        for token in tokens:
+            found.append(self._start + len(self._stream.text))
+            self._stream.push(token)
+        return found
+
+    def goes_on(self, length: int, skip_special_tokens: bool) -> None:
+        """What has `length` characters is over, and another text begins behind it."""
+        self._start = length
+        self._stream = TextStream(self._decoder, skip_special_tokens=skip_special_tokens)
+
+
 class TextAnswer(_Answer):
-    """`text_completion`; whole answers and parts have the same form. With `echo` a sample begins with its prompt."""
+    """`text_completion`; whole answers and parts have the same form. With `echo` a sample begins with its prompt.
+
+    With `max_tokens` 0 there is nothing else. The engine then samples a token, which nobody sees.
+    """
 
     prefix, kind, kind_of_part = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, piece: Piece, include_usage: bool = False, echoes: Sequence[str] = (), n: int = 1
+        self, model: str, piece: Piece, include_usage: bool, decoder: Decoder | None, asked: Completions
     ) -> None:
         super().__init__(model, piece, include_usage)
-        self._echoes = echoes
-        self._n = n
+        self._decoder = decoder  # None: neither the prompt nor log probabilities are part of the answer
+        self._echoes, self._skips = asked.echo, asked.skip_special_tokens
+        self._is_empty = asked.max_tokens == 0
+        self._offsets: dict[int, _Offsets | None] = {}  # by sample of a stream
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if the client asked for it."""
-        return self._part(index, self._echo(index), None, None) if self._echoes else None
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The answer to a request that is over."""
+        choices: list[dict[str, Any]] = []
+        for generation in generations:
+            for at in sorted(generation.samples):
+                choices.append(self._whole_choice(len(choices), generation, generation.samples[at]))
+        return {**self._frame(self.kind, choices), "usage": self._usage(generations)}
 
-    def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        return self._part(index, chunk.text, self._logprobs(chunk.logprobs), finish(chunk.finish_reason))
+    def _whole_choice(self, index: int, generation: Generation, sample: Sample) -> dict[str, Any]:
+        offsets = self._new_offsets()
+        text, logprobs = self._prompt(generation, offsets)
+        if not self._is_empty:
+            text += sample.text
+            logprobs = _joined(logprobs, self._logprobs(generation, sample.logprobs, offsets))
+        reason = "length" if self._is_empty else finish(sample.finish_reason)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _new_offsets(self) -> _Offsets | None:
+        return None if self._decoder is None else _Offsets(self._decoder)
+
+    def _prompt(self, generation: Generation, offsets: _Offsets | None) -> tuple[str, dict[str, Any] | None]:
+        """The text of a prompt that is repeated, and the log probabilities of its tokens."""
+        text, logprobs = "", None
+        if self._echoes and self._decoder is not None:
+            text = str(self._decoder.decode(generation.prompt.tolist(), skip_special_tokens=False))
+            logprobs = self._logprobs(generation, generation.prompt_logprobs, offsets)
+        if offsets is not None:
+            offsets.goes_on(len(text), self._skips)
+        return text, logprobs
+
+    def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
+        """The events for what one step added to a sample; its first ones begin with the prompt, if that is repeated."""
+        before = b""
+        if index not in self._offsets:
+            self._offsets[index] = self._new_offsets()
+            text, logprobs = self._prompt(generation, self._offsets[index])
+            before = as_event(self._part(index, text, logprobs, None)) if text else b""
+        if self._is_empty:
+            is_over = chunk.finish_reason is not None
+            return before + (as_event(self._part(index, "", None, "length")) if is_over else b"")
+        if not chunk.logprobs and chunk.finish_reason is None:
+            form = self._forms.get(index)
+            if form is None:
+                form = self._forms[index] = EventForm(self._part(index, HOLE, None, None))
+            return before + form.filled(chunk.text)
+        logprobs = self._logprobs(generation, chunk.logprobs, self._offsets[index])
+        return before + as_event(self._part(index, chunk.text, logprobs, finish(chunk.finish_reason)))
+
+    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        counts = super()._usage(generations)
+        if self._is_empty:
+            counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
+        return counts
 
     def _part(self, index: int, text: str, logprobs: Any, finished: str | None) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finished}
         return self._frame(self.kind_of_part, [choice])
 
-    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        text = self._echo(index) + sample.text
-        logprobs = self._logprobs(sample.logprobs)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish(sample.finish_reason)}
-
-    def _echo(self, index: int) -> str:
-        return self._echoes[index // self._n] if self._echoes else ""
-
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not entries:
+    def _logprobs(
+        self, generation: Generation, entries: Sequence[TokenLogprob | None], offsets: _Offsets | None
+    ) -> dict[str, Any] | None:
+        """In OpenAI's form. Only the first token of a prompt has no entry, because nothing comes before it."""
+        if not entries or offsets is None:
             return None
+        tokens = [int(generation.prompt[0]) if entry is None else entry.token for entry in entries]
+        best = [None if entry is None else entry.top for entry in entries]
         return {
-            "tokens": [self._piece(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._piece(token): value for token, value in entry.top} for entry in entries],
+            "tokens": [self._piece(token) for token in tokens],
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": [
+                None if top is None else {self._piece(token): value for token, value in top} for top in best
+            ],
+            "text_offset": offsets.of(tokens),
         }
+
+
+def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Log probabilities of a prompt and of its answer as one."""
+    if first is None or second is None:
+        return first or second
+    return {name: [*values, *second[name]] for name, values in first.items()}
 
 
 def called(call: ToolCall) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.auth import Access, Caller
 from kvpool.server.cache_routes import CacheRoutes, prefetch, prefill
 from kvpool.server.completions import chat, complete, named_tokens
+from kvpool.server.embeddings import Embeddings, embed
 from kvpool.server.errors import Problem, problem_of, problem_of_body
 from kvpool.server.exchange import RequestContext
 from kvpool.server.limits import Gate, InTurns, Limits
@@ -305,10 +306,10 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         """Computes a prompt for another server, which finds its blocks in the tier that both have."""
         return await prefill(request, body, server.model(body.model), caller, server.gate)
 
-    @app.post("/v1/embeddings", include_in_schema=False)
-    async def embeddings(caller: Caller = caller_of) -> Response:
-        """Refused: these models write text."""
-        raise Problem(400, "this server generates text; it has no embeddings", code="unsupported")
+    @app.post("/v1/embeddings")
+    async def embeddings(body: Embeddings, caller: Caller = caller_of) -> dict[str, Any]:
+        """A vector for each text, pooled from the model's hidden states."""
+        return await embed(body, server.model(body.model), caller, server.gate)
 
 
 def _add_cache(app: FastAPI, server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -43,9 +44,11 @@ async def complete(
             param="prompt",
         )
     prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in given))
-    params = await sampling_params(body, model, context.gate.limits, body.max_tokens, body.logprobs)
-    echoes = [model.text_of(prompt.tolist()) for prompt in prompts] if body.echo else []
-    answer = TextAnswer(model.name, _pieces(model), _wants_usage(body), echoes, body.n)
+    params = await sampling_params(body, model, context.gate.limits, max(1, body.max_tokens), body.logprobs)
+    if body.echo:
+        params = replace(params, prompt_logprobs=body.logprobs)
+    decoder = model.decoder() if body.echo or body.logprobs is not None else None
+    answer = TextAnswer(model.name, _pieces(model), _wants_usage(body), decoder, body)
     return await Exchange(request, body, model, caller, context, answer).run(prompts, params)
 
 

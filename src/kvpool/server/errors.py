@@ -14,6 +14,7 @@ from kvpool.errors import (
     OutOfBlocksError,
     PinBudgetError,
     SequenceStateError,
+    UnsupportedModelError,
 )
 
 log = logging.getLogger("kvpool")
@@ -65,6 +66,8 @@ def problem_of(error: KVPoolError) -> Problem:
         return Problem(400, words, code="context_length_exceeded")
     if isinstance(error, (InvalidArgumentError, ConfigError)):
         return Problem(400, str(error), code="invalid_value")
+    if isinstance(error, UnsupportedModelError):
+        return Problem(400, str(error), code="unsupported")
     if isinstance(error, PinBudgetError):
         log.info("a pin was refused: %s", error)
         words = "this server keeps no more pinned tokens: end a pin, or try again later"

@@ -151,7 +151,7 @@ class Completions(Sampling):
     """`POST /v1/completions`."""
 
     prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
-    max_tokens: Count = DEFAULT_MAX_TOKENS
+    max_tokens: Annotated[Int, Field(ge=0)] = DEFAULT_MAX_TOKENS
     logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     suffix: str | None = None

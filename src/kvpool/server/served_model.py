@@ -14,6 +14,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
+from kvpool.engine.text import Decoder
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
@@ -74,11 +75,16 @@ class ServedModel:
         found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
         return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found)
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+    def decoder(self) -> Decoder:
+        """What turns tokens into text."""
         if self.engine.tokenizer is None:
             raise Problem(400, f"the model {self.name!r} came without a tokenizer", code="no_tokenizer")
-        return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=False))
+        found: Decoder = self.engine.tokenizer
+        return found
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return str(self.decoder().decode(list(tokens), skip_special_tokens=False))
 
     def start(self, tokens: Prompt, params: SamplingParams, name: str = "", **options: Any) -> LiveRequest:
         """Queues a request. The live view shows its name until it is cancelled, also if it has ended before."""
