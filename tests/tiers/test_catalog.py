@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.testing import key
 from kvpool.tiers.disk.catalog import Catalog
-from kvpool.tiers.disk.slab import Slab, is_held, made_record
+from kvpool.tiers.disk.slab import RECORD, Slab, is_held, made_record
 
 SMALL, LARGE = 8192, 16384
 MakeCatalog = Callable[[Sequence[tuple[int, Sequence[int]]]], Catalog]
@@ -115,3 +116,28 @@ def test_a_slot_that_is_given_back_after_its_write_failed_holds_nothing(make_cat
     catalog.give_back(place)
     assert not is_held(slab.records).any()
     assert catalog.take_free(catalog.class_for(SMALL)) == place
+
+
+def test_a_slab_that_goes_takes_its_free_slots_along_and_leaves_those_of_others(make_catalog: MakeCatalog) -> None:
+    catalog = make_catalog([(SMALL, [1, 2]), (SMALL, [3, 4])])
+    for number in (1, 3):
+        place = catalog.withdraw(key(number))
+        assert place is not None
+        catalog.give_back(place)
+    catalog.retire(0)
+    size = catalog.class_for(SMALL)
+    place = catalog.take_free(size)
+    assert place is not None
+    assert catalog.at(place) == (catalog.slabs[1], 0)
+    assert catalog.take_free(size) is None
+
+
+def test_records_of_another_process_are_counted(make_catalog: MakeCatalog) -> None:
+    catalog = make_catalog([(SMALL, [1, 2])])
+    slab, records = catalog.slabs[0], catalog.slabs[0].records.copy()
+    records[0] = made_record(slab.slab_id, 0, key(7), 100, 5)[0]
+    records[1] = np.zeros((), RECORD)
+    catalog.update(0, records)
+    assert (catalog.used_bytes, held(catalog, [1, 2, 7])) == (SMALL, [7])
+    catalog.update(0, slab.records.copy())
+    assert catalog.used_bytes == SMALL

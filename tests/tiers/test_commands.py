@@ -134,6 +134,8 @@ def test_given_a_purged_model_then_the_others_stay_and_compact_gives_the_space_b
     after = figures(capsys, "stat", directory)
     assert result["given_back_bytes"] == before - after["file_bytes"] > 0
     assert after["values"] == result["num_values"] == 10
+    assert main(["tier", "compact", str(directory)]) == 0
+    assert "0 B given back, 10 values are left" in capsys.readouterr().out
     with DiskTier(directory, CAPACITY) as tier:
         assert tier.notes == []
         assert load(tier, list(range(10))) == ([Outcome.OK] * 10, [value(number) for number in range(10)])

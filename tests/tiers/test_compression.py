@@ -22,6 +22,7 @@ from kvpool.tiers.codecs import (
     as_floats,
     nearest_codes,
     round_to_bfloat16,
+    table,
 )
 
 CODECS = ["zstd", "lz4", "fp8"]
@@ -234,3 +235,14 @@ def test_given_an_address_with_a_codec_then_the_tier_behind_it_is_compressed(tmp
         assert tier.compression().codec == "fp8 float16 64"
     with pytest.raises(ConfigError, match="codec='gz' must be one of"):
         open_tier(f"disk:{tmp_path}?bytes=1MB&compress=gz")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_given_a_group_of_values_then_its_scale_is_the_smallest_at_which_none_exceeds_the_largest_code(
+    dtype: str,
+) -> None:
+    every = np.arange(1, 0x7B00, 7, dtype=np.uint16)  # finite in both types
+    largest = as_floats(every, dtype).astype(np.float64)
+    exponents = table(dtype).exponents(every[:, None]).astype(np.float64)
+    assert (largest <= 448 * 2.0**exponents).all()
+    assert (largest > 448 * 2.0 ** (exponents - 1)).all()

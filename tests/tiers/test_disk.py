@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from kvpool import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError
 from kvpool.testing import Kept, TierContract, key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
+from kvpool.tiers.disk import slab as slab_module
 from kvpool.tiers.disk import storing as growth
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Upkeep, remove_everything
@@ -225,6 +227,49 @@ def test_given_a_short_value_behind_long_ones_then_nothing_of_theirs_is_written_
     content = b"".join(slab.read_bytes() for slab in Directory(tmp_path, create=False).slab_paths())
     behind = content.index(b"t" * 100) + 100
     assert content[behind : behind + PAGE - 100] == bytes(PAGE - 100)
+
+
+def test_given_just_the_capacity_that_the_slabs_take_then_none_goes(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**22) as tier:
+        store(tier, list(range(300)))
+        taken, held = tier._state.catalog.allocated_bytes, tier.stats().num_values
+    with DiskTier(tmp_path, taken) as tier:
+        assert (tier.stats().num_values, tier.notes) == (held, [])
+    with DiskTier(tmp_path, taken - 1) as tier:
+        assert len(tier.notes) == 1
+
+
+def test_given_a_record_that_cannot_be_written_then_the_store_fails_at_once_and_the_next_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no more records")
+
+    with DiskTier(tmp_path, 2**20, timeout=20.0) as tier:
+        store(tier, [1])
+        with monkeypatch.context() as patched:
+            patched.setattr(slab_module.Slab, "write_record", fail)
+            assert store(tier, [2]) == [Outcome.FAILED]
+        assert "no more records" in tier.stats().problem
+    with DiskTier(tmp_path, 2**20) as tier:
+        assert (store(tier, [2]), load(tier, [1, 2])[0]) == ([Outcome.OK], [Outcome.OK] * 2)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_given_a_file_system_that_refuses_aligned_access_then_direct_access_does_not_work_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "refused")
+
+    file = tmp_path / "file"
+    file.write_bytes(bytes(PAGE))
+    readable = file if call == "preadv" else None
+    monkeypatch.setattr(slab_module, "_O_DIRECT", os.O_CLOEXEC)  # any flag that is taken everywhere
+    assert slab_module.supports_direct(tmp_path, readable)
+    monkeypatch.setattr(os, call, refuse)
+    assert not slab_module.supports_direct(tmp_path, readable)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # --- who may write -------------------------------------------------------------------------------------------------------
@@ -457,3 +502,11 @@ def test_given_everything_is_removed_then_the_directory_can_be_used_at_once(tmp_
     assert remove_everything(tmp_path) > 0
     with DiskTier(tmp_path, 2**21) as tier:
         assert store(tier, [2]) == [Outcome.OK]
+
+
+def test_given_a_time_then_what_was_used_at_it_or_later_is_not_purged(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**21) as tier:
+        store(tier, [1])
+    with Upkeep(tmp_path, writing=True) as upkeep:
+        used = max(int(slab.records["used"].max()) for slab in upkeep.slabs)
+        assert [upkeep.purge(lambda _: None, used_before=time) for time in (used - 1, used, used + 1)] == [0, 0, 1]

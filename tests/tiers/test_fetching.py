@@ -47,6 +47,24 @@ def test_given_staging_memory_that_others_use_then_a_fetch_is_given_up_and_count
     storer.close(SECONDS)
 
 
+def test_given_prefixes_that_are_there_or_not_then_what_was_found_and_how_fast_is_counted() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    tier, memory, decider = MemoryTier(2**20), StagingMemory(2**20), Decider(1)
+    tier.store([key(0)], [value(0, groups[0].spec.block_bytes)])
+    chain = TierChain([tier])
+    storer = Storer(chain.watched, memory)
+    fetcher = Fetcher(chain, groups, SIZE, decider, memory, storer)
+    lookups: list[bool] = []
+    decider.observe_lookup = lambda seconds, found: lookups.append(found)  # type: ignore[method-assign]
+    for number, found in ((0, 1), (1, 1), (0, 2)):
+        now, done = time.monotonic(), []
+        fetcher.run(Fetch(PromptKeys(SIZE + 1, ([key(number)],)), 0, now, now + SECONDS), done.append)
+        done[0].release()
+        assert (fetcher.stats().found, lookups[-1]) == (found, number == 0)
+    assert fetcher.stats().lookups == 3
+    storer.close(SECONDS)
+
+
 @pytest.mark.parametrize(("room", "fetched"), [(0, 0), (3, 0), (4, 1), (8, 2), (11, 2), (12, 3), (64, 3)])
 def test_given_staging_memory_then_one_prompt_takes_at_most_a_quarter_of_it(room: int, fetched: int) -> None:
     groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=64)], block_size=SIZE, gpu_blocks=8))

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpool import MultimodalItem
 from kvpool.testing import key, value
-from kvpool.tiers import KeyedTier, MemoryTier, Outcome
+from kvpool.tiers import Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome
 from kvpool.tiers.contract import Keeper
 from kvpool.tiers.keys import KeyPattern
+from kvpool.tiers.transport.block_keys import BlockKeys
+from kvpool.tiers.transport.cache_blocks import Offers, PrefixLeases
 from kvpool.tiers.transport.chain import KnownKeys, WatchedTier
 from kvpool.tiers.transport.deciding import DecisionStats
 from kvpool.tiers.transport.fetching import FetchStats
@@ -24,6 +27,7 @@ from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
 from kvpool.tiers.transport.threads import ThreadPool
 from kvpool.tiers.transport.tier_transport import HandoverStats
+from managers import make_manager
 
 SECONDS = 30.0
 
@@ -289,3 +293,50 @@ def test_given_values_in_two_tiers_when_they_are_purged_then_both_lose_them_and_
     assert (stats.removed, stats.not_removed) == (4, 0)
     assert storer.wants(key(1))
     storer.close(SECONDS)
+
+
+def test_given_a_storer_that_is_closed_then_what_it_is_told_to_take_out_counts_as_left_once_for_each_tier() -> None:
+    storer = Storer([WatchedTier(MemoryTier(2**20)) for _ in range(2)], StagingMemory(2**20))
+    storer.close(SECONDS)
+    storer.purge(KeyPattern())
+    assert storer.stats().not_removed == 2
+    storer.remove([key(1), key(2), key(3)])
+    assert storer.stats().not_removed == 2 + 2 * 3
+
+
+def test_given_leases_on_more_than_half_of_a_pool_then_the_oldest_end() -> None:
+    manager = make_manager(gpu_blocks=16)
+    leases = PrefixLeases(manager)
+    for name in "abc":
+        leases.keep(name, manager.allocate(name, num_tokens=16))
+        if name == "b":
+            assert [lease.owner for lease in leases.view()] == ["a", "b"]  # just half
+    assert [(lease.owner, lease.num_blocks) for lease in leases.view()] == [("b", 4), ("c", 4)]
+    leases.end_all()
+    assert (len(leases), manager.stats().num_sequences) == (0, 0)
+
+
+class Asked:
+    """Stands for a storer, and wants nothing."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+
+    def wants(self, key: bytes) -> bool:
+        self.keys.append(key)
+        return False
+
+
+def test_given_a_prompt_with_images_that_is_offered_in_parts_then_its_keys_are_those_of_the_whole() -> None:
+    manager = make_manager()
+    tokens, items = np.arange(24, dtype=np.int32), [MultimodalItem(1, 2, "cat"), MultimodalItem(13, 6, "dog")]
+    keys = BlockKeys(KeySpace(Fingerprint.of(manager.config, "model", "weights")), manager.config)
+    handle = manager.allocate("a", tokens, multimodal=items)
+    manager.commit(handle)
+    asked: Any = Asked()
+    offers = Offers(None, keys, asked)  # type: ignore[arg-type]
+    progress = offers.begin(handle.scope)
+    for stop in (9, 10, 24):
+        offers.offer(handle, tokens[:stop], progress, items)
+    assert asked.keys == keys.of_prompt(tokens, handle.scope, items).keys[0]
+    manager.free(handle)

@@ -17,7 +17,7 @@ from servers import eventually
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.testing import VALUE_BYTES, TierContract, Written, key, load, store, value
 from kvpool.tiers import DiskTier, KeyedTier, KeyPattern, MemoryTier, NodeTier, Outcome, open_tier
-from kvpool.tiers.contract import Loan, Slots
+from kvpool.tiers.contract import Loan, Slots, Worth
 from kvpool.tiers.keys import tenant_tag
 
 pytestmark = needs_linux
@@ -132,6 +132,21 @@ def test_given_values_of_another_size_then_old_slabs_make_room_for_them(folder: 
         assert load(tier, [150], 20_000) == ([Outcome.OK], [value(150, 20_000)])
         assert store(tier, [300], 2 * MEGABYTE) == [Outcome.REFUSED]
         sound(server)
+
+
+def test_given_values_of_two_other_sizes_then_those_used_longest_ago_make_room(folder: Path) -> None:
+    with node_thread(folder, 2 * MEGABYTE) as server, tier_of(folder) as tier:
+        assert store(tier, [1], 80_000) == [Outcome.OK]
+        assert store(tier, [2], 300_000) == [Outcome.OK]
+        assert load(tier, [1], 80_000)[0] == [Outcome.OK]
+        assert store(tier, [3], 20_000) == [Outcome.OK]
+        assert tier.contains([key(number) for number in (1, 2, 3)]) == [True, False, True]
+        sound(server)
+
+
+def test_given_a_worth_beyond_what_a_message_can_say_then_it_is_the_most_that_it_can() -> None:
+    for worth, told in ((Worth(7, 300), Worth(7, 300)), (Worth(300, 70_000), Worth(255, 65_535))):
+        assert wire.unrated(wire.rated(5_000_000_000, worth)) == (5_000_000_000, told)
 
 
 def test_given_a_loan_then_its_values_stay_while_others_store_and_remove(folder: Path) -> None:
