@@ -305,6 +305,9 @@ def test_after_a_gap_resync_replaces_all_unread_events() -> None:
         manager.store(None, A)
         mirror.apply(subscription.poll().events)
     assert mirror.blocks[0].keys() == manager.parents.keys()
+    assert mirror.pools == POOLS
+    mirror.clear()
+    assert (mirror.pools, mirror.blocks, mirror.last_event_id) == ((), {}, None)
 
 
 def test_a_failing_snapshot_leaves_nobody_listening() -> None:

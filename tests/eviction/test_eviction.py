@@ -527,6 +527,37 @@ def test_arc_shifts_room_to_the_list_whose_ghosts_return() -> None:
     assert 0 <= policy._target < learned
 
 
+def test_s3fifo_keeps_proven_runs_in_the_order_in_which_they_were_proven() -> None:
+    policy = S3FIFOPolicy()
+    for number in range(4):
+        policy.add(StandInRun(created=number, fingerprint=number))
+    evict_all(policy)
+    for fingerprint in (2, 0, 3, 1):  # they come back
+        policy.add(StandInRun(created=10 - fingerprint, fingerprint=fingerprint))
+    assert [run.fingerprint for run in evict_all(policy)] == [2, 0, 3, 1]
+
+
+def test_arc_moves_its_target_by_the_blocks_of_a_run_and_by_how_much_the_other_ghosts_outnumber_its_own() -> None:
+    policy = ARCPolicy()
+    for number in range(9):  # 2 blocks each, the last three used again
+        policy.add(StandInRun(num_blocks=2, created=number, fingerprint=number, hits=int(number >= 6)))
+    evict_all(policy)
+    once, again = policy._once_ghost, policy._again_ghost
+    assert (once.num_blocks, again.num_blocks, policy._target) == (12, 6, 0.0)
+    policy.add(StandInRun(num_blocks=2, created=20, fingerprint=0))
+    assert policy._target == 2.0  # its ghosts outnumber the others
+    policy.add(StandInRun(num_blocks=2, created=21, fingerprint=6))
+    assert policy._target == 2.0 - min(2.0, 2 * 10 / 6)
+    for number in (1, 2, 3):
+        policy.add(StandInRun(num_blocks=2, created=30 + number, fingerprint=number))
+    before = policy._target
+    assert (once.num_blocks, again.num_blocks) == (4, 4)
+    policy.add(StandInRun(num_blocks=2, created=40, fingerprint=4))
+    assert (once.num_blocks, policy._target) == (2, before + 2)
+    policy.add(StandInRun(num_blocks=2, created=41, fingerprint=5))  # 4 blocks of ghosts against its 2
+    assert policy._target == min(before + 2 + 2 * 2.0, policy._capacity)
+
+
 # --- cost-aware ----------------------------------------------------------------------------------------------------
 
 

@@ -147,3 +147,16 @@ def test_logits_behind_a_shared_prefix_go_with_the_block_that_they_lie_in() -> N
     assert manager.match_prefix(prompt).has_last_logits
     manager.cache.invalidate([*prompt, 11, 12])
     assert not manager.match_prefix(prompt).has_last_logits
+
+
+def test_logits_of_a_short_prompt_stay_when_the_end_of_a_longer_one_is_evicted() -> None:
+    manager = make_manager()
+    short, long = list(range(8)), list(range(16))
+    for name, tokens in (("long", long), ("short", short)):
+        handle = manager.allocate(name, tokens)
+        manager.commit(handle)
+        manager.store_last_logits(handle, name)
+        manager.free(handle)
+    assert manager.cache.evict(1) == 1
+    assert manager.match_prefix(short).has_last_logits
+    assert not manager.match_prefix(long).has_last_logits

@@ -224,3 +224,19 @@ def test_a_quota_that_cannot_be_is_refused_by_name(tenant: Any, limits: dict[str
     with pytest.raises(InvalidArgumentError, match=named):
         manager.cache.set_quota(tenant, **limits)
     assert set(manager.stats().tenants) == {"yours"}
+
+
+def test_a_tenant_loses_what_it_has_above_its_guarantee_and_no_block_more() -> None:
+    manager = make_manager(gpu_blocks=12)
+    manager.cache.set_quota("t", guaranteed=4)
+    scope = ReuseScope(tenant="t")
+    for name, tokens, of in (("own", range(20), scope), ("young", range(50, 62), ReuseScope())):
+        handle = manager.allocate(name, list(tokens), scope=of)
+        manager.commit(handle)
+        manager.free(handle)
+    manager.allocate(
+        "other", list(range(100, 124))
+    )  # 4 blocks are free, one is above the guarantee, one of the young goes
+    assert manager.match_prefix(list(range(21)), scope=scope).num_tokens == 16
+    assert manager.match_prefix(list(range(50, 63))).num_tokens == 8
+    manager.check()

@@ -283,6 +283,9 @@ PROMPT = [0, 0, operations_module.pack(np.arange(8, dtype=np.int32))]
         (["a", 0, 2, PROMPT, {"retention": {"ranges": [{"start": 1}]}}], "a token range lacks end"),
         (["a", 0, 1, PROMPT, {}], "already live"),
         (["t", 0, 1, PROMPT, [1], None], "must be [tenant, scope]"),
+        (["t", 0, 1, [1, 2], None, None], "must be [earlier sequence"),
+        (["c", 0, [1], None, "AA!AAA=="], "is no text of tokens"),
+        (["a", 0, 2, PROMPT, {"retention": {"ranges": 5}}], "5 must be a list"),
         (["v", 0, 1, 0, 9], "a tier=9"),
     ],
 )
@@ -360,6 +363,8 @@ def test_given_an_operation_that_does_not_fit_any_more_then_the_error_stays_the_
         {"layers": 3},
         {"layers": [{"heads": 1}]},
         {"layers": [{"kv_heads": 1}]},
+        {"layers": [{"parts": 5}]},
+        {"layers": [{"parts": [{"name": "conv"}]}]},
         {"block_size": "x"},
         {"policy": []},
         {"gpu_blocks": -1},

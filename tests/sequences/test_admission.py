@@ -485,3 +485,25 @@ def test_a_block_that_is_only_copied_from_does_not_count_as_used_when_room_had_t
     manager.cache.evict(2)
     assert manager.match_prefix([*newer, 1]).num_blocks == 1
     assert manager.match_prefix([*older, 1]).num_blocks < 2
+
+
+def test_a_request_without_an_encoders_input_has_no_blocks_of_the_one_before_it() -> None:
+    manager = make_manager(FULL, CROSS)
+    before = manager.allocate("before", [1, 2], cross_tokens=9)
+    assert len(before.block_ids(1)) == 3
+    manager.free(before)
+    after = manager.allocate("after", [1, 2])
+    assert len(after.block_ids(1)) == 0
+    manager.check()
+
+
+def test_a_request_whose_tokens_nobody_told_knows_none_of_the_one_before_it() -> None:
+    manager = make_manager()
+    before = manager.allocate("before", list(range(8)))
+    manager.commit(before)
+    manager.free(before)
+    after = manager.allocate("after", num_tokens=8)
+    assert after.token_ids.tolist() == []
+    manager.commit(after, list(range(50, 58)))
+    assert after.token_ids.tolist() == list(range(50, 58))
+    manager.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import AllocStatus, KVCacheManager, LayerSpec, Tier
+from kvpool import AllocStatus, GroupKind, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import OutOfBlocksError
 from managers import FULL, commit_all, computed, make_manager, manager_of_pairs, manager_with, num_cached
 
@@ -238,4 +238,18 @@ def test_pinned_leftovers_of_one_windowed_group_do_not_hide_those_of_another() -
     pool = manager.stats().pool(tier=Tier.GPU)
     assert (pool.cached, pool.pinned) == (15, 5)
     assert manager.cache.evict(100) == 10
+    manager.check()
+
+
+def test_a_chunk_ends_while_a_window_before_it_stays() -> None:
+    window, chunk = LayerSpec(kv_heads=1, head_dim=8, window=6), LayerSpec(kv_heads=1, head_dim=8, chunk=16)
+    manager = make_manager(window, chunk, gpu_blocks=32)
+    handle = manager.allocate("a", list(range(15)))
+    manager.commit(handle)
+    of = {group.kind: group.index for group in manager.config.groups}
+    before = handle.block_ids(of[GroupKind.SLIDING]).tolist()
+    manager.extend(handle)
+    manager.commit(handle, [15])
+    assert handle.block_ids(of[GroupKind.SLIDING]).tolist() == before
+    assert handle.block_ids(of[GroupKind.CHUNKED]).tolist() == [-1] * 4
     manager.check()

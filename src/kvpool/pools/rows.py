@@ -178,7 +178,6 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.history.extend([_NO_TOKENS] * old)
         self.history_start.extend([0] * old)
         self.handles.extend([None] * old)
-        self.epoch += 1
 
     def ensure_columns(self, num_blocks: int) -> None:
         """Widens the tables so that a sequence of `num_blocks` fits."""
@@ -190,7 +189,6 @@ class SequenceRows(Generic[TipT, HandleT]):
             grown = np.full((table.shape[0], wider), -1, np.int32)
             grown[:, :columns] = table
             self.tables[group] = grown
-        self.epoch += 1
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
