@@ -207,6 +207,16 @@ def test_given_a_grammar_of_ones_own_then_it_is_followed(engine: Engine) -> None
         assert not np.array(sample.token_ids).__mod__(2).any()
 
 
+def test_given_rules_then_the_answer_is_one_of_those_that_they_allow(engine: Engine) -> None:
+    grammar = engine.grammar('start: "yes" | "no"')
+    answers = {
+        engine.generate([PROMPT], SamplingParams(9, 1.0, seed=seed, grammar=grammar))[0].text for seed in range(6)
+    }
+    assert answers <= {"yes", "no"}
+    with pytest.raises(InvalidArgumentError, match="no answer can be held to this grammar"):
+        engine.grammar("start: begin")
+
+
 @pytest.mark.parametrize(("raises", "words"), [(True, "RuntimeError: no more"), (False, "no token of the vocabulary")])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_given_a_grammar_that_fails_then_its_request_ends_and_others_go_on(

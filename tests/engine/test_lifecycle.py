@@ -416,6 +416,19 @@ def test_given_a_stop_string_in_the_step_in_which_a_sibling_ends_then_no_token_i
             assert [sample.finish_reason for sample in samples] == ["stop", "stop"]
 
 
+def test_given_a_stop_string_in_the_first_token_of_a_sample_then_it_ends_there_and_its_sibling_goes_on() -> None:
+    sampled = dict(temperature=1.5, seed=3, n=2)
+    with make_engine(tokenizer=Words()) as engine:
+        whole = [sample.token_ids for sample in engine.generate([PROMPT], params(4, **sampled))[0].samples]
+        assert whole[0][0] not in whole[1]
+        before = engine.stats().scheduler.decode_tokens
+        samples = engine.generate([PROMPT], params(4, stop=f"<{whole[0][0]}>", **sampled))[0].samples
+        computed = engine.stats().scheduler.decode_tokens - before
+    assert [sample.token_ids for sample in samples] == [whole[0][:1], whole[1]]
+    assert computed < 3 + 3  # nothing more of the first
+    assert [sample.finish_reason for sample in samples] == ["stop", "length"]
+
+
 def test_given_a_sample_that_is_over_then_it_says_so_before_its_siblings_are() -> None:
     sampled = dict(temperature=1.5, seed=3, n=2)
     chunks: list[Chunk] = []

@@ -10,7 +10,7 @@ import pytest
 from kvpool.engine import Engine
 from kvpool.engine.options import EngineOptions
 from kvpool.engine.settings import EngineSettings
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.serve_settings import _MODEL_KINDS
 
 
@@ -50,3 +50,10 @@ def test_given_the_options_of_a_command_then_its_model_comes_first() -> None:
 
 def test_given_the_name_in_the_help_of_an_engine_then_it_leads_to_the_settings() -> None:
     assert f"`{EngineSettings.__module__}.EngineSettings`" in (Engine.__doc__ or "")
+
+
+@pytest.mark.parametrize("wrong", [{"memory": "lots"}, {"objective": "luck"}])
+def test_given_wrong_options_of_a_command_then_they_are_refused_before_a_model_is_loaded(wrong: dict[str, str]) -> None:
+    EngineOptions(memory="2GB", objective="seconds").check()
+    with pytest.raises(KVPoolError, match=next(iter(wrong.values()))):
+        EngineOptions(**wrong).check()

@@ -68,6 +68,13 @@ def test_given_another_prompt_then_the_fork_is_refused() -> None:
         engine.scheduler.fork(engine.scheduler.sequences("parent")[0], Request("child", [1, 2, 3], 4))
 
 
+def test_given_one_free_lane_then_the_fork_gets_it_and_shares() -> None:
+    engine = make(max_sequences=2)
+    request, shared = run_until_forked(engine)
+    assert shared
+    assert finish(engine)["child"] == expected_output(request)
+
+
 def test_given_drafts_that_are_none_then_the_fork_shares_all_the_same() -> None:
     engine = make(max_draft_tokens=2)
     scheduler = engine.scheduler

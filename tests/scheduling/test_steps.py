@@ -196,6 +196,19 @@ def test_given_a_prompt_whose_logits_are_stored_then_at_most_its_last_tokens_are
     assert engine.scheduler.stats.prefill_tokens <= 1
 
 
+def test_given_stored_logits_and_two_samples_then_drafts_wait_until_they_have_branched_off() -> None:
+    engine = make_engine(max_draft_tokens=2)
+    only = request("a", 8, 3, n=2)
+    store_logits(engine, list(range(8)))
+    add(engine, only)
+    engine.step()
+    (sequence,) = engine.scheduler.sequences("a")
+    engine.scheduler.propose(sequence, [1])
+    assert engine.step().num_drafts.tolist() == [0]
+    engine.drain()
+    engine.assert_right(only)
+
+
 def test_given_one_token_with_stored_logits_then_it_is_computed_again() -> None:
     engine = make_engine(make_manager(block_size=1))
     only = request("a", 1, 3, first=5)
