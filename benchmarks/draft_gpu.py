@@ -69,13 +69,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--draft-tokens", type=int, default=None)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the layers of both models")
     given = parser.parse_args()
     shape, draft_shape = (TINY, TINY_DRAFT) if given.tiny else (LARGE, SMALL)
     generator = torch.Generator().manual_seed(0)
     says = torch.randperm(shape["vocab_size"], generator=generator)
     model = speaking(shape, says)
     limits = SchedulerConfig(max_sequences=8, max_tokens_per_step=512)
-    options: dict[str, Any] = {"kv_bytes": 2**27 if given.tiny else 2**33, "scheduler": limits}
+    options: dict[str, Any] = {
+        "kv_bytes": 2**27 if given.tiny else 2**33,
+        "scheduler": limits,
+        "compile": given.compile,
+    }
     plain: dict[tuple[str, int], float] = {}
     for agreement in (None, 0.7, 0.0):
         name, draft = "without a draft", None
@@ -100,8 +105,6 @@ def main() -> None:
                         )
                         line += f"{accepted} of {verified} accepted"
                     print(line, flush=True)
-                if engine._loop.drafts is not None:
-                    print("    seconds of a step by drafts:", engine._loop.drafts.length._seconds, flush=True)
 
 
 if __name__ == "__main__":

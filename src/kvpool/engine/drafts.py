@@ -3,8 +3,9 @@
 The layers of both models are layers of one cache. So the draft's keys and values are paged, found again as prefixes, forked,
 swapped and rewound with those of the model. A step with drafts is planned first, with places for them. Then the draft
 computes the tokens that it does not know yet and guesses, one step for each guess, and the model computes them all.
-Guesses are drawn with the same parameters and the same random numbers as the tokens that they stand for. Only a guess that
-equals the model's own token is accepted, so drafts change no answer, sampled ones included.
+A guess is drawn with the parameters and the random number of the token that it stands for. It is accepted if the model draws
+the same token: drafts change no answer, neither a greedy one nor that of a seed. Where tokens are drawn without a seed, they
+come from the model's distribution, and more guesses are accepted (`Guesses`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvpool.engine.generation import Generation
+from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.sampling import StepSampler
+from kvpool.engine.sampling import Guesses, StepSampler
 from kvpool.errors import ConfigError
 from kvpool.model.loading import LoadedModel
 from kvpool.model.probing import ModelShape
@@ -27,8 +29,9 @@ from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
 from kvpool.sequences.batch import SequenceBatch
 
-PROBE_STEPS = 32  # so often a step has drafts although they do not pay, or none although they do: to measure both
-_MOST_LAG = PROBE_STEPS + 1  # tokens that the draft computes later than the model
+PROBE_STEPS = 32  # behind so many, the other choice is measured
+MOST_PROBE_STEPS = 256  # while drafts do not pay
+PLAIN_STEPS = 3  # without drafts, to measure these: the first one had to wait for the last with drafts
 
 
 class DraftStats(NamedTuple):
@@ -50,7 +53,9 @@ class DraftLength:
         self.chosen = most
         self._right, self._tried = 0.5, 1.0
         self._seconds: dict[int, dict[int, float]] = {}  # by the bits of the batch size, then by drafts
+        self._interval = PROBE_STEPS
         self._since_probe = 0
+        self._num_plain = 0  # steps without drafts, one after another
 
     @property
     def acceptance(self) -> float:
@@ -66,9 +71,13 @@ class DraftLength:
                 return number
         self.chosen = max(range(self.most + 1), key=lambda number: self._rate(number, seconds))
         self._since_probe += 1
-        if self._since_probe < PROBE_STEPS:
+        if self.chosen:
+            self._interval = PROBE_STEPS
+        if self._since_probe <= self._interval:
             return self.chosen
-        self._since_probe = 0
+        if self._since_probe == self._interval + (PLAIN_STEPS if self.chosen else 1):
+            self._since_probe = 0
+            self._interval = PROBE_STEPS if self.chosen else min(2 * self._interval, MOST_PROBE_STEPS)
         return 0 if self.chosen else 1
 
     def _rate(self, number: int, seconds: Mapping[int, float]) -> float:
@@ -80,6 +89,9 @@ class DraftLength:
 
     def observe(self, num_sequences: int, number: int, seconds: float) -> None:
         """A step that only decoded took so long with so many drafts of each sequence."""
+        self._num_plain = 0 if number else self._num_plain + 1
+        if self._num_plain == 1:  # it did not overlap with the step before it
+            return
         known = self._seconds.setdefault(num_sequences.bit_length(), {})
         before = known.setdefault(number, seconds)
         known[number] = before + 0.2 * (min(seconds, 2 * before) - before)  # one stall must not count for long
@@ -99,6 +111,7 @@ class DraftModel:
         self._vocab_size = shape.vocab_size
         self._vocabulary = vocabulary  # of the engine's model
         self._sampler = StepSampler(vocabulary, limits.max_sequences, runner.device)
+        self._max_tokens = limits.max_tokens_per_step
         self._known: dict[int, tuple[ScheduledSequence, int, int]] = {}  # by lane: whose, in which residence, how many
 
     def stats(self) -> DraftStats:
@@ -111,35 +124,39 @@ class DraftModel:
         token_ids: Tensor,
         generations: Mapping[Hashable, Generation],
         tokens_of: Callable[[ScheduledSequence], Int32Array],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Guesses | None]:
         """The token ids of a step, on the device, with the draft's guesses in the places of drafts.
 
-        The draft computes prompts in the same steps as the model. Of sequences that decode, it computes what it does not
-        know yet when a step has drafts.
+        Also those guesses that need not be the tokens of a seed. The draft computes prompts in the same steps as the model.
+        Of sequences that decode, it computes what it does not know yet when a step has drafts.
         """
         if not plan.num_drafts.any():
             if plan.num_prefill_tokens:
                 rows = np.arange(plan.num_decode, len(plan.sequences))
                 self._logits(*self._unknown(plan, token_ids, rows, tokens_of))
-            return token_ids
+            return token_ids, None
         step, ids = self._unknown(plan, token_ids, np.arange(len(plan.sequences)), tokens_of)
-        step.batch = plan.batch
         rows = np.flatnonzero(plan.num_drafts)
         places = plan.query_start[rows + 1] - plan.num_drafts[rows]
-        token_ids = token_ids.clone()
+        samples = plan.first_samples[np.searchsorted(plan.sampling_rows, rows)]  # that guesses stand for
+        free = np.array([_is_free(generations[plan.sequences[row].request.id].params) for row in rows.tolist()])
+        token_ids, drawn = token_ids.clone(), list[Guesses]()
         batch: SequenceBatch | None = None
         for number in range(1, int(plan.num_drafts.max()) + 1):
-            guesses = self._sampler.sample(step, self._logits(step, ids), generations, _nothing).tokens
+            guesses, distributions = self._sampler.guess(step, self._logits(step, ids), generations)
             token_ids.index_copy_(0, self.runner.upload(places), guesses)
+            if distributions is not None and free.any():
+                of = self.runner.upload(np.flatnonzero(free))
+                drawn.append(Guesses(samples[free], guesses[of], distributions[of]))
             left = plan.num_drafts[rows] > number
             if not left.all():
-                rows, places, batch = rows[left], places[left], None
+                rows, places, samples, free, batch = rows[left], places[left], samples[left], free[left], None
             if len(rows):
                 ids = token_ids.index_select(0, self.runner.upload(places))
                 step = _next_step(plan, rows, places, batch)
                 batch = step.decode_batch
-                places = places + 1
-        return token_ids
+                places, samples = places + 1, samples + 1
+        return token_ids, _joined(drawn)
 
     def _logits(self, step: BatchPlan, token_ids: Tensor) -> Tensor:
         """The draft's logits in the vocabulary of the model. Tokens that only one of them pads its vocabulary with do not
@@ -166,10 +183,14 @@ class DraftModel:
         starts = plan.kv_lengths[rows] - drafts - own
         ends_at = (plan.kv_lengths[rows] - np.minimum(drafts, 1)).tolist()  # the draft does not compute the last one
         pairs = list(zip(sequences, starts.tolist(), strict=True))
-        firsts = np.array([self._num_known(sequence, start) for sequence, start in pairs])
+        most = max(1, min(MOST_PROBE_STEPS, (self._max_tokens - int(own.sum())) // len(rows)))
+        firsts = np.array([self._num_known(sequence, start, most) for sequence, start in pairs])
         for sequence, end in zip(sequences, ends_at, strict=True):
             self._known[sequence.lane] = sequence, sequence.residence, end
         back = starts - firsts
+        if (back + own == 1).all() and drafts.all():  # the usual case where some draft was wrong
+            newest = plan.query_start[rows + 1] - drafts - 1
+            return _next_step(plan, rows, newest, None), token_ids.index_select(0, self.runner.upload(newest))
         again = np.empty((len(plan.slots), 0), np.int32)
         tokens: list[Int32Array] = []
         if back.any():
@@ -198,18 +219,20 @@ class DraftModel:
             num_decode=0,
             is_uniform=False,
         )
+        if len(rows) == len(plan.sequences):
+            step.batch = plan.batch
         return step, ids.index_select(0, self.runner.upload(source))
 
-    def _num_known(self, sequence: ScheduledSequence, start: int) -> int:
-        """How many of the first `start` tokens of a sequence the draft has computed.
+    def _num_known(self, sequence: ScheduledSequence, start: int, most: int) -> int:
+        """How many of the first `start` tokens of a sequence the draft has computed, or need not compute: all but `most`.
 
         Of one that came from the cache, from the host or from another sequence, the last ones may be missing: the draft
         leaves out the last draft of each step, and steps without drafts.
         """
         known = self._known.get(sequence.lane)
         if known is not None and known[:2] == (sequence, sequence.residence):
-            return max(start - _MOST_LAG, min(known[2], start))
-        return max(0, start - _MOST_LAG)
+            return max(start - most, min(known[2], start))
+        return max(0, start - most)
 
 
 def _next_step(plan: BatchPlan, rows: Int64Array, places: Int64Array, batch: SequenceBatch | None) -> BatchPlan:
@@ -249,8 +272,16 @@ def _step(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...], **fields: A
     )
 
 
-def _nothing() -> None:
-    """A guess has no grammar, so no step in flight must be finished for it."""
+def _is_free(params: SamplingParams) -> bool:
+    """Whether tokens are drawn and nobody asked for those of a seed: then more guesses can be accepted."""
+    return params.seed is None and not params.is_greedy
+
+
+def _joined(guesses: list[Guesses]) -> Guesses | None:
+    if not guesses:
+        return None
+    samples, tokens, distributions = zip(*guesses, strict=True)
+    return Guesses(np.concatenate(samples), torch.cat(tokens), torch.cat(distributions))
 
 
 def check_vocabulary(draft: LoadedModel, draft_size: int, tokenizer: Any, vocab_size: int) -> None:

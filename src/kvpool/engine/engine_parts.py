@@ -83,14 +83,14 @@ def assemble(
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
         options: dict[str, Any] = {
+            "max_drafts": settings.num_drafts,
             "cuda_graphs": settings.cuda_graphs,
             "max_sequences": limits.max_sequences,
             "max_tokens": limits.max_tokens_per_step,
             "compile_layers": compile,
         }
         backend = create_backend(settings.attention, where)
-        shown: dict[str, Any] = {"adapters": adapters, "num_axes": encoder.num_axes}
-        runner = ModelRunner(own, shape, plane, backend, max_drafts=settings.num_drafts, **shown, **options)
+        runner = ModelRunner(own, shape, plane, backend, adapters=adapters, num_axes=encoder.num_axes, **options)
         runner.warm_up()
         drafts = None
         if drafting is not None:

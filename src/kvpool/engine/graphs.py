@@ -39,6 +39,7 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320
 # Matrix products are computed in tiles of 64 or 128 rows, so rows up to the next multiple cost little. Above the largest
 # size, the GPU takes longer than launching does.
 MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
+DRAFT_SIZES = (16, 32, *MIXED_SIZES)  # of steps with a few drafts
 # Where layers keep a state, kernels compute the tokens of a sequence one after another (about a microsecond for a token and
 # layer on an H200, against 20 ms of launches for a step without a graph). Chunks of prompts are computed together, without.
 STEPPED_SIZES = (16, 32, 64, 128)
@@ -371,7 +372,7 @@ class MixedGraphs(StepGraphs):
 
     def max_logits(self, size: int) -> int:
         """More than sequences where steps have drafts."""
-        return min(self._max_logits, size - 1)
+        return min(self._max_logits, size)
 
     def _places(self, plan: BatchPlan) -> int:
         return max(plan.num_tokens, len(plan.sequences) + 1)

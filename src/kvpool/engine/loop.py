@@ -243,9 +243,10 @@ class EngineLoop:
         if plan.is_empty:
             return _Launched(plan, began)
         shown = () if self.pictures is None else self.pictures.of(plan, self._requests.generations)
-        token_ids = self._inputs(plan)
+        token_ids, guesses = self._inputs(plan), None
         if self.drafts is not None:
-            token_ids = self.drafts.run(plan, token_ids, self._requests.generations, self.scheduler.token_ids)
+            known = self._requests.generations, self.scheduler.token_ids
+            token_ids, guesses = self.drafts.run(plan, token_ids, *known)
         with pooling(plan, self._requests.pooled) as pools:
             scored = scored_rows(plan, self._requests.scores)
             keep = None if scored is None else scored.keep
@@ -254,7 +255,7 @@ class EngineLoop:
             logits = scored.take(logits)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
-        sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up)
+        sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up, guesses)
         self._remember(plan, sampled.tokens)
         rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
         guessed = token_ids if self.drafts is not None and plan.num_drafts.any() else None
@@ -305,7 +306,7 @@ class EngineLoop:
             return
         rows = plan.sampling_rows
         if len(tokens) > len(rows):  # the next plan leaves out rows with several samples or drafts: any token will do
-            tokens = tokens.index_select(0, self.runner.upload(_first_samples(plan)))
+            tokens = tokens.index_select(0, self.runner.upload(plan.first_samples))
         self._last_token.index_copy_(0, self.runner.upload(plan.lanes[rows]), tokens)
 
     # --- results -----------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class EngineLoop:
         drafts = plan.num_drafts[rows]
         if not drafts.any() and not plan.is_steered.any():
             return tokens, counts, np.arange(len(tokens))
-        firsts = _first_samples(plan)
+        firsts = plan.first_samples
         picked: list[Int64Array] = []
         chosen: list[Int32Array] = []
         for search, ranking in launched.rankings:
@@ -485,13 +486,6 @@ class EngineLoop:
                 guess = propose(self.scheduler.token_ids(sequence), number)
             with suppress(SequenceStateError):  # its sample is in flight
                 self.scheduler.propose(sequence, guess)
-
-
-def _first_samples(plan: BatchPlan) -> Int64Array:
-    """The index of the first sample of each sampling row."""
-    counts: Int64Array = (plan.num_samples + plan.num_drafts)[plan.sampling_rows]
-    firsts: Int64Array = np.cumsum(counts) - counts
-    return firsts
 
 
 def _num_accepted(plan: BatchPlan, row: int, samples: Int32Array) -> int:

@@ -16,6 +16,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.embedding import source_of
 from kvpool.engine.graphs import (
+    DRAFT_SIZES,
     MIXED_SIZES,
     STEPPED_SIZES,
     AttentionKind,
@@ -138,7 +139,8 @@ class ModelRunner:
         if wanted and self._can_have_graphs(recorder):
             self._recorder = recorder or CudaRecorder(self.device)
             self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
-            sizes = mixed_sizes(max_tokens, MIXED_SIZES if self.states is None else STEPPED_SIZES)
+            chosen = DRAFT_SIZES if max_drafts else MIXED_SIZES
+            sizes = mixed_sizes(max_tokens, chosen if self.states is None else STEPPED_SIZES)
             if sizes and all(module.packs for module in state_modules(model)):
                 self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences, max_drafts)
 

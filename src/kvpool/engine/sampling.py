@@ -55,6 +55,14 @@ class Sampled(NamedTuple):
     top_tokens: Tensor | None = None
 
 
+class Guesses(NamedTuple):
+    """Drafts that were drawn at random and need not be those of a seed, and what they were drawn from."""
+
+    samples: Int64Array  # [draft]: the sample of the step that each stands for
+    tokens: Tensor  # [draft]
+    distributions: Tensor  # [draft, vocabulary]
+
+
 class SamplingRows:
     """The parameters of a batch's rows as tensors. They are made when the batch changes, and used for many steps.
 
@@ -142,11 +150,14 @@ def sample(
     counts: TokenCounts | None = None,
     count_rows: Tensor | None = None,
     mask: TokenMask | None = None,
+    guesses: Guesses | None = None,
+    chances: Tensor | None = None,
 ) -> Sampled:
     """One token for each row of `logits` [rows, vocabulary].
 
     `uniforms` [rows] come from `uniforms_for`; they may be None if every row is greedy. If a row has penalties, `counts` has
-    its counts, and `count_rows` says where. `mask` is for rows that may not choose every token.
+    its counts, and `count_rows` says where. `mask` is for rows that may not choose every token. The rows of `guesses` take
+    these where they can, and need two more uniforms for each: `chances` [2, draft].
     """
     scores = logits
     if rows.num_logprobs is not None or not rows.greedy or rows.penalised or rows.bias_at is not None:
@@ -159,11 +170,9 @@ def sample(
         scores = scores.index_put(rows.bias_at, rows.bias, accumulate=True)
     if mask is not None:
         scores = mask.applied(scores)
-    tokens = _likeliest(scores)
-    if not rows.greedy:
-        assert uniforms is not None
-        drawn = _draw(scores / rows.temperature, rows, uniforms)
-        tokens = torch.where(rows.is_greedy, tokens, drawn)
+    tokens, distributions = _choose(scores, rows, uniforms)
+    if guesses is not None and chances is not None and distributions is not None:
+        tokens = _verified(tokens, distributions, guesses, chances)
     if rows.num_logprobs is None:
         return Sampled(tokens)
     logprobs = raw.log_softmax(-1)
@@ -188,18 +197,42 @@ def _penalise(scores: Tensor, rows: SamplingRows, counts: TokenCounts, count_row
     return scores - rows.presence * produced - rows.frequency * output
 
 
-def _draw(scores: Tensor, rows: SamplingRows, uniforms: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution at `uniforms`, over the tokens that the filters leave.
-
-    It sums the distribution in the order of the vocabulary, not of the sorted scores: a row's token must not depend on
-    whether another row of the batch has a filter.
-    """
+def _choose(scores: Tensor, rows: SamplingRows, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The token of each row, and the distributions over what the filters leave; None if every row is greedy."""
+    likeliest = _likeliest(scores)
+    if rows.greedy:
+        return likeliest, None
+    assert uniforms is not None
+    scores = scores / rows.temperature
     if rows.filtered:
         scores = scores.masked_fill(scores < _lowest_kept(scores, rows), -torch.inf)
-    cumulative = scores.softmax(-1).cumsum(-1)
+    distributions = scores.softmax(-1)
+    return torch.where(rows.is_greedy, likeliest, _drawn(distributions, uniforms)), distributions
+
+
+def _verified(tokens: Tensor, distributions: Tensor, guesses: Guesses, chances: Tensor) -> Tensor:
+    """The tokens, with guesses in their rows where these are kept (speculative sampling).
+
+    A guess is kept with probability p / q, where q drew it. Otherwise what p has more than q draws the token. Together that
+    draws from p, and keeps as many guesses as possible.
+    """
+    rows = upload(guesses.samples, tokens.device)
+    wanted, guess = distributions.index_select(0, rows), guesses.tokens.unsqueeze(1)
+    right = chances[0] * guesses.distributions.gather(1, guess).squeeze(1) < wanted.gather(1, guess).squeeze(1)
+    rest = (wanted - guesses.distributions).clamp_(min=0)
+    return tokens.index_copy(0, rows, torch.where(right, guesses.tokens, _drawn(rest, chances[1])))
+
+
+def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution at `uniforms`; `weights` need not add up to one.
+
+    It sums in the order of the vocabulary, not of the sorted scores: a row's token must not depend on whether another row of
+    the batch has a filter.
+    """
+    cumulative = weights.cumsum(-1)
     # The last value is the total with its rounding errors. A target below it always finds a token with a probability.
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=scores.shape[1] - 1).squeeze(1)
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1).squeeze(1)
 
 
 def _lowest_kept(scores: Tensor, rows: SamplingRows) -> Tensor:
@@ -215,6 +248,7 @@ def _lowest_kept(scores: Tensor, rows: SamplingRows) -> Tensor:
 # --- randomness ------------------------------------------------------------------------------------------------------
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SALTS = np.array([0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7], np.uint64)  # for further numbers of the same seed and step
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -281,6 +315,7 @@ class StepSampler:
         logits: Tensor,
         generations: Mapping[Hashable, Generation],
         catch_up: Callable[[], None],
+        guesses: Guesses | None = None,
     ) -> Sampled:
         """One token per sample of the plan, and one behind each draft. `generations` are keyed by request id.
 
@@ -294,13 +329,35 @@ class StepSampler:
             mask = self._mask(rows.masked)
         if rows.source is not None:
             logits = logits.index_select(0, upload(rows.source, self._device))
-        uniforms = None
-        if not rows.params.greedy:
-            uniforms = upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
-        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes, mask)
+        chances = None
+        if guesses is not None:
+            seeds, steps = rows.seeds[guesses.samples], self._steps(plan, rows)[guesses.samples]
+            pair = [uniforms_for(seeds ^ salt, steps) for salt in _SALTS]
+            chances = upload(np.stack(pair), self._device)
+        drawing = self._uniforms(plan, rows), self._counts, rows.lanes, mask
+        sampled = sample(logits, rows.params, *drawing, guesses, chances)
         if self._counts is not None and rows.params.penalised:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
+
+    def guess(
+        self, plan: BatchPlan, logits: Tensor, generations: Mapping[Hashable, Generation]
+    ) -> tuple[Tensor, Tensor | None]:
+        """A draft for each row of a step of a draft model, and what they are drawn from; None if every row is greedy.
+
+        It has the random number of the token that it stands for. Rows have neither penalties nor a grammar.
+        """
+        rows = self._rows(plan, generations)
+        biased = rows.params.bias_at
+        scores = logits if rows.params.greedy and biased is None else logits.float()
+        if biased is not None:
+            scores = scores.index_put(biased, rows.params.bias, accumulate=True)
+        return _choose(scores, rows.params, self._uniforms(plan, rows))
+
+    def _uniforms(self, plan: BatchPlan, rows: _Rows) -> Tensor | None:
+        if rows.params.greedy:
+            return None
+        return upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
 
     def _rows(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
         # A plan that only decodes has the same batch object as long as no sequence joins or leaves.

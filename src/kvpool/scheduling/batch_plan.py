@@ -88,6 +88,13 @@ class BatchPlan:
         return first + np.arange(int(counts.sum()))
 
     @cached_property
+    def first_samples(self) -> Int64Array:
+        """The index of the first sample of each sampling row, where a row has one sample more than drafts, or several."""
+        counts: Int64Array = (self.num_samples + self.num_drafts)[self.sampling_rows]
+        firsts: Int64Array = np.cumsum(counts) - counts
+        return firsts
+
+    @cached_property
     def batch(self) -> SequenceBatch:
         """All rows as a batch of the manager, for CSR lists and padded tables."""
         if self.decode_batch is not None and self.num_decode == len(self.sequences):
