@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -425,8 +426,9 @@ def test_given_blocks_that_were_taken_then_they_are_copied_as_they_were_to_rows_
     assert isinstance(store, BlockStore)
     store.data.zero_()
     targets = [apart[3].numpy(), apart[1].numpy()]
-    taken.copy_to(targets, [1, 0])
-    assert taken.are_in(targets, [1, 0])
+    with ThreadPoolExecutor(1) as threads:  # a tier's thread does it, in which nothing has used the device before
+        threads.submit(taken.copy_to, targets, [1, 0]).result()
+        assert threads.submit(taken.are_in, targets, [1, 0]).result()
     assert not taken.are_in(targets, [0, 1])
     assert torch.equal(apart[3], rows[1])
     assert torch.equal(apart[1], rows[0])

@@ -7,6 +7,7 @@ run of blocks is one `copy_`.
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvpool.pools.arrays import Int32Array
 
 Places = npt.NDArray[np.uint64]
 _IN_STREAM_ORDER = 1
+_thread = threading.local()
 _BATCH = 64  # copies in a call: the first ones move while the driver takes the next
 
 
@@ -60,6 +62,10 @@ def copy_places(sources: Places, targets: Places, sizes: Places) -> bool:
     """
     if (batch := _driver_call()) is None:
         return False
+    if not getattr(_thread, "has_context", False):
+        # The driver refuses calls of a thread that the runtime has given no context; it does so for the first event.
+        torch.cuda.current_stream().record_event()
+        _thread.has_context = True
     for at in range(0, len(sizes), _BATCH):
         part = slice(at, at + _BATCH)
         _copy_batch(batch, sources[part], targets[part], sizes[part])
