@@ -24,6 +24,7 @@ from kvpool.hf import CachePool, PagedCache  # noqa: E402
 from kvpool.prefix.retention import Retention, TokenRange  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import NodeTier, Outcome  # noqa: E402
+from kvpool.tiers.contract import Worth  # noqa: E402
 from kvpool.tiers.node.region import Region  # noqa: E402
 from kvpool.tiers.transport.tier_transport import TierTransport  # noqa: E402
 
@@ -181,14 +182,15 @@ def test_given_a_node_that_hangs_then_requests_are_answered(
         assert_right(engine)
 
 
-def test_given_retention_then_the_node_learns_of_priorities_and_depths(node: NodeProcess) -> None:
-    retention = Retention([TokenRange(0, 32, priority=90)])
+def test_given_retention_then_the_node_learns_of_priorities_their_times_and_depths(node: NodeProcess) -> None:
+    retention = Retention([TokenRange(0, 16, priority=90), TokenRange(16, 32, priority=90, duration=60.0)])
     with make_engine(remote=f"node:{node.directory}?timeout=30", tier_timeout=60.0) as engine:
         engine.submit(PROMPTS[0], PARAMS, retention=retention).result(60)
     node.kill(signal.SIGTERM)
     records = list(Region(node.directory, 64_000_000).records())
-    found = {(record.worth.depth, record.worth.priority) for record in records}
-    assert found == {(depth, 90 if depth < 4 else 35) for depth in range(len(found))}
+    found = {record.worth.depth: record.worth for record in records}
+    ranges = [Worth(90)] * 2 + [Worth(90, seconds=64.0)] * 2 + [Worth()] * len(found)
+    assert found == {depth: ranges[depth]._replace(depth=depth) for depth in range(len(found))}
 
 
 def test_given_a_pool_of_transformers_then_the_next_one_starts_warm(node: NodeProcess) -> None:

@@ -15,7 +15,7 @@ from kvpool.tiers.contract import Worth
 from kvpool.tiers.node.index import NodeIndex
 from kvpool.tiers.node.region import PAGE, Region
 from kvpool.tiers.node.values import Holder, Quotas, Slot, Value
-from kvpool.tiers.node.wire import ABSENT, place_bytes
+from kvpool.tiers.node.wire import ABSENT, place_bytes, rated, unrated
 
 pytestmark = needs_linux
 LENGTHS = (0, 1, 3000, 4096, 9000, 40_000, 200_000)
@@ -280,4 +280,56 @@ def test_given_values_that_were_stored_one_by_one_then_a_prefix_that_was_used_is
     assert index.used_bytes == 39 * PAGE
     assert look(index, KEYS[:5])[3] is None
     check(index, [holder])
+    index.region.close()
+
+
+@pytest.mark.parametrize(
+    ("worth", "read"),
+    [
+        (Worth(), Worth()),
+        (Worth(100, 7, 1.0), Worth(100, 7, 1.0)),
+        (Worth(0, 65_535, 60.0), Worth(0, 65_535, 64.0)),
+        (Worth(90, 70_000, 1e12), Worth(90, 65_535, 2.0**31)),
+    ],
+)
+@pytest.mark.parametrize("length", [0, 1, 2**34 - 1])
+def test_given_a_length_and_a_worth_then_one_number_carries_both(length: int, worth: Worth, read: Worth) -> None:
+    assert unrated(rated(length, worth)) == (length, read)
+
+
+@pytest.mark.parametrize("policy", ["priority", "adaptive"])
+def test_given_a_priority_that_holds_for_a_time_then_the_value_goes_like_others_after_it(
+    folder: Path, policy: str
+) -> None:
+    region, now = Region(folder, MEGABYTE), 0.0
+    index, holder = NodeIndex(region, policy, clock=lambda: now), Holder(1)
+
+    def store(number: int, worth: Worth) -> None:
+        nonlocal now
+        now += 1.0
+        reservation, (slot,) = index.reserve(holder, [(KEYS[number], PAGE, worth)])
+        assert slot is not None
+        index.commit(holder, reservation, [7])
+
+    room = region.num_bytes // PAGE
+    for number in range(room):
+        store(number, Worth(90, seconds=1024.0 if number else None) if number < 4 else Worth())
+    held, _ = index.lease(holder, index.find(KEYS[1]))
+    store(room, Worth())
+    assert None not in look(index, KEYS[:4])
+    now += 1024.0
+    for number in range(room + 1, room + 4):
+        store(number, Worth())
+    assert [value is not None for value in look(index, KEYS[:4])] == [True, True, False, False]
+    index.release(holder, held)
+    check(index, [holder])
+    region.close()
+
+
+def test_given_values_that_leave_before_their_priority_ends_then_they_are_not_kept(folder: Path) -> None:
+    index, holder = NodeIndex(Region(folder, MEGABYTE), "priority"), Holder(1)
+    for number in range(5000):
+        reservation, _ = index.reserve(holder, [(key(number), PAGE, Worth(90, seconds=1e9))])
+        index.commit(holder, reservation, [7])
+    assert len(index._terms._ends) < 2000
     index.region.close()

@@ -69,6 +69,8 @@ class Worth(NamedTuple):
     """Retention priority, 0 to 100, as `Retention` gives it to tokens."""
     depth: int = 0
     """Blocks before it in its prompt."""
+    seconds: float | None = None
+    """How long the priority holds; then it is the usual one. None: always."""
 
 
 class Slots(NamedTuple):

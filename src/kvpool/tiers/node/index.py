@@ -19,7 +19,7 @@ from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.node.leases import Leases
 from kvpool.tiers.node.region import PAGE, Record, Region
-from kvpool.tiers.node.values import Batch, Holder, Quotas, Slot, Span, Value, num_found, tenant_of, values_of
+from kvpool.tiers.node.values import Batch, Holder, Quotas, Slot, Span, Terms, Value, num_found, tenant_of, values_of
 from kvpool.tiers.node.wire import MAX_KEYS, unpacked
 
 WASTE = 8
@@ -79,6 +79,7 @@ class NodeIndex:
         self._newest_uses = np.zeros(region.num_slabs + 1, np.int64)  # of each slab, and of slots that are gone
         self._leases = Leases()
         self._parked: list[Value] = []  # would have gone, but somebody held them
+        self._terms = Terms()
         self._gone: list[Value] = []  # removed, but somebody holds them
         self._used: list[tuple[Span, ...]] = []  # their leases have ended, and `count_uses` has not seen them yet
         self._created = self._tick = self._last_reservation = 0
@@ -381,6 +382,9 @@ class NodeIndex:
                 shelves[name] = make_policy(self.policy)
             value.shelf = shelves[name]
             value.shelf.add(value)
+        for record, value in zip(records, values, strict=True):
+            if record.worth.seconds is not None:
+                self._terms.add(self._clock() + record.worth.seconds, value)
 
     def _evict(self, value: Value) -> None:
         assert value.shelf is not None
@@ -443,6 +447,13 @@ class NodeIndex:
                 self._parked.append(value)
             elif not value.is_gone:
                 assert value.shelf is not None
+                value.shelf.add(value)
+        for value in self._terms.ended(self._clock()):
+            value.priority = Worth().priority
+            self.region.rate(value.slab, value.slot, value.length, Worth(depth=value.start))
+            if value not in self._parked:
+                assert value.shelf is not None
+                value.shelf.remove(value)
                 value.shelf.add(value)
         found = [victim for shelf in shelves if (victim := self._victim_of(shelf)) is not None]
         return min(found, key=lambda v: (v.priority if self._by_priority else 0, v.last_access), default=None)

@@ -28,7 +28,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.files import NotPlainError, open_plain
 from kvpool.pools.arrays import Int64Array
-from kvpool.tiers.contract import Worth
+from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.node.wire import REGION, SLOTS, rated, unrated
 
 PAGE = 4096
@@ -126,6 +126,10 @@ class Region:
         length = rated(record.length, record.worth)
         _RECORD.pack_into(self._records, at, record.key, length, record.check, record.owner, 0)
         _USED.pack_into(self._records, at + _USED_AT, record.used)
+
+    def rate(self, slab: int, slot: int, length: int, worth: Worth) -> None:
+        """What is known of a value has changed."""
+        _USED.pack_into(self._records, self._at(slab, slot) + KEY_BYTES, rated(length, worth))
 
     def row(self, slab: int, slot: int) -> int:
         """The number of a slot's record."""

@@ -9,6 +9,7 @@ no answer. `REFUSED` answers a message that is wrong: its body says why, and the
 from __future__ import annotations
 
 import functools
+import math
 import os
 import socket
 import struct
@@ -35,7 +36,7 @@ SOCKET, REGION, SLOTS, LOCK = "socket", "region", "slots", "lock"
 """The files of a node, all in one directory."""
 DEFAULT_NAME = "default"
 _LONGEST_PATH = 107
-_LENGTH_BITS = 40
+_LENGTH_BITS, _SECONDS_BITS, _PRIORITY_BITS = 34, 6, 8
 _HEAD = struct.Struct("<BBHQ")
 _PATTERN = struct.Struct(f"<?{SPACE_BYTES}sB{TAG_BYTES}s")
 _PEER = struct.Struct("iII")
@@ -138,13 +139,22 @@ def with_numbers(keys: Sequence[bytes], numbers: Iterable[int]) -> bytes:
 
 
 def rated(length: int, worth: Worth) -> int:
-    """The length of a value and what is known of it as one number: depth (16 bits) | priority (8) | length (40)."""
-    return length | min(worth.priority, 255) << _LENGTH_BITS | min(worth.depth, 0xFFFF) << _LENGTH_BITS + 8
+    """The length of a value and what is known of it as one number: depth (16 bits) | priority (8) | time (6) | length (34).
+
+    The time is 0 where a priority holds always, or N for 2 ** ((N - 1) / 2) seconds, rounded up.
+    """
+    number = min(worth.depth, 0xFFFF) << _PRIORITY_BITS | min(worth.priority, 255)
+    time = 0 if worth.seconds is None else 1 + math.ceil(2 * math.log2(max(1.0, worth.seconds)))
+    number = number << _SECONDS_BITS | min(time, (1 << _SECONDS_BITS) - 1)
+    return number << _LENGTH_BITS | min(length, (1 << _LENGTH_BITS) - 1)  # a longer one is larger than any slot
 
 
 def unrated(number: int) -> tuple[int, Worth]:
     """What `rated` made a number of."""
-    return number & (1 << _LENGTH_BITS) - 1, Worth(number >> _LENGTH_BITS & 255, number >> _LENGTH_BITS + 8)
+    number, length = divmod(number, 1 << _LENGTH_BITS)
+    number, time = divmod(number, 1 << _SECONDS_BITS)
+    depth, priority = divmod(number, 1 << _PRIORITY_BITS)
+    return length, Worth(priority, depth, 2 ** ((time - 1) / 2) if time else None)
 
 
 def numbers_in(found: Message) -> tuple[int, ...]:

@@ -335,5 +335,5 @@ def _worth(handle: KVCacheHandle, column: int, size: int) -> Worth:
     """What is known of a block: the priority of its first token, which ranks it in the cache, too, and its depth."""
     if handle.retention is None:
         return Worth(depth=column)
-    priority, _ = handle.retention.priority_at(column * size, handle.num_prompt_tokens)
-    return Worth(depth=column) if priority is None else Worth(priority, column)
+    priority, seconds = handle.retention.priority_at(column * size, handle.num_prompt_tokens)
+    return Worth(depth=column) if priority is None else Worth(priority, column, seconds)
