@@ -331,5 +331,5 @@ def test_given_values_that_leave_before_their_priority_ends_then_they_are_not_ke
     for number in range(5000):
         reservation, _ = index.reserve(holder, [(key(number), PAGE, Worth(90, seconds=1e9))])
         index.commit(holder, reservation, [7])
-    assert len(index._terms._ends) < 2000
+    assert len(index._ranking._terms._ends) < 2000
     index.region.close()

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from kvpool.config.layers import ceil_div
-from kvpool.errors import ConfigError
-from kvpool.eviction import EvictionPolicy, make_policy, policy_names
 from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.node.leases import Leases
+from kvpool.tiers.node.ranking import Ranking
 from kvpool.tiers.node.region import PAGE, Record, Region
-from kvpool.tiers.node.values import Batch, Holder, Quotas, Slot, Span, Terms, Value, num_found, tenant_of, values_of
+from kvpool.tiers.node.values import Batch, Holder, Quotas, Slot, Span, Value, num_found, tenant_of, values_of
 from kvpool.tiers.node.wire import MAX_KEYS, unpacked
 
 WASTE = 8
@@ -43,13 +42,12 @@ class _Slab:
 
 
 class _SizeClass:
-    """Slots of one size. Each shelf has a policy of its own."""
+    """Slots of one size."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.slabs: dict[int, _Slab] = {}
         self.free: list[tuple[int, int]] = []
-        self.shelves: dict[tuple[int, bytes], EvictionPolicy] = {}
 
 
 class NodeIndex:
@@ -62,13 +60,10 @@ class NodeIndex:
         quotas: Quotas | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if policy not in policy_names():
-            raise ConfigError(f"policy={policy!r} must be one of {', '.join(policy_names())}")
         self.region = region
         self.policy = policy
         self.quotas = quotas or Quotas()
         self._clock = clock
-        self._by_priority = make_policy(policy).by_priority
         self.used_by_engine: dict[int, int] = defaultdict(int)
         self.used_by_tenant: dict[bytes, int] = defaultdict(int)
         self.num_evicted = 0
@@ -78,8 +73,7 @@ class NodeIndex:
         self._unused = list(range(region.num_slabs))[::-1]
         self._newest_uses = np.zeros(region.num_slabs + 1, np.int64)  # of each slab, and of slots that are gone
         self._leases = Leases()
-        self._parked: list[Value] = []  # would have gone, but somebody held them
-        self._terms = Terms()
+        self._ranking = Ranking(policy, self.quotas, region, self._leases, clock)
         self._gone: list[Value] = []  # removed, but somebody holds them
         self._used: list[tuple[Span, ...]] = []  # their leases have ended, and `count_uses` has not seen them yet
         self._created = self._tick = self._last_reservation = 0
@@ -298,9 +292,9 @@ class NodeIndex:
 
     def _evict_of(self, size: _SizeClass, owner: int | None, tenant: bytes | None) -> bool:
         """Evicts a value of one engine or one tenant, of this size if there is one."""
-        for each in (size, *(other for other in self._classes.values() if other is not size)):
-            shelves = [p for (o, t), p in each.shelves.items() if owner in (None, o) and tenant in (None, t)]
-            if (victim := self._next_victim(shelves)) is not None:
+        self.count_uses()
+        for slot_bytes in (size.slot_bytes, *(other for other in self._classes if other != size.slot_bytes)):
+            if (victim := self._ranking.next_victim(slot_bytes, owner, tenant)) is not None:
                 self._evict(victim)
                 return True
         return False
@@ -310,7 +304,8 @@ class NodeIndex:
         if self._unused:
             self._divide(self._unused.pop(), size)
             return
-        victim = self._next_victim(list(size.shelves.values()))
+        self.count_uses()
+        victim = self._ranking.next_victim(size.slot_bytes)
         cold = self._coldest(size, victim)
         if cold is not None:
             self._retire(cold)
@@ -323,7 +318,7 @@ class NodeIndex:
         others = [s for s in self._slabs.values() if s.slot_bytes != size.slot_bytes]
         newest = self._newest_uses
         others = [s for s in others if victim is None or newest[s.number] < victim.last_access]
-        if self._by_priority and victim is not None:
+        if self._ranking.by_priority and victim is not None:
             others = [s for s in others if all(v.priority <= victim.priority for v in s.values.values())]
         others.sort(key=lambda slab: int(newest[slab.number]))
         return next((slab for slab in others if slab.is_free_to_go(self._leases.held)), None)
@@ -356,6 +351,7 @@ class NodeIndex:
         size.free = [place for place in size.free if place[0] != slab.number]
         if not size.slabs:
             del self._classes[slab.slot_bytes]
+            self._ranking.remove_size(slab.slot_bytes)
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -375,16 +371,8 @@ class NodeIndex:
             values.append(value)
         uses = np.array([used, [self._now()] * len(used), [0] * len(used)], np.int64)
         Batch(values, [region.row(record.slab, record.slot) for record in records], uses)
-        for value in values:
-            shelves = self._classes[self._slabs[value.slab].slot_bytes].shelves
-            name = self.quotas.shelf(value.owner, tenant_of(value.key))
-            if name not in shelves:
-                shelves[name] = make_policy(self.policy)
-            value.shelf = shelves[name]
-            value.shelf.add(value)
         for record, value in zip(records, values, strict=True):
-            if record.worth.seconds is not None:
-                self._terms.add(self._clock() + record.worth.seconds, value)
+            self._ranking.add(value, self._slabs[value.slab].slot_bytes, record.worth.seconds)
 
     def _evict(self, value: Value) -> None:
         assert value.shelf is not None
@@ -432,45 +420,3 @@ class NodeIndex:
         """Takes `count` new times of use; returns the latest."""
         self._tick += count
         return self._tick
-
-    # --- who goes next -----------------------------------------------------------------------------------------------
-
-    def _next_victim(self, shelves: Sequence[EvictionPolicy]) -> Value | None:
-        """Of the values that nobody holds, the one that goes next; of several shelves', the one used longest ago.
-
-        A policy that goes by priority comes first.
-        """
-        self.count_uses()
-        parked, self._parked = self._parked, []
-        for value in parked:
-            if value in self._leases.held:
-                self._parked.append(value)
-            elif not value.is_gone:
-                assert value.shelf is not None
-                value.shelf.add(value)
-        for value in self._terms.ended(self._clock()):
-            value.priority = Worth().priority
-            self.region.rate(value.slab, value.slot, value.length, Worth(depth=value.start))
-            if value not in self._parked:
-                assert value.shelf is not None
-                value.shelf.remove(value)
-                value.shelf.add(value)
-        found = [victim for shelf in shelves if (victim := self._victim_of(shelf)) is not None]
-        return min(found, key=lambda v: (v.priority if self._by_priority else 0, v.last_access), default=None)
-
-    def _victim_of(self, shelf: EvictionPolicy) -> Value | None:
-        """What a policy chooses. Uses since it ranked a value count now: a use itself costs no change of its order."""
-        held = self._leases.held
-        while len(shelf):
-            value = shelf.victim()
-            assert isinstance(value, Value)
-            if value in held:
-                shelf.remove(value)
-                self._parked.append(value)
-            elif value.hits > value.ranked_hits:
-                value.ranked_hits = value.hits
-                shelf.remove(value)
-                shelf.add(value)
-            else:
-                return value
-        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from kvpool.tiers.keys import SPACE_BYTES, TENANT_BYTES
 from kvpool.tiers.node.region import Record
 from kvpool.tiers.node.wire import ABSENT, PLACE_BYTES, place_bytes
 
-_FEW_TERMS = 1024
 _NO_KEY = secrets.token_bytes(KEY_BYTES)
 _NO_PLACE = place_bytes(ABSENT)
 
@@ -215,31 +213,6 @@ class Holder:
 
     def __bool__(self) -> bool:
         return bool(self.leases or self.reservations)
-
-
-class Terms:
-    """When the priorities of values end. What is gone is forgotten as soon as it is the larger part."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[float, int, Value]] = []
-        self._room = _FEW_TERMS
-
-    def add(self, end: float, value: Value) -> None:
-        """The priority of a value ends then."""
-        heappush(self._ends, (end, value.created, value))
-        if len(self._ends) > self._room:
-            self._ends = [each for each in self._ends if not each[2].is_gone]
-            heapify(self._ends)
-            self._room = 2 * len(self._ends) + _FEW_TERMS
-
-    def ended(self, now: float) -> list[Value]:
-        """Takes out values whose priorities have ended."""
-        found = []
-        while self._ends and self._ends[0][0] <= now:
-            value = heappop(self._ends)[2]
-            if not value.is_gone:
-                found.append(value)
-        return found
 
 
 def tenant_of(key: bytes) -> bytes:
