@@ -19,7 +19,7 @@ from kvpool import ReuseScope  # noqa: E402
 from kvpool.engine import Engine, SamplingParams, engine_parts  # noqa: E402
 from kvpool.engine.generation import Chunk, Generation  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
-from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError  # noqa: E402
+from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError, SequenceStateError  # noqa: E402
 from kvpool.model.faster_layers import join_projections  # noqa: E402
 from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -297,6 +297,16 @@ def test_given_an_adapter_in_use_then_it_can_be_unloaded_and_replaced_only_after
         engine.unload_adapter("all")
         with pytest.raises(InvalidArgumentError, match="there is no adapter 'all'; loaded: values, wide, mlp"):
             answer(engine, "all")
+
+
+def test_given_one_place_and_a_request_that_can_never_run_then_the_next_adapter_gets_the_place(
+    adapters: Adapters,
+) -> None:
+    with adapters.engine(kv_blocks=8, max_adapters=1) as engine:
+        with pytest.raises(NeverFitsError):
+            engine.submit(PROMPT, SamplingParams(max_new_tokens=200), adapter="all").result(60)
+        short = engine.submit(PROMPT, SamplingParams(max_new_tokens=2), adapter="values")
+        assert short.result(60).token_ids == adapters.expected("values")[:2]
 
 
 def test_given_files_that_changed_since_they_were_loaded_then_requests_fail_instead_of_answering_wrongly(

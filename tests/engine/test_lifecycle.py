@@ -397,6 +397,19 @@ def test_given_a_request_at_its_deadline_when_it_is_cancelled_too_then_it_ends_a
         assert engine.stats().cache.num_sequences == 0
 
 
+def test_given_steps_then_the_scheduler_learns_how_long_those_without_copies_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make_engine() as engine:
+        observed: list[bool] = []
+        monkeypatch.setattr(
+            engine._loop.scheduler, "observe", lambda plan, seconds: observed.append(bool(plan.copies) or seconds <= 0)
+        )
+        engine.generate([PROMPT], params(6))
+        assert len(observed) >= 5
+        assert not any(observed)
+
+
 class Words:
     """Every token is a word of its own."""
 
