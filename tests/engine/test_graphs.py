@@ -139,6 +139,12 @@ def test_given_an_engine_then_it_says_how_many_graphs_it_has() -> None:
     with engine_with_graphs() as engine:
         assert engine.graphs.num_graphs == len([1, 2, 4, 8]) + len([64, 100])
         assert engine.graphs.seconds > 0
+    runner = engine._loop.runner
+    assert (runner.graphs, runner.mixed_graphs, engine.graphs.num_graphs) == (
+        None,
+        None,
+        0,
+    )  # their memory is given back
 
 
 def test_given_lists_that_outgrow_their_buffers_then_the_graph_is_captured_again(

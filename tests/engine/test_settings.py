@@ -29,6 +29,19 @@ def test_given_a_keyword_that_is_no_setting_then_it_is_named_before_a_model_is_l
         Engine("there is no such model", kv_byte=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "low"),
+    [
+        *(("kv_bytes", 1), ("kv_blocks", 1), ("host_bytes", 0), ("block_size", 1), ("draft_tokens", 0)),
+        *(("encoder_bytes", 0), ("max_adapters", 1)),
+    ],
+)
+def test_given_a_number_below_the_least_then_it_is_refused_before_a_model_is_loaded(name: str, low: int) -> None:
+    EngineSettings(**{name: low})
+    with pytest.raises(ConfigError, match=name):
+        EngineSettings(**{name: low - 1})
+
+
 @pytest.mark.parametrize(("tokenizer", "says"), [("gpt2", "is a name; load it"), (object(), "has no decode")])
 def test_given_a_tokenizer_that_is_none_then_it_is_refused_before_a_model_is_loaded(
     tokenizer: object, says: str

@@ -117,6 +117,17 @@ def test_given_a_sequence_then_it_has_a_lane_while_it_runs_and_counts_how_often_
     assert sequence.lane == -1
 
 
+def test_given_a_block_for_one_of_two_that_need_one_then_the_older_goes_on_and_the_younger_sits_out() -> None:
+    engine = make_engine(make_manager(gpu_blocks=5))
+    requests = [request("old", 8, 4), request("young", 8, 4, first=50)]
+    add(engine, *requests)
+    engine.step()
+    plan = engine.step()
+    assert (names(plan.sequences), names(plan.preempted), engine.scheduler.stats.stalls) == (["old"], [], 1)
+    engine.drain()
+    engine.assert_right(*requests)
+
+
 def test_given_a_sequence_that_came_back_from_the_host_then_it_can_be_swapped_again() -> None:
     engine = make_engine(make_manager(host_blocks=16), preemption="swap")
     add(engine, request("a", 6, 9))
