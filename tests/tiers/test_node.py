@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nodes import MEGABYTE, RawClient, needs_linux, node_folder, node_thread
@@ -23,7 +24,7 @@ from kvpool.tiers.keys import tenant_tag
 pytestmark = needs_linux
 
 if hasattr(os, "eventfd"):
-    from kvpool.tiers.node import node_tier, wire
+    from kvpool.tiers.node import lending, node_tier, wire
     from kvpool.tiers.node.server import NodeServer
     from kvpool.tiers.node.values import Quotas
     from kvpool.tiers.node.wire import Verb
@@ -142,6 +143,13 @@ def test_given_values_of_two_other_sizes_then_those_used_longest_ago_make_room(f
         assert store(tier, [3], 20_000) == [Outcome.OK]
         assert tier.contains([key(number) for number in (1, 2, 3)]) == [True, False, True]
         sound(server)
+
+
+def test_given_a_deadline_then_a_message_says_how_many_milliseconds_are_left_and_at_least_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lending, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    assert [lending.milliseconds(deadline) for deadline in (1100.0, 100.25, 100.0, 95.0)] == [1_000_000, 250, 1, 1]
 
 
 def test_given_a_worth_beyond_what_a_message_can_say_then_it_is_the_most_that_it_can() -> None:

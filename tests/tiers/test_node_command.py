@@ -137,6 +137,7 @@ def test_given_a_file_and_options_then_options_win(tmp_path: Path) -> None:
         ('bytes = "1GB"\ndisk_bytes = "1GB"', "needs a disk"),
         ('bytes = "1GB"\nremote = "node:"', "cannot be its own store"),
         ('bytes = "some"', "node.bytes"),
+        ('bytes = "1GB"\ndisk = "d"\ndisk_bytes = 0', "node.disk_bytes = 0 must be a size above 0"),
     ],
 )
 def test_given_wrong_settings_then_they_are_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.options import TierURL, read_options
-from kvpool.tiers.remote.redis_node import RedisOptions
+from kvpool.tiers.remote.redis_node import RedisOptions, _milliseconds
 
 
 def namespace_of(text: str) -> str:
@@ -24,3 +24,20 @@ def test_given_a_namespace_of_letters_digits_and_a_few_signs_then_it_is_taken(te
 def test_given_a_namespace_that_could_reach_the_keys_of_others_then_it_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"of redis://host must be 1 to 64 letters, digits"):
         namespace_of(text)
+
+
+def test_given_a_number_of_connections_then_it_is_from_one_to_sixteen() -> None:
+    def read(number: int) -> object:
+        return read_options(RedisOptions, TierURL.parse(f"redis://host?connections={number}"))["connections"]
+
+    assert [read(1), read(16)] == [1, 16]
+    for wrong in (0, 17):
+        with pytest.raises(InvalidArgumentError, match="from 1 to 16"):
+            read(wrong)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.0, 1), (0.0001, 1), (1.5, 1500), (3600.0, 3_600_000), (1e12, 2**31 - 1)]
+)
+def test_given_a_time_for_redis_then_it_is_told_in_milliseconds_within_what_it_takes(seconds: float, told: int) -> None:
+    assert _milliseconds(seconds) == told
