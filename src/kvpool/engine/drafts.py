@@ -191,10 +191,10 @@ class DraftModel:
         if (back + own == 1).all() and drafts.all():  # the usual case where some draft was wrong
             newest = plan.query_start[rows + 1] - drafts - 1
             return _next_step(plan, rows, newest, None), token_ids.index_select(0, self.runner.upload(newest))
-        again = np.empty((len(plan.slots), 0), np.int32)
+        again, batch = np.empty((len(plan.slots), 0), np.int32), _batch(plan, sequences)
         tokens: list[Int32Array] = []
         if back.any():
-            again = plan.manager.slot_mapping([each.live_handle() for each in sequences], firsts, starts)
+            again = plan.manager.slot_mapping(batch, firsts, starts)
             pieces = zip(pairs, firsts.tolist(), strict=True)
             tokens = [tokens_of(sequence)[first:start] for (sequence, start), first in pieces if first < start]
         counts, num_again = back + own, int(back.sum())
@@ -219,8 +219,7 @@ class DraftModel:
             num_decode=0,
             is_uniform=False,
         )
-        if len(rows) == len(plan.sequences):
-            step.batch = plan.batch
+        step.batch = batch
         return step, ids.index_select(0, self.runner.upload(source))
 
     def _num_known(self, sequence: ScheduledSequence, start: int, most: int) -> int:
@@ -237,11 +236,7 @@ class DraftModel:
 
 def _next_step(plan: BatchPlan, rows: Int64Array, places: Int64Array, batch: SequenceBatch | None) -> BatchPlan:
     """A step that computes one draft of each row, the one at `places` of the plan."""
-    assert plan.manager is not None
     sequences = tuple(plan.sequences[row] for row in rows.tolist())
-    if batch is None:
-        everyone = len(rows) == len(plan.sequences)
-        batch = plan.batch if everyone else plan.manager.batch([each.live_handle() for each in sequences])
     positions = plan.positions[places]
     return _step(
         plan,
@@ -254,8 +249,15 @@ def _next_step(plan: BatchPlan, rows: Int64Array, places: Int64Array, batch: Seq
         num_samples=np.ones(len(rows), np.int64),
         num_decode=len(rows),
         is_uniform=True,
-        decode_batch=batch,
+        decode_batch=_batch(plan, sequences) if batch is None else batch,
     )
+
+
+def _batch(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...]) -> SequenceBatch:
+    """The batch of some sequences of a plan, in its order."""
+    assert plan.manager is not None
+    everyone = len(sequences) == len(plan.sequences)
+    return plan.batch if everyone else plan.manager.batch([each.live_handle() for each in sequences])
 
 
 def _step(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...], **fields: Any) -> BatchPlan:

@@ -13,6 +13,7 @@ from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.running import make_rows
+from kvpool.sequences.handle import KVCacheHandle
 
 
 class Fork(NamedTuple):
@@ -115,8 +116,8 @@ class Results:
                 num_tokens = int(plan.query_start[row + 1] - plan.query_start[row])
                 self.manager.commit(plan.sequences[row].live_handle(), num_tokens)
 
-    def _settle_drafts(self, row: int, sequence: ScheduledSequence, samples: Int32Array) -> None:
-        """Rewinds rejected drafts, commits the inputs and the accepted ones. `samples` are the accepted ones and one more.
+    def _settle_drafts(self, row: int, sequence: ScheduledSequence, samples: Int32Array) -> Int32Array:
+        """Rewinds rejected drafts; returns what to commit: the inputs and the accepted ones, all but the last of `samples`.
 
         Where layers keep a state, only what it covers is committed. The rest is rewound and computed again.
         """
@@ -127,10 +128,10 @@ class Results:
         if num_kept < end - first:
             self.manager.rewind(handle, end - first - num_kept)
             self.running.lanes.places[sequence.lane] -= end - first - num_kept
-        self.manager.commit(handle, known[:num_kept])
         self.running.put_aside(sequence, known[num_kept:])
         sequence.num_drafts_in_flight = 0
         self.queues.stats.accepted_draft_tokens += len(samples) - 1
+        return known[:num_kept]
 
     # --- samples -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +155,7 @@ class Results:
         for row, samples in work:
             if not len(samples):
                 self._prune(plan.sequences[row])
+        settled: dict[KVCacheHandle, Int32Array] = {}
         for row, samples in work:
             sequence, num_drafts = plan.sequences[row], int(plan.num_drafts[row])
             if sequence.is_finished or not len(samples):
@@ -163,10 +165,13 @@ class Results:
             if not current[row]:
                 self._advance_departed(sequence, samples, bool(num_drafts))
             elif plan.decodes_several[row]:
-                self._settle_drafts(row, sequence, samples)
+                settled[sequence.live_handle()] = self._settle_drafts(row, sequence, samples)
                 self._put(sequence, samples)
             else:
                 self._branch(sequence, samples)
+        if settled:
+            numbers = [len(tokens) for tokens in settled.values()]
+            self.manager.commit_batch(list(settled), np.concatenate(list(settled.values())), numbers)
 
     def _prune(self, sequence: ScheduledSequence) -> None:
         """Ends a beam that is not continued. Its output is kept only if it is the last beam of its request."""
