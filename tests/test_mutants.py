@@ -214,18 +214,23 @@ def test_given_mutants_at_the_same_time_then_their_tests_share_no_folder(project
     assert len(set(places)) == len(places) == len(outcomes) + 1  # and without a mutant
 
 
-def test_given_quick_tests_elsewhere_then_those_of_the_own_package_come_first(project: Path) -> None:
+def test_given_quick_tests_elsewhere_then_those_named_like_the_module_and_those_of_its_package_come_first(
+    project: Path,
+) -> None:
     package, tests = project / "src" / "small" / "people", project / "tests" / "people"
     package.mkdir()
     tests.mkdir()
     (package / "__init__.py").touch()
     (package / "ages.py").write_text("def adult(age):\n    return age >= 18\n")
     test = "from small.people.ages import adult\n\ndef test_adult():\n    assert all(adult(18) for _ in range({}))\n"
-    (tests / "test_ages.py").write_text(test.format(50_000))
     (project / "tests" / "test_rules.py").write_text(test.format(1))
+    (tests / "test_people.py").write_text(test.format(50_000))
     [mutant] = [mutant for mutant in tool.all_mutants(project, ["people/"]) if mutant.new == b">"]
     [outcome] = tool.run_all(project, [mutant], processes=1)
-    assert (outcome.killer, outcome.num_tests) == ("tests/people/test_ages.py::test_adult", 2)
+    assert (outcome.killer, outcome.num_tests) == ("tests/people/test_people.py::test_adult", 2)
+    (tests / "test_ages.py").write_text(test.format(100_000))
+    [outcome] = tool.run_all(project, [mutant], processes=1)
+    assert (outcome.killer, outcome.num_tests) == ("tests/people/test_ages.py::test_adult", 3)
 
 
 def test_given_a_fixture_that_several_tests_share_then_all_of_them_meet_a_change_of_what_it_calls(

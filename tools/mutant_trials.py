@@ -357,12 +357,17 @@ class _Trials:
         chosen = {test for line, test in self.callers.get(change.path, ()) if first <= line <= last}
         if not chosen and around is None:
             chosen = {test for test, usual in self.usual.items() if usual.passes}
-        return self.within_limit(chosen, f"tests/{Path(change.path).parts[2]}/")
+        path = Path(change.path)
+        return self.within_limit(chosen, f"tests/{path.parts[2]}/", f"/test_{path.stem}.py::")
 
-    def within_limit(self, tests: set[str], own: str) -> list[str]:
-        """As many as a mutant may meet: those of its own package first, and the quick ones of them."""
+    def within_limit(self, tests: set[str], own: str, namesake: str) -> list[str]:
+        """As many as a mutant may meet: those named like its module first, then those of its package, quick ones first."""
+
+        def order(test: str) -> tuple[bool, bool, float, str]:
+            return namesake not in test, not test.startswith(own), self.usual[test].seconds, test
+
         chosen, seconds = [], 0.0
-        for test in sorted(tests, key=lambda test: (not test.startswith(own), self.usual[test].seconds, test)):
+        for test in sorted(tests, key=order):
             if seconds < self.task["seconds"]:
                 chosen.append(test)
                 seconds += self.usual[test].seconds

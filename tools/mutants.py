@@ -6,7 +6,7 @@
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
 the control plane, the tiers and the engine. The tests of those packages are collected and run once without a mutant; those
 that fail here, because something is not installed, are left out. `--measured` keeps what they call for the next run. Then
-each mutant meets the tests that call the changed function, those of its package first, in a forked process
+each mutant meets the tests that call the changed function, those of its module and package first, in a forked process
 (`mutant_trials.py`). What survives is printed with its diff: a test is missing, the code is not needed, or the change changes
 nothing. At the end stands how many were killed, by folder.
 """
