@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvpool.attention import create_backend
-from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
+from kvpool.attention import AttentionBackend, create_backend
+from kvpool.config import KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.drafts import DraftModel, check_vocabulary
 from kvpool.engine.inbox import Inbox
@@ -26,7 +27,7 @@ from kvpool.model.private_copy import SharedWeights, private_copy, without_calle
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
-from kvpool.storage import DataPlane
+from kvpool.storage import BlockStore, DataPlane
 from kvpool.tiers.model_tiers import ModelTiers
 
 
@@ -94,10 +95,7 @@ def assemble(
         runner.warm_up()
         drafts = None
         if drafting is not None:
-            first = len(config.layers) - len(drafting.shape.layers)
-            beside_it = ModelRunner(*drafting, plane, backend, first_layer=first, **options)
-            beside_it.warm_up()
-            drafts = DraftModel(beside_it, drafting.shape, shape.vocab_size, limits)
+            drafts = _drafts(drafting, plane, backend, shape.vocab_size, limits, options)
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         opened = model_tiers.open(model, config, None if draft is None else draft.model)
@@ -135,6 +133,25 @@ def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{draft.info.name} cannot draft: {error}") from error
     return _Draft(own, shape)
+
+
+def _drafts(
+    draft: _Draft,
+    plane: DataPlane,
+    backend: AttentionBackend,
+    vocab_size: int,
+    limits: SchedulerConfig,
+    options: Mapping[str, Any],
+) -> DraftModel:
+    """The draft on the last layers of the cache, warmed up."""
+    if plane.device.type == "cuda":  # elsewhere new memory is zero: a draft may read tokens that it has not computed
+        for (_, tier), store in plane.stores.items():
+            if tier is Tier.GPU and isinstance(store, BlockStore):
+                store.data.zero_()
+    first = len(plane.config.layers) - len(draft.shape.layers)
+    runner = ModelRunner(*draft, plane, backend, first_layer=first, **options)
+    runner.warm_up()
+    return DraftModel(runner, draft.shape, vocab_size, limits)
 
 
 def _check_positions(max_positions: int | None, longest: int | None) -> None:

@@ -214,12 +214,14 @@ def _verified(tokens: Tensor, distributions: Tensor, guesses: Guesses, chances: 
     """The tokens, with guesses in their rows where these are kept (speculative sampling).
 
     A guess is kept with probability p / q, where q drew it. Otherwise what p has more than q draws the token. Together that
-    draws from p, and keeps as many guesses as possible.
+    draws from p, and keeps as many guesses as possible. Where a draft computed no numbers, q is certain of its guess.
     """
     rows = upload(guesses.samples, tokens.device)
     wanted, guess = distributions.index_select(0, rows), guesses.tokens.unsqueeze(1)
-    right = chances[0] * guesses.distributions.gather(1, guess).squeeze(1) < wanted.gather(1, guess).squeeze(1)
-    rest = (wanted - guesses.distributions).clamp_(min=0)
+    broken = guesses.distributions[:, :1].isnan()
+    given = guesses.distributions.masked_fill(broken, 0.0).scatter_add(1, guess, broken.to(wanted.dtype))
+    right = chances[0] * given.gather(1, guess).squeeze(1) < wanted.gather(1, guess).squeeze(1)
+    rest = (wanted - given).clamp_(min=0)
     return tokens.index_copy(0, rows, torch.where(right, guesses.tokens, _drawn(rest, chances[1])))
 
 
