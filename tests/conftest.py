@@ -102,10 +102,10 @@ def one_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
     honest = probing.check_against_eager
 
-    def check(model: Any, *arguments: Any) -> None:
+    def check(model: Any, *arguments: Any, **options: Any) -> None:
         kind = type(model), str(sorted(vars(model.config).items())), str(model.dtype), str(model.device)
         if kind not in _kinds_checked:
-            honest(model, *arguments)
+            honest(model, *arguments, **options)
             _kinds_checked.add(kind)
 
     monkeypatch.setattr(probing, "check_against_eager", check)

@@ -148,6 +148,9 @@ class BuiltCase:
         assert error < TOLERANCE[self.case.spec.dtype], f"relative error {error:.2e}"
 
 
+SLOPES = (0.5, 0.05, 1.0, 0.2)  # of four heads
+
+
 def spec(q_heads: int = 4, kv_heads: int = 2, head_dim: int = 64, **options: Any) -> AttentionSpec:
     """Float32 unless said otherwise, so that mistakes are not lost in rounding."""
     types = {"dtype": DType.FLOAT32, "kv_dtype": DType.FLOAT32}
@@ -173,6 +176,10 @@ def feature_cases() -> list[Case]:
         Case("sink logits", spec(sink_logits=True)),
         Case("sink logits and window", spec(sink_logits=True, window=20)),
         Case("soft cap, sink logits, sink tokens", spec(soft_cap=2.0, sink_logits=True, window=16, sink_tokens=4)),
+        Case("slopes", spec(slopes=SLOPES)),
+        Case("slopes, window, sink tokens", spec(slopes=SLOPES, window=20, sink_tokens=5)),
+        Case("slopes, soft cap, negative scale", spec(slopes=SLOPES, soft_cap=2.0, scale=-0.3)),
+        Case("slopes over int8", spec(slopes=SLOPES, kv_dtype=DType.INT8)),
         Case("own scale", spec(scale=0.3)),
         Case("negative scale", spec(scale=-0.3)),
         Case("negative scale and soft cap", spec(scale=-0.3, soft_cap=2.0)),
@@ -225,6 +232,12 @@ def large_cases() -> list[Case]:
         Case("llama heads first", spec(32, 8, 128, **bf16), (1,) * 20 + (700,), (*lens[:20], 700), layout="hnd"),
         Case("gemma 2", spec(16, 8, 256, soft_cap=50.0, window=512, **bf16), (1, 600, 1), (1500, 1400, 30)),
         Case("gpt-oss", spec(64, 8, 64, sink_logits=True, window=128, **bf16), (1, 600, 1), (1500, 1400, 30)),
+        Case(
+            "bloom",
+            spec(32, 32, 128, slopes=tuple(2.0 ** (-i / 4) for i in range(1, 33)), **bf16),
+            (1, 600, 1),
+            (1500, 1400, 30),
+        ),
         Case("latent", spec(16, 1, 576, v_dim=512, k_only=True, **bf16), (1, 20, 1), (900, 100, 30)),
         Case("many query heads", spec(71, 1, 64, **bf16), (1, 40, 1), (900, 100, 30)),
         Case("prompts of odd lengths", spec(32, 8, 128, **bf16), (130, 257, 1, 64, 33), (130, 300, 90, 64, 1033)),

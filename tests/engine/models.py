@@ -78,6 +78,17 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
 }
 
+# Supported, too, though their modules compute attention by themselves.
+BY_THEMSELVES: dict[str, dict[str, Any]] = {
+    "bloom": dict(vocab_size=160, hidden_size=64, n_layer=2, n_head=4),
+    "gptj": dict(rotary_dim=8, **_GPT),
+    "codegen": dict(rotary_dim=8, **_GPT),
+    "mpt": dict(vocab_size=160, d_model=64, n_heads=4, n_layers=2, max_seq_len=512),
+    "gpt_neo": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=WINDOW),
+    "gpt_neox_japanese": {},
+    "falcon": {},
+}
+
 REFUSED: dict[str, dict[str, Any]] = {
     "llama4_text": dict(
         head_dim=16,
@@ -101,12 +112,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         **_MOE,
     ),
     "falcon_h1": dict(head_dim=16, **_MAMBA),
-    "bloom": dict(vocab_size=160, hidden_size=64, n_layer=2, n_head=4),
-    "gptj": dict(rotary_dim=8, **_GPT),
-    "codegen": dict(rotary_dim=8, **_GPT),
-    "mpt": dict(vocab_size=160, d_model=64, n_heads=4, n_layers=2, max_seq_len=512),
-    "gpt_neo": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=WINDOW),
-    "falcon": {},
     "mamba": dict(state_size=8),
     "deepseek_v32": dict(index_head_dim=16, index_n_heads=2, index_topk=8, **_MLA),
     "glm_moe_dsa": dict(index_head_dim=16, index_n_heads=2, index_topk=8, **_MLA),
@@ -117,7 +122,7 @@ _OWN_NAMES = frozenset({"gpt2", "gptj", "codegen", "bloom", "mpt"})  # whose set
 def tiny_config(family: str, **settings: Any) -> Any:
     """The configuration of a tiny model of this `model_type`; `settings` go before those of the table."""
     shared = {} if family in _OWN_NAMES else _COMMON
-    return AutoConfig.for_model(family, **{**shared, **{**SUPPORTED, **REFUSED}[family], **settings})
+    return AutoConfig.for_model(family, **{**shared, **{**SUPPORTED, **BY_THEMSELVES, **REFUSED}[family], **settings})
 
 
 def tiny_model(family: str, *, seed: int = 0, spread: float = 8.0, **settings: Any) -> Any:

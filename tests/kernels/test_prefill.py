@@ -44,7 +44,15 @@ def test_given_plain_attention_over_16_bit_floats_then_it_is_used(kind: Attentio
 @pytest.mark.parametrize(
     "options",
     [
-        *({"window": 9}, {"chunk": 16}, {"soft_cap": 30.0}, {"sink_logits": True}, {"k_only": True}, {"scale": -1.0}),
+        *(
+            {"window": 9},
+            {"chunk": 16},
+            {"soft_cap": 30.0},
+            {"sink_logits": True},
+            {"slopes": (0.5,) * 32},
+            {"k_only": True},
+            {"scale": -1.0},
+        ),
         *({"v_dim": 64}, {"head_dim": 96, "v_dim": 96}, {"head_dim": 256, "v_dim": 256}),
         *({"q_heads": 24}, {"q_heads": 128, "kv_heads": 1}, {"kv_dtype": DType.INT8}),
         {"dtype": DType.FLOAT32, "kv_dtype": DType.FLOAT32},

@@ -127,6 +127,7 @@ class FlashInferBackend(AttentionBackend):
             "sink tokens": spec.sink_tokens > 0,
             "chunked attention": spec.chunk is not None,
             "sink logits": spec.sink_logits,
+            "slopes (ALiBi)": spec.slopes is not None,
         }
         return next((feature for feature, wanted in unknown.items() if wanted), None)
 

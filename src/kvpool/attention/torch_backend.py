@@ -280,6 +280,12 @@ def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile, dtype: torch.dtype)
     return mask
 
 
+def _distances(bucket: _Bucket, tile: _Tile) -> Tensor:
+    """Positions of keys less those of queries, [sequences, queries, keys]."""
+    keys = bucket.key_positions[:, None, tile.start : tile.end]
+    return keys - bucket.query_positions[:, tile.first : tile.last, None]
+
+
 def _attend_tiles(
     queries: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bucket: _Bucket, sink_logits: Tensor | None
 ) -> Tensor:
@@ -293,6 +299,7 @@ def _attend_tiles(
             tile.triangular,
             spec,
             sink_logits,
+            _distances(bucket, tile) if spec.slopes is not None else None,
         )
         for tile in bucket.tiles
     ]

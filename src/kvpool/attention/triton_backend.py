@@ -24,7 +24,7 @@ from kvpool.kernels.attention import (
 )
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.copy import upload
-from kvpool.kernels.layout import LayerCache, current
+from kvpool.kernels.layout import LayerCache, current, slopes_on
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
@@ -169,6 +169,8 @@ class TritonBackend(AttentionBackend):
     ) -> PlanBuffers:
         """Fixed buffers, by default for one query per sequence; `max_query_tokens` makes room for more."""
         self.require(spec)
+        if spec.slopes is not None:
+            slopes_on(spec.slopes, self.device)  # now: nothing can be copied to the device during a capture
         return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks, beside)
 
     def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _LaunchSize:

@@ -17,7 +17,7 @@ from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.attention_triton import attend_kernel, merge_kernel
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, slopes_on
 
 LOG2_E = 1.4426950408889634
 
@@ -85,6 +85,7 @@ def attend_items(
         nothing if partials is None else partials.values,
         nothing if partials is None else partials.weights,
         nothing if sink_logits is None else sink_logits,
+        nothing if spec.slopes is None else slopes_on(spec.slopes, q.device),
         indices,
         items,
         *q.stride()[:2],
@@ -117,6 +118,7 @@ def attend_items(
         SOFT_CAP=spec.soft_cap is not None,
         NEGATED=spec.soft_cap is None and score_scale < 0,
         SINK_LOGITS=sink_logits is not None,
+        SLOPES=spec.slopes is not None,
         STORED=stored,
         PARTS=parts,
         K_ONLY=cache.v is None,

@@ -40,6 +40,8 @@ def reference_attention(
             scores = rows @ k[:, head // spec.group_size].T * spec.scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            if spec.slopes is not None:
+                scores = scores + spec.slopes[head] * (positions[None, :] - queries[:, None])
             scores = scores.masked_fill(~seen, -torch.inf)
             if sink_logits is not None:
                 extra = sink_logits[head].double().expand(num_queries, 1)
@@ -72,11 +74,17 @@ def attend_items_reference(
         listed = torch.arange(first, last, device=q.device)
         k, v = _values(cache, spec, indices[table + listed // size].long(), listed % size)
         queries = position + torch.arange(count, device=q.device)
-        seen = spec.visible(queries[:, None], (listed + gap * (listed >= sinks))[None, :])
+        positions = listed + gap * (listed >= sinks)
+        seen = spec.visible(queries[:, None], positions[None, :])
         rows = q[token : token + count].double().view(count, spec.kv_heads, spec.group_size, -1)
         scores = torch.einsum("thgd,khd->thgk", rows, k) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        if spec.slopes is not None:
+            slopes = torch.tensor(spec.slopes, dtype=torch.float64, device=q.device).view(
+                spec.kv_heads, spec.group_size
+            )
+            scores = scores + slopes[..., None] * (positions[None, :] - queries[:, None])[:, None, None]
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf).flatten(1, 2)
         weight = scores.logsumexp(-1)
         if sink_logits is not None and slot < 0:

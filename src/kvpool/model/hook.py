@@ -27,6 +27,7 @@ class AttentionCall(NamedTuple):
     window: int | None  # how many tokens a query sees, its own included
     soft_cap: float | None
     sinks: Tensor | None  # learned logits [query head]
+    slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
@@ -69,6 +70,8 @@ def use_kvpool_attention(model: Any) -> bool:
 
 def set_attention(model: Any, name: str | None) -> None:
     """Sets the attention of the language model. An image encoder beside it keeps its own."""
+    if not model._can_set_attn_implementation():  # its modules find out by themselves
+        return
     text = model.config.get_text_config()
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is text]
     model.set_attn_implementation(dict.fromkeys(["", *parts], name))
@@ -99,26 +102,31 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls once per layer, with [1, head, token, dim]; it returns [1, token, head, dim]."""
+    if attention_mask is not None or position_bias is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(module.layer_idx, flat(query), flat(key), flat(value), scale, sliding_window, softcap, s_aux)
+    return attend_to(call), None
+
+
+def is_attending() -> bool:
+    """Whether attention is computed by a function of kvpool's now."""
+    return _ATTEND.get() is not None
+
+
+def attend_to(call: AttentionCall) -> Tensor:
+    """What the open `attending` computes for a call: [1, token, head, dim]."""
     attend = _ATTEND.get()
     if attend is None:
         raise KVPoolError(
             "the model's attention is kvpool's, which runs only under kvpool.engine; to use the model by itself, call "
             'model.set_attn_implementation("sdpa")'
         )
-    if attention_mask is not None or position_bias is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
-        )
-    out = attend(
-        AttentionCall(
-            module.layer_idx,
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            sliding_window,
-            softcap,
-            s_aux,
-        )
-    )
-    return out.unsqueeze(0), None
+    return attend(call).unsqueeze(0)
+
+
+def flat(part: Tensor) -> Tensor:
+    """Queries, keys or values [1, head, token, dim] as [token, head, dim]."""
+    return part[0].transpose(0, 1)

@@ -22,6 +22,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, Storag
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
+from kvpool.model.own_attention import knows_no_positions, replace_attention, restore_attention
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
@@ -46,6 +47,7 @@ class LayerShape:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False  # whether each query head has a learned sink logit
+    slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class ModelShape:
             scale=shape.scale,
             soft_cap=shape.soft_cap,
             sink_logits=shape.sinks,
+            slopes=shape.slopes,
             dtype=self.dtype,
         )
 
@@ -152,7 +155,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
     _refuse_by_declaration(model, with_states)
     own_attention = model.config._attn_implementation
     try:
-        if not use_kvpool_attention(model):
+        if not use_kvpool_attention(model) and not replace_attention(model):
             raise UnsupportedModelError(
                 f"{_name(model)} does not compute attention through transformers' AttentionInterface, so no paged cache "
                 "can serve it; a newer release of transformers may have moved it there"
@@ -161,9 +164,15 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
             shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
             rotary.freeze(model)
             check_against_eager(
-                model, forward, shape.max_positions, CachedLayers(frozenset(shape.attending), shape.states)
+                model,
+                forward,
+                shape.max_positions,
+                CachedLayers(frozenset(shape.attending), shape.states),
+                # By slopes a key counts by its distance, wherever it is.
+                far=all(layer.slopes is None for layer in shape.layers),
             )
     except BaseException:
+        restore_attention(model)
         set_attention(model, own_attention)
         own_states(model)
         rotary.thaw(model)
@@ -221,7 +230,9 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
             "AutoModelForCausalLM"
         )
     accepted = inspect.signature(model.forward).parameters
-    needed = ("logits_to_keep",) if recurrent else ("position_ids", "logits_to_keep")  # Mamba knows no positions
+    needed = ["logits_to_keep"]
+    if not recurrent and not knows_no_positions(model):  # nor does Mamba
+        needed.append("position_ids")
     if missing := [name for name in needed if name not in accepted]:
         raise UnsupportedModelError(
             f"forward() of {_name(model)} takes no {' and no '.join(missing)}: sequences cannot share a step"
@@ -293,6 +304,7 @@ def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         window=call.window,
         soft_cap=call.soft_cap,
         sinks=call.sinks is not None,
+        slopes=call.slopes,
     )
 
 

@@ -26,7 +26,7 @@ class _FixedKind(str):
 
 def max_positions(config: Any) -> int | None:
     """The longest text: the model's own limit, or the length at which longrope changes its frequencies."""
-    limits = [getattr(config, "max_position_embeddings", None)]
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     limits += [rope.get("original_max_position_embeddings") for rope in _longropes(config)]
     return min((limit for limit in limits if limit is not None), default=None)
 

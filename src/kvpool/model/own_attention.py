@@ -1,0 +1,138 @@
+"""Attention modules that compute by themselves, without transformers' AttentionInterface.
+
+A module of a class in `_FAMILIES` gets a function of kvpool's in place of one method. While kvpool attends, that function
+hands queries, keys and values to it; otherwise the module's own method runs. The self-check compares both.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpool.model.hook import AttentionCall, attend_to, flat, is_attending
+
+
+def replace_attention(model: Any) -> bool:
+    """Lets the attention modules of a model ask kvpool while it attends; False if it has none of a known class."""
+    found = list(_known(model))
+    for module, (method, prepare) in found:
+        own = getattr(type(module), method).__get__(module)
+        setattr(module, method, partial(_switched, own, prepare(module)))
+    return bool(found)
+
+
+def restore_attention(model: Any) -> None:
+    """Gives the modules of a model their own methods back."""
+    for module, (method, _) in _known(model):
+        vars(module).pop(method, None)
+
+
+def knows_no_positions(model: Any) -> bool:
+    """Whether positions enter a model by ALiBi alone, in modules of a known class."""
+    return any(type(module).__name__ in ("BloomAttention", "MptAttention") for module in model.modules())
+
+
+def _known(model: Any) -> Iterator[tuple[Any, tuple[str, Callable[[Any], Callable[..., Any]]]]]:
+    for module in model.modules():
+        if (family := _FAMILIES.get(type(module).__name__)) is not None:
+            yield module, family
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers stop here and go on behind it
+def _switched(own: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (ours if is_attending() else own)(*args, **kwargs)
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+def _bloom(module: Any) -> Callable[..., Any]:
+    bias = _function(module, "build_alibi_tensor")(torch.ones(1, 2, device="cpu"), module.num_heads, torch.float32)
+    slopes = _slopes(bias)
+
+    def forward(hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        call = AttentionCall(
+            module.layer_idx, flat(q), flat(k), flat(v), module.inv_norm_factor, None, None, None, slopes
+        )
+        return residual + module.dense(attend_to(call).flatten(2)), None
+
+    return forward
+
+
+def _mpt(module: Any) -> Callable[..., Any]:
+    slopes = _slopes(_function(module, "build_mpt_alibi_tensor")(module.n_heads, 2, device="cpu"))
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        mixed = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        q, k, v = (part.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
+        call = AttentionCall(
+            module.layer_idx, flat(q), flat(k), flat(v), module.softmax_scale, None, None, None, slopes
+        )
+        return module.out_proj(attend_to(call).flatten(2)), None
+
+    return forward
+
+
+def _falcon(module: Any) -> Callable[..., Any]:
+    slopes, scale = None, 1 / math.sqrt(module.head_dim)
+    if module.config.alibi:  # the module multiplies it by the scale, too
+        ones = torch.ones(1, 2, dtype=torch.long, device="cpu")
+        bias = _function(module, "build_alibi_tensor")(ones, module.num_heads, torch.float32)
+        slopes = tuple(slope * module.inv_norm_factor for slope in _slopes(bias))
+    group = module.num_heads // module.num_kv_heads if module.new_decoder_architecture else 1
+
+    def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+        k, v = k[:, ::group], v[:, ::group]  # which the module has repeated for each group of queries
+        if slopes is None:
+            q, k = _function(module, "apply_rotary_pos_emb")(q, k, *position_embeddings)
+        call = AttentionCall(module.layer_idx, flat(q), flat(k), flat(v), scale, None, None, None, slopes)
+        return module.dense(attend_to(call).flatten(2)), None
+
+    return forward
+
+
+def _by_heads(scale_of: Callable[[Any], float], module: Any) -> Callable[..., Any]:
+    """Of modules with a method `_attn` for [1, head, token, dim]. Some rotate in float32."""
+    layer = module.layer_idx if hasattr(module, "layer_idx") else module.layer_id
+    scale, window = scale_of(module), None
+    if getattr(module, "attention_type", None) == "local":  # what its last query sees
+        window = int(module.bias[0, 0, -1].sum())
+
+    def attn(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        call = AttentionCall(layer, flat(q.to(v.dtype)), flat(k.to(v.dtype)), flat(v), scale, window, None, None)
+        return attend_to(call).transpose(1, 2), None
+
+    return attn
+
+
+def _function(module: Any, name: str) -> Callable[..., Any]:
+    """A function in the file of a module."""
+    found: Callable[..., Any] = getattr(sys.modules[type(module).__module__], name)
+    return found
+
+
+def _slopes(bias: Tensor) -> tuple[float, ...]:
+    """How much ALiBi's bias grows from one key to the next, for each head."""
+    heads = bias.float().view(-1, bias.shape[-1])
+    return tuple((heads[:, 1] - heads[:, 0]).tolist())
+
+
+_FAMILIES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {
+    "BloomAttention": ("forward", _bloom),
+    "MptAttention": ("forward", _mpt),
+    "FalconAttention": ("forward", _falcon),
+    "GPTJAttention": ("_attn", partial(_by_heads, lambda module: 1 / float(module.scale_attn))),
+    "CodeGenAttention": ("_attn", partial(_by_heads, lambda module: 1 / float(module.scale_attn))),
+    "GPTNeoSelfAttention": ("_attn", partial(_by_heads, lambda module: 1.0)),
+    "GPTNeoXJapaneseAttention": ("_attn", partial(_by_heads, lambda module: 1 / float(module.norm_factor))),
+}

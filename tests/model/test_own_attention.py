@@ -1,0 +1,73 @@
+"""Models whose modules compute attention by themselves are served, and stay as they are when kvpool does not attend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import BY_THEMSELVES, WINDOW, random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.errors import UnsupportedModelError  # noqa: E402
+from kvpool.model import own_attention  # noqa: E402
+from kvpool.model.probing import inspect_model  # noqa: E402
+from kvpool.scheduling import SchedulerConfig  # noqa: E402
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in BY_THEMSELVES} | {
+    "falcon with ALiBi": ("falcon", {"alibi": True}),
+    "falcon with grouped heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom with six heads": ("bloom", {"hidden_size": 96, "n_head": 6}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_of_generate_in_chunks_and_from_the_cache(variant: str) -> None:
+    family, settings = VARIANTS[variant]
+    model = tiny_model(family, **settings)
+    if "alibi" in settings:  # transformers' eager attention of falcon adds the bias twice
+        model.config._attn_implementation = "sdpa"
+    prompts = [random_prompt(length, seed=length).tolist() for length in (61, 18, 7)]
+    with Engine(
+        model,
+        block_size=8,
+        kv_blocks=64,
+        scheduler=SchedulerConfig(max_tokens_per_step=16, max_sequences=4),
+        model_defaults=False,
+    ) as engine:
+        answers = [engine.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True)) for _ in range(2)]
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=10, min_new_tokens=10, do_sample=False, eos_token_id=None)
+        for prompt in prompts
+    ]
+    for got in answers:
+        assert [each.token_ids for each in got] == [
+            own[0, len(p) :].tolist() for own, p in zip(expected, prompts, strict=True)
+        ]
+    assert answers[1][0].num_cached_tokens == 60
+
+
+def test_shapes_have_slopes_windows_and_heads() -> None:
+    bloom = inspect_model(tiny_model("bloom"))
+    assert bloom.layers[0].slopes == pytest.approx((2**-2, 2**-4, 2**-6, 2**-8))
+    assert bloom.attention_spec(0).slopes == bloom.layers[0].slopes
+    assert [layer.window for layer in inspect_model(tiny_model("gpt_neo")).layers] == [None, WINDOW]
+    grouped = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    assert inspect_model(grouped).layers[0].kv_heads == 2
+
+
+def test_a_model_still_runs_by_itself_after_the_engine_and_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = tiny_model("bloom"), random_prompt(20)[None]
+    before = model(prompt).logits
+    inspect_model(model)
+    torch.testing.assert_close(model(prompt).logits, before)
+
+    refused = tiny_model("bloom")
+    monkeypatch.setattr(own_attention, "_slopes", lambda bias: (0.3,) * 4)
+    with pytest.raises(UnsupportedModelError, match="fails the self-check"):
+        inspect_model(refused)
+    assert refused.config._attn_implementation == "eager"
+    assert not any("forward" in vars(module) for module in refused.modules())
