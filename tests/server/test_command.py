@@ -10,7 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +63,77 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
     finally:
         process.kill()
         process.communicate()
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+import kvpool.server.serve_command as command
+from kvpool.cli import main
+from kvpool.server import serve_settings
+command.GRACE_SECONDS = 3
+load = serve_settings.ModelSettings.make_engine
+def late(settings):
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.02)
+    return load(settings)
+serve_settings.ModelSettings.make_engine = late
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_given_a_process_then_it_lives_while_it_loads_and_its_cut_streams_end_with_a_word(tmp_path: Path) -> None:
+    from live import word_tokenizer
+    from models import tiny_model
+
+    word_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama", max_position_embeddings=2**17).save_pretrained(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url, go = f"http://127.0.0.1:{port}", tmp_path / "go"
+    options = ["serve", str(tmp_path), "--port", str(port), "--device", "cpu", "--memory", "64MiB"]
+    environment = {**os.environ, "PYTHONPATH": SRC, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(go), *options], env=environment)
+    try:
+        until(lambda: status(f"{url}/health") == 200)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{url}/ready", timeout=60)
+        assert (refused.value.code, json.load(refused.value)["error"]["code"]) == (503, "loading")
+        go.touch()
+        until(lambda: status(f"{url}/ready") == 200)
+        body = {"prompt": "w5 w6", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.readline()
+            process.send_signal(signal.SIGTERM)
+            *_, told, done = answer.read().decode().strip().split("\n\n")
+        assert json.loads(told.removeprefix("data: "))["error"]["code"] == "draining"
+        assert done == "data: [DONE]"
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status(url: str) -> int:
+    """The status of an answer; 0 if nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
+    except OSError:
+        return 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that must come: a process that loads torch and a model on a busy machine."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_given_an_open_address_without_keys_then_it_is_refused_before_a_model_is_loaded(
@@ -133,7 +207,7 @@ def test_given_requests_under_way_when_it_ends_then_it_says_what_it_waits_for(
         async def shutdown(self, sockets: Any) -> None:
             assert self.config.app.state.server.gate.is_draining
 
-    gate = SimpleNamespace(is_draining=False, under_way=under_way)
+    gate = SimpleNamespace(is_draining=False, under_way=under_way, cut_all=lambda: None)
     config = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(gate=gate))))
     asyncio.run(_announced(SimpleNamespace(Server=Server), config, "tiny", False).shutdown())
     assert capsys.readouterr().err == said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -58,12 +60,43 @@ def test_given_an_engine_with_tiers_then_every_number_of_its_statistics_is_a_met
     } == set()
 
 
+def test_given_the_table_of_the_docs_then_every_metric_in_it_is_there(tiered: Live) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    named = set(re.findall(r"`(kvpool_[a-z_]+)`", page.split("### Metrics")[1].split("## ")[0]))
+    call(tiered, "/v1/completions", {"prompt": "w5 w6", "max_tokens": 2})
+    refusal(tiered, "/nowhere")
+    found = {family.name for family in text_string_to_metric_families(call(tiered, "/metrics"))}
+    of_images = {name for name in named if name.startswith("kvpool_encoder_")}
+    assert {name.removesuffix("_total") for name in named - of_images} <= found
+
+
 def test_given_keys_then_metrics_and_statistics_need_an_admins(serve: Callable[..., Live]) -> None:
     live = serve(access=access("a", "root"))
     for path in ("/metrics", "/v1/cache/stats"):
         assert refusal(live, path)[0] == 401
         assert refusal(live, path, key="sk-a")[0] == 403
         assert call(live, path, key="sk-root")
+
+
+def test_given_requests_of_tenants_then_each_is_counted_and_there_are_not_too_many_names(
+    serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.server.latencies.MOST_TENANTS", 2)
+    live = serve(access=access("a", "b", "c", "d", "root"))
+    for tenant in "abcda":
+        call(live, "/v1/completions", {"prompt": [5, 6, 7, 8, 9], "max_tokens": 2, "ignore_eos": True}, f"sk-{tenant}")
+    text = call(live, "/metrics", key="sk-root")
+    told = {
+        family.name: {sample.labels.get("tenant"): sample.value for sample in family.samples}
+        for family in text_string_to_metric_families(text)
+    }
+    rest = "(other tenants)"
+    assert told["kvpool_tenant_requests"] == {"a": 2, "b": 1, rest: 2}
+    assert told["kvpool_tenant_prompt_tokens"] == {"a": 10, "b": 5, rest: 10}
+    assert told["kvpool_tenant_cached_tokens"] == {"a": 4, "b": 0, rest: 0}
+    assert told["kvpool_tenant_generated_tokens"] == {"a": 4, "b": 2, rest: 4}
+    assert f'kvpool_build_info{{python="{platform.python_version()}",torch="' in text
+    assert "process_resident_memory_bytes" in text
 
 
 def test_given_keys_then_top_is_told_one(serve: Callable[..., Live], capsys: Any, monkeypatch: Any) -> None:

@@ -58,6 +58,18 @@ def test_given_a_request_then_its_span_tells_where_the_time_went(traced: Any, sp
     told = whole.attributes
     assert (told["kvpool.request_id"], told["kvpool.model"], told["kvpool.tenant"]) == ("mine-1", "tiny", "")
     assert (told["kvpool.prompt_tokens"], told["kvpool.cached_tokens"], told["kvpool.generated_tokens"]) == (9, 8, 4)
+    common = {name.removeprefix("gen_ai."): value for name, value in told.items() if name.startswith("gen_ai.")}
+    assert common.items() >= {
+        ("operation.name", "text_completion"),
+        ("provider.name", "kvpool"),
+        ("request.model", "tiny"),
+        ("request.max_tokens", 4),
+        ("response.model", "tiny"),
+        ("response.finish_reasons", ("length",)),
+        ("usage.input_tokens", 9),
+        ("usage.cache_read.input_tokens", 8),
+        ("usage.output_tokens", 4),
+    }
     assert 0 <= told["kvpool.queue_seconds"] <= told["kvpool.first_token_seconds"] <= seconds(whole)
     assert whole.status.is_ok or whole.status.is_unset
     parts = [found[name] for name in ("queue", "prompt", "decode")]

@@ -90,7 +90,7 @@ class _Answer:
 
     def failed(self, problem: Problem) -> bytes:
         """The end of a stream that fails. Clients raise when they get such an event."""
-        return as_event(problem.body())
+        return as_event(problem.body()) + b"data: [DONE]\n\n"
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         text = self._piece(entry.token)

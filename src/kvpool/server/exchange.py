@@ -59,6 +59,7 @@ class Exchange:
         self._trace: RequestTrace | None = None
         self._meter: RequestMeter | None = None
         self._trouble = ""  # why it ended early
+        self._is_cut = False
         self._answer = answer
         self._headers: dict[str, str] = {}
         self._name = session_of(body, request.headers) or request.state.id
@@ -86,12 +87,14 @@ class Exchange:
                 )
             await self._pins.check_room(self._caller.tenant)
         self._enter(self._gate.passed(self._caller.key, len(prompts)))
+        self._enter(self._gate.cutting(self._cut))
         try:
             self._meter = self._latencies.begin(self._model.base_name, self._caller.tenant)
             if self._tracing is not None:
-                request, path = self._request, self._request.url.path
-                names = (request.state.id, self._model.name, self._caller.tenant)
-                self._trace = self._tracing.begin(request.headers, f"POST {path}", *names)
+                request, names = self._request, (self._request.state.id, self._model.name, self._caller.tenant)
+                asked = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "seed")}
+                asked |= {"max_tokens": params.max_new_tokens, "choice.count": params.n if params.n > 1 else None}
+                self._trace = self._tracing.begin(request.headers, request.url.path, asked, *names)
             await self._model.scope(self._caller.tenant, "")  # reads an adapter's files outside of the event loop
             for prompt in prompts:
                 self._running.append(self._model.start(prompt, params, self._name, **options))
@@ -125,6 +128,17 @@ class Exchange:
             running.cancel()
         self._stack.close()
 
+    def _cut(self) -> None:
+        """The server is about to end: what still runs is cancelled, and the client is told."""
+        self._is_cut = True
+        for running in self._running:
+            running.generation.cancel()
+
+    def _check_cut(self) -> None:
+        if self._is_cut:
+            words = "the server shut down before the answer was complete; ask another one"
+            raise Problem(503, words, code="draining", retry_after=5)
+
     async def _pin(self, running: LiveRequest) -> None:
         """Pins what the client asked for. At the first token the prompt is computed, and the request holds its blocks."""
         made: list[dict[str, Any]] = []
@@ -154,6 +168,7 @@ class Exchange:
         for running in self._running:
             async for news in running:
                 await self._note(running, news)
+        self._check_cut()
         return self._answer.whole([running.generation for running in self._running])
 
     async def _after(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -169,10 +184,12 @@ class Exchange:
         """The events of the stream. Events that are there at the same time are sent together."""
         try:
             async for number, news in _merged(self._running):
+                self._check_cut()
                 running = self._running[number]
                 await self._note(running, news)
                 first = number * self._body.n
                 yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
+            self._check_cut()
         except Problem as problem:
             self._trouble = _in_full(problem)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -53,6 +53,7 @@ class Gate:
         self.is_draining = False
         self.under_way = 0
         self._by_key: Counter[str] = Counter()
+        self._cuts: set[Callable[[], None]] = set()
 
     @contextmanager
     def passed(self, key: str, prompts: int = 1) -> Iterator[None]:
@@ -77,6 +78,21 @@ class Gate:
             self._by_key[key] -= prompts
             if not self._by_key[key]:
                 del self._by_key[key]
+
+    @contextmanager
+    def cutting(self, cut: Callable[[], None]) -> Iterator[None]:
+        """While a request is under way, `cut_all` calls `cut` to end it."""
+        self._cuts.add(cut)
+        try:
+            yield
+        finally:
+            self._cuts.discard(cut)
+
+    def cut_all(self) -> None:
+        """Ends the requests that still run, because the server is about to end."""
+        self.is_draining = True
+        for cut in list(self._cuts):
+            cut()
 
 
 class Turns:

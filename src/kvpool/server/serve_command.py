@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
@@ -18,6 +19,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server.auth import ENVIRONMENT, Access, new_key
 
 GRACE_SECONDS = 30
+CUT_SECONDS = 2
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -118,6 +120,7 @@ def serve(
         return
     uvicorn = _uvicorn()
     from kvpool.server.app import create_app
+    from kvpool.server.loading import answering
     from kvpool.server.serve_settings import read_serve
     from kvpool.server.served_model import ServedModel
     from kvpool.server.tracing import Tracing
@@ -147,29 +150,29 @@ def serve(
     logging.getLogger("kvpool").setLevel(settings.log_level.upper())
     with ExitStack() as stack:
         sockets = [stack.enter_context(one) for one in bound(settings.host, settings.port)]
+        options: dict[str, Any] = {
+            "log_level": settings.log_level,
+            "ssl_certfile": settings.tls_cert,
+            "ssl_keyfile": settings.tls_key,
+            "access_log": False,
+            "http": bounded_http(),
+            "ws": "none",
+        }
         served = []
-        for model in models:
-            opt.tell(f"loading {model.name} ...", quiet)
-            engine = stack.enter_context(model.make_engine())
-            served.append(ServedModel(model.name, engine, model.tool_parser, settings.image_hosts))
-        config = uvicorn.Config(
-            create_app(
-                served,
-                access,
-                settings.limits,
-                tracing,
-                any_name=settings.insecure,
-                allow_origins=settings.allow_origins,
-            ),
-            log_level=settings.log_level,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-            lifespan="on",
-            access_log=False,
-            http=bounded_http(),
-            ws="none",
+        with answering(uvicorn, sockets, options):
+            for model in models:
+                opt.tell(f"loading {model.name} ...", quiet)
+                engine = stack.enter_context(model.make_engine())
+                served.append(ServedModel(model.name, engine, model.tool_parser, settings.image_hosts))
+        app = create_app(
+            served,
+            access,
+            settings.limits,
+            tracing,
+            any_name=settings.insecure,
+            allow_origins=settings.allow_origins,
         )
+        config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on", **options)
         _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run(sockets)
 
 
@@ -215,7 +218,12 @@ def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
             gate.is_draining = True
             if gate.under_way:
                 opt.tell(f"finishing {gate.under_way} requests, for up to {GRACE_SECONDS} s; Ctrl-C ends them", quiet)
-            await super().shutdown(sockets)
+            # A little before uvicorn closes connections, so that the answers that it would cut end with a word.
+            cutting = asyncio.get_running_loop().call_later(GRACE_SECONDS - CUT_SECONDS, gate.cut_all)
+            try:
+                await super().shutdown(sockets)
+            finally:
+                cutting.cancel()
 
     return AnnouncedServer(config)
 

@@ -14,7 +14,6 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
-from kvpool.engine.text import Decoder
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
@@ -75,12 +74,11 @@ class ServedModel:
         found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
         return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found)
 
-    def decoder(self) -> Decoder:
-        """What turns tokens into text."""
+    def decoder(self) -> Any:
+        """The tokenizer, which turns tokens into text."""
         if self.engine.tokenizer is None:
             raise Problem(400, f"the model {self.name!r} came without a tokenizer", code="no_tokenizer")
-        found: Decoder = self.engine.tokenizer
-        return found
+        return self.engine.tokenizer
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""

@@ -42,15 +42,23 @@ class Tracing:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         return cls(provider)
 
-    def begin(self, headers: Mapping[str, str], name: str, request_id: str, model: str, tenant: str) -> RequestTrace:
-        """Begins the span of a request. It is part of the caller's trace if the headers name one (`traceparent`)."""
-        span = self._tracer.start_span(
-            name,
-            self._propagator.extract(dict(headers)),
-            self._trace.SpanKind.SERVER,
-            {"kvpool.request_id": request_id, "kvpool.model": model, "kvpool.tenant": tenant},
-        )
-        return RequestTrace(self, span)
+    def begin(
+        self, headers: Mapping[str, str], path: str, asked: Mapping[str, Any], request_id: str, model: str, tenant: str
+    ) -> RequestTrace:
+        """Begins the span of a request. It is part of the caller's trace if the headers name one (`traceparent`).
+
+        `asked` are what the request asks for, by the names of OpenTelemetry's `gen_ai.request` attributes.
+        """
+        own = {"kvpool.request_id": request_id, "kvpool.model": model, "kvpool.tenant": tenant}
+        common = {
+            "gen_ai.operation.name": "text_completion" if path == "/v1/completions" else "chat",
+            "gen_ai.provider.name": "kvpool",
+            "gen_ai.request.model": model,
+            **{f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None},
+        }
+        context = self._propagator.extract(dict(headers))
+        span = self._tracer.start_span(f"POST {path}", context, self._trace.SpanKind.SERVER, own | common)
+        return RequestTrace(self, span, model)
 
     def part(self, span: Any, name: str, start: int, end: int, attributes: Mapping[str, Any] | None = None) -> None:
         """Adds a span below another one, with known times."""
@@ -69,9 +77,10 @@ class Tracing:
 class RequestTrace:
     """The span of one request while it runs, and its attributes."""
 
-    def __init__(self, tracing: Tracing, span: Any) -> None:
+    def __init__(self, tracing: Tracing, span: Any, model: str) -> None:
         self._tracing = tracing
         self._span = span
+        self._model = model
         self._began = time.time_ns()
         self._steps: list[float] = []
 
@@ -83,11 +92,19 @@ class RequestTrace:
     def end(self, generations: Sequence[Generation], trouble: str = "") -> None:
         """The answer is over: one span each for waiting, for the prompt and for the tokens after the first."""
         now, span = time.time_ns(), self._span
-        span.set_attribute("kvpool.prompt_tokens", sum(len(one.prompt) for one in generations))
-        span.set_attribute("kvpool.cached_tokens", sum(one.num_cached_tokens for one in generations))
         samples = [sample for one in generations for sample in one.samples.values()]
-        span.set_attribute("kvpool.generated_tokens", sum(len(sample.token_ids) for sample in samples))
-        span.set_attribute("kvpool.finish_reasons", [sample.finish_reason or "" for sample in samples])
+        prompts, cached = sum(len(one.prompt) for one in generations), sum(one.num_cached_tokens for one in generations)
+        generated = sum(len(sample.token_ids) for sample in samples)
+        reasons = [sample.finish_reason or "" for sample in samples]
+        for names, value in (
+            (("kvpool.prompt_tokens", "gen_ai.usage.input_tokens"), prompts),
+            (("kvpool.cached_tokens", "gen_ai.usage.cache_read.input_tokens"), cached),
+            (("kvpool.generated_tokens", "gen_ai.usage.output_tokens"), generated),
+            (("kvpool.finish_reasons", "gen_ai.response.finish_reasons"), reasons),
+            (("gen_ai.response.model",), self._model),
+        ):
+            for name in names:
+                span.set_attribute(name, value)
         for one in generations:
             self._parts(one, now)
         if trouble:
