@@ -114,7 +114,7 @@ class NodeIndex:
         while at < count:
             value = found[at] if found else self._values.get(keys[KEY_BYTES * at : KEY_BYTES * (at + 1)])
             if value is not None:
-                num_shared = value.batch.num_shared(value.at, keys[KEY_BYTES * at :] if at else keys)
+                num_shared = value.batch.num_shared(value.at, keys, at)
                 spans.append(Span(value.batch, value.at, value.at + num_shared))
                 at += num_shared
                 continue

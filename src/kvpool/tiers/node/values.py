@@ -82,13 +82,16 @@ class Batch:
             value.batch.forget(value.at)
         return cls(values, rows, uses)
 
-    def num_shared(self, at: int, keys: bytes) -> int:
-        """How many of these keys, from the first on, are those of the values from `at` on."""
-        mine = self.keys[KEY_BYTES * at : KEY_BYTES * at + len(keys)]
-        keys = keys[: len(mine)]
-        if mine == keys:
-            return len(mine) // KEY_BYTES
-        return int((np.frombuffer(mine, np.uint8) == np.frombuffer(keys, np.uint8)).argmin()) // KEY_BYTES
+    def num_shared(self, at: int, keys: bytes, start: int) -> int:
+        """How many of these keys, from number `start` on, are those of the values from `at` on. The first one is."""
+        here, there = KEY_BYTES * at, KEY_BYTES * start
+        if self.keys[here + KEY_BYTES : here + 2 * KEY_BYTES] != keys[there + KEY_BYTES : there + 2 * KEY_BYTES]:
+            return 1  # as with keys that are in no order
+        length = min(len(self.keys) - here, len(keys) - there)
+        mine, theirs = self.keys[here : here + length], keys[there : there + length]
+        if mine == theirs:
+            return length // KEY_BYTES
+        return int((np.frombuffer(mine, np.uint8) == np.frombuffer(theirs, np.uint8)).argmin()) // KEY_BYTES
 
     def use(self, start: int, stop: int, newest: int, now: int, hits: int) -> tuple[Int64Array, Int64Array]:
         """Values are used now, the first as the newest; returns the rows of those that are not gone, and their times."""
