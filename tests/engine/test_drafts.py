@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_given_steps_without_drafts_between_then_the_draft_catches_up(
         with Engine(model, kv_blocks=128, draft=model, overlap=overlap) as engine:
             engine.generate(PROMPTS, GREEDY)
             assert all_right(engine)
+
+
+def test_given_a_step_with_drafts_then_what_the_host_does_before_it_counts_too(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device waits meanwhile, which it does not in steps without drafts."""
+    seen: list[float] = []
+    monkeypatch.setattr(DraftLength, "observe", lambda self, num, drafts, seconds: seen.append(seconds))
+    monkeypatch.setattr("kvpool.engine.loop.time.perf_counter", itertools.count().__next__)
+    with Engine(model, kv_blocks=128, draft=model) as engine:
+        engine.generate(PROMPTS[:1], GREEDY)
+    assert set(seen) == {2}  # the clock is read when a step is launched and when it is over
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -31,6 +31,7 @@ from kvpool.sequences.batch import SequenceBatch
 
 PROBE_STEPS = 32  # behind so many, the other choice is measured
 MOST_PROBE_STEPS = 256  # while drafts do not pay
+MARGIN = 1.05  # drafts must give so many times the tokens a second: beginning and ending with them costs some, too
 PLAIN_STEPS = 3  # without drafts, to measure these: the first one had to wait for the last with drafts
 
 
@@ -69,7 +70,8 @@ class DraftLength:
             if number not in seconds:
                 self.chosen = number
                 return number
-        self.chosen = max(range(self.most + 1), key=lambda number: self._rate(number, seconds))
+        best = max(range(1, self.most + 1), key=lambda number: self._rate(number, seconds))
+        self.chosen = best if self._rate(best, seconds) > MARGIN * self._rate(0, seconds) else 0
         self._since_probe += 1
         if self.chosen:
             self._interval = PROBE_STEPS

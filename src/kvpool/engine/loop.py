@@ -338,8 +338,8 @@ class EngineLoop:
             if self.tiers is not None:
                 self.tiers.observe(launched.plan, seconds)
             if self.drafts is not None and not launched.plan.num_prefill_tokens:
-                drafts = int(launched.plan.num_drafts.max(initial=0))
-                self.drafts.length.observe(len(launched.plan.sequences), drafts, seconds)
+                drafts = int(launched.plan.num_drafts.max(initial=0))  # the device waits for the host before these
+                self.drafts.length.observe(len(launched.plan.sequences), drafts, now - self._last_finish)
         self._last_finish = now
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
