@@ -121,3 +121,13 @@ def test_updates_and_removals_name_the_tier_the_block_was_on() -> None:
     assert (moved[0].old_tier, moved[0].new_tier) == (Tier.GPU, Tier.HOST)
     assert isinstance(moved[-1], Removed)
     assert moved[-1].tier is Tier.HOST
+
+
+def test_given_a_run_of_a_window_then_its_blocks_are_told_in_one_event() -> None:
+    manager = make_manager(LayerSpec(kv_heads=1, head_dim=8, window=64))
+    subscription = manager.events.subscribe()
+    manager.free(computed(manager, "a", list(range(16))))
+    stored = [event for event in subscription.poll().events if isinstance(event, Stored)]
+    with manager.events.subscribe() as late:
+        stored += [event for event in late.poll().events if isinstance(event, Stored)]
+    assert [len(event.digests) for event in stored] == [4, 4]

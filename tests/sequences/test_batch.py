@@ -424,3 +424,17 @@ def test_lookahead_places_are_claimed_by_a_later_extend() -> None:
 def test_batches_can_be_made_of_the_public_class() -> None:
     manager = make_manager()
     assert isinstance(manager.batch([]), SequenceBatch)
+
+
+def test_a_batch_whose_sequence_was_rewound_between_two_steps_goes_on_where_it_is_now() -> None:
+    manager = make_manager()
+    handles = admit(manager, 5, 9)
+    batch = manager.batch(handles)
+    for _ in range(2):
+        manager.extend_batch(batch)
+        manager.commit_batch(batch, [7, 8])
+    last = manager.extend_batch(batch)
+    manager.rewind(handles[0], 1)
+    again = manager.extend_batch(batch)
+    assert again[0].tolist() == [last[0, 0], last[0, 1] + 1]
+    manager.check()
