@@ -439,4 +439,11 @@ def test_what_a_nested_configuration_leaves_out_is_what_transformers_assumes(mod
     known = pytest.importorskip("transformers").CONFIG_MAPPING[model_type]
     assumed = {name: parameter.default for name, parameter in inspect.signature(known.__init__).parameters.items()}
     ours = _DEFAULTS[model_type]
-    assert ours == {name: assumed[name] for name in ours}
+    theirs = {name: assumed[name] for name in ours}
+    second = "sliding_attention" if "sliding_window" in ours else "full_attention"
+    kinds = {"layer_types": ["full_attention", second] * (theirs["num_hidden_layers"] // 2)}
+    lacking, whole = (
+        layers_from_hf({"model_type": "nested", "text_config": {"model_type": model_type, **kinds, **told}})
+        for told in ({}, theirs)
+    )
+    assert (ours, lacking) == (theirs, whole)
