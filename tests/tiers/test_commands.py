@@ -397,6 +397,17 @@ def test_given_a_wrong_argument_then_one_line_says_what_would_be_right(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "compact", "warm"])
+def test_given_a_file_that_cannot_be_written_then_a_command_says_so_before_it_does_anything(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "nowhere" / "figures.json"
+    assert main(["tier", command, "there is no such directory", "--json", str(target)]) == 2
+    told = capsys.readouterr().err
+    assert "figures.json" in told
+    assert "no such directory" not in told
+
+
 @pytest.mark.parametrize("command", ["ls", "stat", "verify", "compact", "purge", "warm"])
 def test_given_help_then_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tier", command, "--help"]) == 0

@@ -12,6 +12,7 @@ from nodes import MEGABYTE, needs_linux, node_folder
 from kvpool.eviction import policy_names
 from kvpool.testing import key
 from kvpool.tiers.contract import Worth
+from kvpool.tiers.node import index as index_module
 from kvpool.tiers.node.index import NodeIndex
 from kvpool.tiers.node.region import PAGE, Region
 from kvpool.tiers.node.values import Holder, Quotas, Slot, Value
@@ -332,4 +333,18 @@ def test_given_values_that_leave_before_their_priority_ends_then_they_are_not_ke
         reservation, _ = index.reserve(holder, [(key(number), PAGE, Worth(90, seconds=1e9))])
         index.commit(holder, reservation, [7])
     assert len(index._ranking._terms._ends) < 2000
+    index.region.close()
+
+
+def test_given_many_leases_that_ended_then_only_so_many_uses_wait_to_be_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "MOST_USED", 4)
+    index, holder = NodeIndex(Region(folder, MEGABYTE)), Holder(1)
+    number, slots = index.reserve(holder, [(key, PAGE, Worth()) for key in KEYS[:2]])
+    index.commit(holder, number, [7] * len(slots))
+    for _ in range(10):
+        lease, _ = index.lease(holder, index.find(KEYS[0]))
+        index.release(holder, lease)
+        assert len(index._used) < 4
     index.region.close()
