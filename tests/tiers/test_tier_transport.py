@@ -1,0 +1,285 @@
+"""Blocks on their way from one cache through tiers into another, without a model: every byte is compared."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier  # noqa: E402
+from kvpool.scheduling import Request  # noqa: E402
+from kvpool.storage import DataPlane  # noqa: E402
+from kvpool.tiers import Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome  # noqa: E402
+from kvpool.tiers.model_tiers import OpenedTiers  # noqa: E402
+from kvpool.tiers.transport.block_keys import BlockKeys  # noqa: E402
+from kvpool.tiers.transport.fetching import Fetch  # noqa: E402
+from kvpool.tiers.transport.tier_transport import TierTransport  # noqa: E402
+
+SECONDS = 60.0
+SIZE = 4
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+PROMPT = list(range(100, 130))  # seven blocks and two tokens
+
+
+class Side:
+    """A cache with its data and its tiers."""
+
+    def __init__(
+        self, *tiers: KeyedTier, layers: Any = (FULL, SLIDING), gpu_blocks: Any = 64, min_uses: int = 1
+    ) -> None:
+        config = KVCacheConfig(list(layers), SIZE, gpu_blocks=gpu_blocks, watermark=0.0)
+        self.manager = KVCacheManager(config)
+        self.plane = DataPlane(self.manager, "cpu")
+        keys = BlockKeys(KeySpace(Fingerprint.of(config, "model", "weights")), config)
+        self.transport = TierTransport(OpenedTiers(list(tiers), keys, SECONDS, min_uses, ()), self.manager, self.plane)
+
+    def compute(self, tokens: list[int], name: str = "a") -> KVCacheHandle:
+        """A request whose keys and values follow from its tokens."""
+        handle = self.manager.allocate(name, tokens)
+        start = handle.num_written
+        values = torch.tensor(tokens[start:]).bfloat16()[:, None, None].expand(-1, 1, 8)
+        slots = self.manager.slot_mapping([handle], start, len(tokens))
+        for layer in range(len(self.manager.config.layers)):
+            self.plane.write(slots, values + layer, values + layer + 0.5, layer=layer)
+        self.manager.commit(handle)
+        return handle
+
+    def store(self, handle: KVCacheHandle) -> None:
+        """Offers all blocks of a request, in two parts."""
+        offers, tokens = self.transport.offers, handle.token_ids
+        progress = offers.begin(handle.scope)
+        for stop in (len(tokens) // 2, len(tokens)):
+            offers.offer(handle, tokens[:stop], progress)
+        assert self.transport.storer.flush(SECONDS)
+
+    def fetch(self, tokens: list[int], first: int = 0, **options: Any) -> Fetch:
+        """What the tiers have of a prompt."""
+        keys = self.transport.keys.of_prompt(np.array(tokens, np.int32), Request("r", tokens, 1).scope)
+        now, done, ended = time.monotonic(), [], threading.Event()
+
+        def take(fetch: Fetch) -> None:
+            done.append(fetch)
+            ended.set()
+
+        assert self.transport.fetch(Fetch(keys, first, now, now + SECONDS, **options), take, ended.set)
+        assert ended.wait(SECONDS)
+        return done[0]
+
+    def take_in(self, tokens: list[int], fetch: Fetch) -> int:
+        """Writes what was fetched into the cache; returns how many tokens of the prompt are cached then."""
+        lease, waits = self.transport.import_prefix(Request("r", tokens, 1), fetch)
+        self.transport.give_back(fetch, waits)
+        if lease is not None:
+            self.manager.free(lease)
+        self.manager.check()
+        return self.manager.match_prefix(tokens).num_tokens
+
+    def assert_right(self, tokens: list[int], num_cached: int) -> None:
+        """A request that reuses so many tokens reads what belongs to each of them."""
+        handle = self.manager.allocate("reader", tokens)
+        assert handle.num_cached_tokens == num_cached
+        for layer, spec in enumerate(self.manager.config.layers):
+            first = 0 if getattr(spec, "window", None) is None else max(0, num_cached - 7)
+            k, v = self.plane.read(handle, layer=layer, start=first)
+            wanted = torch.tensor(tokens[first:num_cached]).bfloat16()
+            assert torch.equal(k[:, 0, 0], wanted + layer)
+            assert torch.equal(v[:, 0, 0], wanted + layer + 0.5)
+        self.manager.free(handle)
+
+
+@contextmanager
+def sides(*pairs: tuple[KeyedTier, ...], **options: Any) -> Iterator[list[Side]]:
+    made = [Side(*tiers, **options) for tiers in pairs]
+    yield made
+    for side in made:
+        assert side.transport.stats().staging_bytes == 0
+        side.transport.close()
+
+
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING)])
+def test_given_a_prefix_in_a_tier_then_another_cache_gets_every_byte_of_it(layers: Any) -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,), layers=layers) as (one, other):
+        one.store(one.compute(PROMPT))
+        fetch = other.fetch(PROMPT)
+        assert (fetch.first, fetch.num_blocks, fetch.is_part) == (0, 7, False)
+        assert fetch.media == dict.fromkeys(range(7), tier.medium)
+        assert other.take_in(PROMPT, fetch) == 28
+        other.assert_right(PROMPT, 28)
+        stats = other.transport.stats()
+        assert (stats.imports, stats.prompt_tokens_loaded, stats.imports_without_room) == (1, 28, 0)
+        assert (stats.fetches.lookups, stats.fetches.found, stats.fetches.incomplete) == (1, 1, 0)
+        assert one.transport.stats().blocks_waiting == 0
+
+
+def test_given_blocks_that_the_cache_has_already_then_only_those_behind_them_are_loaded() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        other.manager.free(other.compute(PROMPT[:13]))
+        before = tier.stats().hits
+        fetch = other.fetch(PROMPT, first=3)
+        assert fetch.num_blocks == 7
+        assert sorted(fetch.media) == [3, 4, 5, 6]
+        assert [rows.columns.tolist() for rows in fetch.groups] == [[3, 4, 5, 6], [5, 6]]
+        assert tier.stats().hits - before == 6
+        assert other.take_in(PROMPT, fetch) == 28
+        other.assert_right(PROMPT, 28)
+        assert other.transport.stats().prompt_tokens_loaded == 16
+
+
+def test_given_blocks_before_the_fetched_ones_that_left_meanwhile_then_nothing_is_taken_in() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        assert other.take_in(PROMPT, other.fetch(PROMPT, first=3)) == 0
+        stats = other.transport.stats()
+        assert (stats.imports, stats.imports_without_room, stats.prompt_tokens_loaded) == (0, 1, 0)
+
+
+def test_given_no_room_then_nothing_is_taken_in_and_nothing_is_held() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,), layers=(FULL,), gpu_blocks=8) as (one, other):
+        one.store(one.compute(PROMPT))
+        busy = other.compute(list(range(8)), "busy")
+        assert other.take_in(PROMPT, other.fetch(PROMPT)) == 0
+        assert (other.transport.stats().imports_without_room, other.manager.stats().num_sequences) == (1, 1)
+        other.manager.free(busy)
+        assert other.take_in(PROMPT, other.fetch(PROMPT)) == 28
+
+
+def test_given_a_block_that_is_missing_then_the_prefix_ends_before_it() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,), layers=(FULL,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        keys = other.transport.keys.of_prompt(np.array(PROMPT, np.int32), Request("r", PROMPT, 1).scope).keys[0]
+        tier.remove([keys[4]])
+        fetch = other.fetch(PROMPT)
+        assert fetch.num_blocks == 4
+        assert other.take_in(PROMPT, fetch) == 16
+        other.assert_right(PROMPT, 16)
+        fetch = other.fetch([7, 8, 9, 10, 11])
+        assert (fetch.num_blocks, other.transport.stats().fetches.found) == (0, 1)
+        assert other.transport.import_prefix(Request("r", [7, 8, 9, 10, 11], 1), fetch) == (None, [])
+
+
+class Broken(MemoryTier):
+    """Says that it has everything, and brings nothing of what it was told to lose."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.lost: set[bytes] = set()
+
+    def _load(self, keys: Any, out: Any, deadline: float) -> list[Outcome]:
+        found = super()._load(keys, out, deadline)
+        return [Outcome.FAILED if key in self.lost else outcome for key, outcome in zip(keys, found, strict=True)]
+
+
+def test_given_a_value_that_does_not_come_then_the_prefix_ends_before_it_and_that_is_counted() -> None:
+    tier = Broken()
+    with sides((tier,), (tier,), layers=(FULL,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        keys = other.transport.keys.of_prompt(np.array(PROMPT, np.int32), Request("r", PROMPT, 1).scope).keys[0]
+        tier.lost = {keys[5]}
+        fetch = other.fetch(PROMPT)
+        assert (fetch.num_blocks, other.transport.stats().fetches.incomplete) == (5, 1)
+        assert fetch.num_bytes == 6 * other.manager.config.block_bytes
+        assert other.take_in(PROMPT, fetch) == 20
+        other.assert_right(PROMPT, 20)
+
+
+def test_given_a_prefix_in_a_later_tier_then_it_is_loaded_from_there_and_the_first_gets_it() -> None:
+    near, far = MemoryTier(2**20, name="near"), MemoryTier(2**20, name="far")
+    with sides((far,), (near, far)) as (one, other):
+        one.store(one.compute(PROMPT))
+        assert other.take_in(PROMPT, other.fetch(PROMPT)) == 28
+        other.assert_right(PROMPT, 28)
+        assert other.transport.storer.flush(SECONDS)
+        assert near.stats().num_values == 7 + 2  # of the window only what a query behind it reads
+        other.manager.cache.reset()
+        hits = far.stats().hits
+        assert other.take_in(PROMPT, other.fetch(PROMPT)) == 28
+        assert far.stats().hits == hits
+
+
+def test_given_blocks_to_be_stored_after_two_uses_then_the_first_request_stores_nothing() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), layers=(FULL,), min_uses=2) as (side,):
+        first = side.compute(PROMPT)
+        side.store(first)
+        assert tier.stats().stored == 0
+        offers = side.transport.offers
+        offers.offer(first, first.token_ids[:8], offers.begin(first.scope), is_demanded=True)
+        assert side.transport.storer.flush(SECONDS)
+        assert tier.stats().stored == 2
+        second = side.compute([*PROMPT[:20], 1, 2, 3, 4], "b")
+        side.store(second)
+        assert tier.stats().stored == 5
+        side.store(second)
+        assert tier.stats().stored == 6  # what it has already is not stored again
+
+
+def test_given_staging_memory_for_a_part_then_that_part_comes_and_the_rest_with_the_next_fetch() -> None:
+    tier = MemoryTier(2**22)
+    wide = LayerSpec(kv_heads=8, head_dim=64)
+    with sides((tier,), (tier,), layers=(wide,)) as (one, other):
+        handle = one.manager.allocate("a", PROMPT)
+        one.manager.slot_mapping([handle], 0, len(PROMPT))
+        one.manager.commit(handle)
+        one.store(handle)
+        other.transport.fetcher._most_bytes = 3 * other.manager.config.block_bytes + 5
+        fetch = other.fetch(PROMPT)
+        assert (fetch.num_blocks, fetch.is_part) == (3, True)
+        assert other.take_in(PROMPT, fetch) == 12
+        fetch = other.fetch(PROMPT, first=3)
+        assert (fetch.num_blocks, fetch.is_part) == (6, True)
+        assert other.take_in(PROMPT, fetch) == 24
+        fetch = other.fetch(PROMPT, first=6)
+        assert (fetch.num_blocks, fetch.is_part) == (7, False)
+        assert other.take_in(PROMPT, fetch) == 28
+
+
+def test_given_a_prefix_that_was_invalidated_while_it_was_on_its_way_then_it_is_not_taken_in() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        fetch = other.fetch(PROMPT)
+        other.transport.invalidator.everything(other.manager.cache.reset, remove=False)
+        assert other.take_in(PROMPT, fetch) == 0
+        assert other.transport.stats().imports == 0
+        assert other.fetch(PROMPT).num_blocks == 0  # its keys are others from now on
+
+
+def test_given_a_fetch_that_is_asked_for_then_it_is_loaded_though_computing_is_faster() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,), layers=(FULL,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        decider = other.transport.decider
+        decider.decide = lambda *_: pytest.fail("it was asked for")  # type: ignore[method-assign]
+        fetch = other.fetch(PROMPT, is_asked_for=True)
+        assert fetch.decision is not None
+        assert (fetch.num_blocks, fetch.decision.reason) == (7, "it was asked for")
+        fetch.release()
+
+
+def test_given_a_transport_that_is_closed_then_what_was_offered_is_stored_and_its_threads_end() -> None:
+    tier = MemoryTier(2**20)
+    side = Side(tier, layers=(FULL,))
+    handle = side.compute(PROMPT)
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-")}
+    progress = side.transport.offers.begin(handle.scope)
+    side.transport.offers.offer(handle, handle.token_ids, progress)
+    assert side.transport.stats().tiers[0].stats.name == tier.name
+    side.transport.close()
+    assert tier.stats().num_values == 7
+    left = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-")} - before
+    assert not left
+    assert tier.medium in Tier
