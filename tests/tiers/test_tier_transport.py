@@ -112,6 +112,12 @@ def test_given_a_prefix_in_a_tier_then_another_cache_gets_every_byte_of_it(layer
         fetch = other.fetch(PROMPT)
         assert (fetch.first, fetch.num_blocks, fetch.is_part) == (0, 7, False)
         assert fetch.media == dict.fromkeys(range(7), tier.medium)
+        assert fetch.loading_seconds > 0
+        assert fetch.num_bytes == 7 * sum(group.block_bytes for group in one.manager.config.groups) - 5 * (
+            one.manager.config.groups[1].block_bytes if len(layers) > 1 else 0
+        )
+        assert fetch.decision is not None
+        assert fetch.decision.reason != "it was asked for"
         assert other.take_in(PROMPT, fetch) == 28
         other.assert_right(PROMPT, 28)
         stats = other.transport.stats()
@@ -256,6 +262,45 @@ def test_given_a_prefix_that_was_invalidated_while_it_was_on_its_way_then_it_is_
         assert other.take_in(PROMPT, fetch) == 0
         assert other.transport.stats().imports == 0
         assert other.fetch(PROMPT).num_blocks == 0  # its keys are others from now on
+
+
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        ({"prefix": PROMPT[:12]}, 2),  # the block at its end, and all behind it
+        ({"prefix": None}, 0),
+        ({"session": "s"}, 4),  # what it computed itself
+        ({"session": "t"}, 7),
+    ],
+)
+def test_given_content_that_is_invalidated_then_the_tier_loses_it_too(what: dict[str, Any], left: int) -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), layers=(FULL,)) as (side,):
+        before = side.compute(PROMPT[:17], "before")
+        side.store(before)
+        handle = side.manager.allocate("a", PROMPT, session="s")
+        side.manager.slot_mapping([handle], handle.num_written, len(PROMPT))
+        side.manager.commit(handle)
+        offers = side.transport.offers
+        offers.offer(handle, handle.token_ids, offers.begin(handle.scope), session="s")
+        assert side.transport.storer.flush(SECONDS)
+        assert tier.stats().num_values == 7
+        prefix = what.get("prefix")
+        side.transport.invalidator.content(
+            lambda: 5, None if prefix is None else np.array(prefix, np.int32), None, what.get("session")
+        )
+        assert side.transport.storer.flush(SECONDS)
+        assert tier.stats().num_values == left
+
+
+@pytest.mark.parametrize(("remove", "left"), [(True, 0), (False, 7)])
+def test_given_everything_is_forgotten_then_a_tier_keeps_it_only_if_it_should(remove: bool, left: int) -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), layers=(FULL,)) as (side,):
+        side.store(side.compute(PROMPT))
+        assert side.transport.invalidator.everything(lambda: 7, remove=remove) == 7
+        assert side.transport.storer.flush(SECONDS)
+        assert tier.stats().num_values == left
 
 
 def test_given_a_fetch_that_is_asked_for_then_it_is_loaded_though_computing_is_faster() -> None:
