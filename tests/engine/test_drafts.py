@@ -243,6 +243,14 @@ def test_given_the_same_vocabulary_padded_to_another_size_then_it_drafts(
         Engine(model_directory, kv_blocks=64, draft=tmp_path)
 
 
+def test_given_the_files_of_a_head_then_they_are_refused_by_name(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForCausalLMEagle3"))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLMEagle3 is the head of another model"):
+        Engine(model, kv_blocks=64, draft=tmp_path)
+
+
 def test_given_a_draft_in_tiers_then_blocks_of_another_draft_are_not_loaded(model: Any, similar: Any) -> None:
     tier = MemoryTier(2**24)
     for draft, cached in ((model, 0), (similar, 0), (model, 48)):

@@ -15,7 +15,7 @@ from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
-from kvpool.engine.settings import EngineSettings
+from kvpool.engine.settings import DRAFT_HEADS, EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
@@ -127,6 +127,11 @@ class _Draft(NamedTuple):
 def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
     own = private_copy(draft.model)
     try:
+        for name in own.config.architectures or ():
+            if any(
+                head in name.lower() for head in DRAFT_HEADS
+            ):  # transformers loads it as a model without its weights
+                raise UnsupportedModelError(f"{name} is the head of another model; give a smaller model")
         shape = _prepared(own, compile)
         if shape.states:
             raise UnsupportedModelError("its layers keep a state, which cannot be rewound to an accepted draft")

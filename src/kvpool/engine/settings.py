@@ -18,7 +18,7 @@ from kvpool.tiers.settings import REQUEST_TIMEOUT, help_of
 
 _MOST_BYTES = 2**62
 DRAFT_TOKENS = 5  # of a draft model, at most
-_HEADS = ("mtp", "nextn", "eagle", "eagle3", "medusa")
+DRAFT_HEADS = ("mtp", "nextn", "eagle", "eagle3", "medusa")
 
 
 def _shown(default: Any, help: str, kind: type = str, option: str = "", key: str = "") -> Any:
@@ -152,7 +152,7 @@ class EngineSettings:
     def _check_drafts(self) -> None:
         if self.draft is not None and self.draft_tokens == 0:
             raise ConfigError("draft with draft_tokens=0 guesses nothing; drop one of them")
-        if isinstance(self.draft, str) and self.draft.lower().replace("-", "") in _HEADS:
+        if isinstance(self.draft, str) and self.draft.lower().replace("-", "") in DRAFT_HEADS:
             raise ConfigError(
                 f"draft={self.draft!r}: heads that come with a model cannot draft; give a smaller model with its vocabulary"
             )
