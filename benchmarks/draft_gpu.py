@@ -42,7 +42,10 @@ def speaking(shape: dict[str, Any], says: Tensor) -> Any:
 
 
 def measured(engine: Engine, batch: int, num_tokens: int, says: Tensor, **sampling: Any) -> float:
-    """New tokens a second, the better of two runs behind one that warms up; checks what the model says."""
+    """New tokens a second, the better of two runs behind one that warms up; checks what the model says.
+
+    Time runs from the chunk on that makes as many chunks as sequences. Of a larger batch, some prompts are computed later.
+    """
     params, best = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, **sampling), 0.0
     for turn in range(3):
         generator = torch.Generator().manual_seed(turn)
