@@ -270,6 +270,9 @@ def test_given_a_file_system_that_refuses_aligned_access_then_direct_access_does
     monkeypatch.setattr(os, call, refuse)
     assert not slab_module.supports_direct(tmp_path, readable)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    monkeypatch.undo()
+    monkeypatch.setattr(slab_module, "_O_DIRECT", 0)  # a system that does not know it
+    assert not slab_module.supports_direct(tmp_path, readable)
 
 
 # --- who may write -------------------------------------------------------------------------------------------------------

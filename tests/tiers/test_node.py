@@ -721,6 +721,7 @@ def test_given_a_size_that_cannot_be_then_it_is_refused(folder: Path, num_bytes:
         ("node:?bytes=5", "no option"),
         ("node:?timeout=0", "seconds"),
         ("node:?engine=" + "x" * 65, "1 to 64 bytes"),
+        ("node:?engine=", "1 to 64 bytes"),
         ("node:/" + "x" * 200, "too long"),
     ],
 )

@@ -13,10 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier  # noqa: E402
+from kvpool import (  # noqa: E402
+    KVCacheConfig,
+    KVCacheHandle,
+    KVCacheManager,
+    LayerSpec,
+    Retention,
+    Tier,
+    TokenRange,
+)
 from kvpool.scheduling import Request  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome  # noqa: E402
+from kvpool.tiers.contract import Worth  # noqa: E402
 from kvpool.tiers.model_tiers import OpenedTiers  # noqa: E402
 from kvpool.tiers.transport.block_keys import BlockKeys  # noqa: E402
 from kvpool.tiers.transport.fetching import Fetch  # noqa: E402
@@ -328,3 +337,18 @@ def test_given_a_transport_that_is_closed_then_what_was_offered_is_stored_and_it
     left = {thread for thread in threading.enumerate() if thread.name.startswith("kvpool-")} - before
     assert not left
     assert tier.medium in Tier
+
+
+def test_given_retention_then_tiers_are_told_the_priority_and_the_depth_of_each_block() -> None:
+    side = Side(MemoryTier(2**20), layers=(FULL,))
+    told: list[Worth] = []
+    storer: Any = side.transport.storer
+    store = storer.store
+    storer.store = lambda *given, worths: (told.extend(worths), store(*given, worths=worths))
+    for name, retention in (("a", None), ("b", Retention([TokenRange(0, 8, 80)]))):
+        handle = side.manager.allocate(name, [ord(name), *PROMPT[:11]], retention=retention)
+        side.manager.slot_mapping([handle], 0, 12)
+        side.manager.commit(handle)
+        side.store(handle)
+    assert told == [*(Worth(depth=depth) for depth in range(3)), Worth(80, 0), Worth(80, 1), Worth(depth=2)]
+    side.transport.close()
