@@ -178,6 +178,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.history.extend([_NO_TOKENS] * old)
         self.history_start.extend([0] * old)
         self.handles.extend([None] * old)
+        self.epoch += 1
 
     def ensure_columns(self, num_blocks: int) -> None:
         """Widens the tables so that a sequence of `num_blocks` fits."""
