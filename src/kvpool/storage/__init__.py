@@ -5,6 +5,7 @@ from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
 from kvpool.storage.memory import free_bytes, measure_budget
+from kvpool.storage.moving import TakenBlocks
 from kvpool.storage.states import StateSlots
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
@@ -20,6 +21,7 @@ __all__ = [
     "SlotStates",
     "StateLayout",
     "StateSlots",
+    "TakenBlocks",
     "Transfer",
     "TransferEngine",
     "free_bytes",
