@@ -537,6 +537,22 @@ def test_s3fifo_keeps_proven_runs_in_the_order_in_which_they_were_proven() -> No
     assert [run.fingerprint for run in evict_all(policy)] == [2, 0, 3, 1]
 
 
+def test_s3fifo_gives_a_proven_run_one_more_round_for_each_reuse_and_then_lets_it_go() -> None:
+    policy = S3FIFOPolicy()
+    for number in range(3):
+        policy.add(StandInRun(created=number, fingerprint=number))
+    evict_all(policy)
+    often, once, never = (StandInRun(created=10 + number, fingerprint=number) for number in range(3))
+    for run in (often, once, never):  # they come back
+        policy.add(run)
+    often.hits, once.hits = 2, 1
+    assert policy.victim() is never
+    policy.remove(never)
+    assert policy.victim() is once
+    policy.remove(once)
+    assert policy.victim() is often
+
+
 def test_arc_moves_its_target_by_the_blocks_of_a_run_and_by_how_much_the_other_ghosts_outnumber_its_own() -> None:
     policy = ARCPolicy()
     for number in range(9):  # 2 blocks each, the last three used again
@@ -569,6 +585,10 @@ def test_of_equal_age_the_cheap_shallow_run_goes_before_the_costly_ones() -> Non
     for run in (deep, longer, shallow):
         policy.add(run)
     assert policy.recompute_cost(shallow) < policy.recompute_cost(longer) < policy.recompute_cost(deep)
+    each = CostAwarePolicy(base_cost=2.0, depth_cost=0.5)  # the average over its blocks
+    assert (
+        each.recompute_cost(StandInRun(num_blocks=5, start=10)) == sum(2.0 + 0.5 * depth for depth in range(10, 15)) / 5
+    )
     assert evict_all(policy) == [shallow, longer, deep]
 
 

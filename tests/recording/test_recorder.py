@@ -66,6 +66,22 @@ def drive(manager: KVCacheManager, steps: int = 300) -> None:
             manager.free(finished)
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_given_the_name_of_a_compressed_file_then_the_recording_is_compressed_and_can_be_replayed(
+    tmp_path: Path, suffix: str
+) -> None:
+    if suffix == ".zst":
+        pytest.importorskip("zstandard")
+    path, manager = tmp_path / f"live.kvtrace{suffix}", make_manager()
+    with TraceRecorder(path).attach(manager) as recorder:
+        handle = manager.allocate("a", list(range(8)))
+        manager.commit(handle)
+        manager.free(handle)
+    assert recorder.stopped_because is None
+    assert path.read_bytes()[:2] == {"": b'{"', ".gz": b"\x1f\x8b", ".zst": b"\x28\xb5"}[suffix]
+    assert replay_recording(path).requests == 1
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"host_blocks": None}, {"eviction_policy": "s3fifo"}, {"num_groups": 2}, {"partial_match": False}]
 )
