@@ -130,7 +130,7 @@ class Generation:
         self._streams: dict[int, TextStream] = {}
         self._states: dict[int, GrammarState] = {}  # of samples whose params have a grammar
         self._answered: tuple[int, ...] = ()  # tokens that the grammar saw in the request that this one forks
-        self.failure: StepError | None = None  # of its grammar
+        self.failure: StepError | None = None  # of its grammar or a logits processor
         self._on_chunk = on_chunk
         self._on_end = on_end
         self._cancel = cancel
@@ -223,11 +223,13 @@ class Generation:
     def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> bool:
         """Adds new tokens to a sample. Returns whether a stop string or its grammar ends the text here.
 
-        Raises StepError if its grammar failed.
+        Raises StepError if its grammar or a logits processor failed.
         """
         sample = self.samples.setdefault(index, Sample(index))
         if sample.finish_reason is not None:
             return False
+        if self.failure is not None:
+            raise self.failure
         if self._first_token is None:
             self._first_token = time.monotonic()
             if self.scores is not None:

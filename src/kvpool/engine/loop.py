@@ -479,8 +479,8 @@ class EngineLoop:
             self._catch_up()
         for sequence in self.scheduler.decoding:
             generation = self._requests.generations.get(sequence.request.id)
-            if generation is None or generation.params.has_penalties or generation.params.grammar is not None:
-                continue  # penalties and grammars need each token
+            if generation is None or generation.params.needs_each_token:
+                continue
             guess = np.zeros(number, np.int32)
             if self.drafts is None:
                 guess = propose(self.scheduler.token_ids(sequence), number)

@@ -33,8 +33,10 @@ class SamplingParams:
     counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
     tokens for the same logits, whatever else is in the batch; None draws a random seed. The text ends before the first
     `stop` string. A `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when
-    it is complete. `logprobs` asks for the log probability of each token and of so many best ones, before any filter;
-    `prompt_logprobs` for those of the prompt's tokens.
+    it is complete. `logits_processors` are functions of transformers' form: they get the token ids [1, token] and scores
+    [1, vocabulary] of a sample and return new scores, behind penalties and before temperature. `logprobs` asks for the log
+    probability of each token and of so many best ones, before any filter; `prompt_logprobs` for those of the prompt's
+    tokens.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
     ('\\n\\n',)
@@ -55,6 +57,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True  # whether the text leaves out special tokens
     grammar: Grammar | None = None
+    logits_processors: Any = ()  # a function, or several
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of each token of the prompt; then the prompt reuses nothing cached
     n: int = 1
@@ -104,6 +107,11 @@ class SamplingParams:
         put(self, "logit_bias", bias)  # a copy of our own; a read-only view of it could not be pickled
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidArgumentError(f"grammar must be what Engine.json_grammar returns, got {show(self.grammar)}")
+        given = self.logits_processors
+        processors = (given,) if callable(given) else _items("logits_processors", given)
+        if not all(map(callable, processors)):
+            raise InvalidArgumentError(f"logits_processors must be functions, got {show(given)}")
+        put(self, "logits_processors", processors)
         if self.num_beams > 1:
             self._check_beams()
 
@@ -115,10 +123,11 @@ class SamplingParams:
             or self.prompt_logprobs is not None
             or self.logit_bias
             or self.grammar is not None
+            or self.logits_processors
         ):
             raise InvalidArgumentError(
                 f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
-                f"logit_bias, grammar and logprobs at their defaults"
+                f"logit_bias, grammar, logits_processors and logprobs at their defaults"
             )
         if self.n > self.num_beams:
             raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")
@@ -145,6 +154,11 @@ class SamplingParams:
         return (
             self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
+
+    @property
+    def needs_each_token(self) -> bool:
+        """Whether scores depend on all tokens before, so that no token can be guessed ahead."""
+        return self.has_penalties or self.grammar is not None or bool(self.logits_processors)
 
     @property
     def is_filtered(self) -> bool:

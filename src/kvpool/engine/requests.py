@@ -245,7 +245,7 @@ class RequestMaker:
 
 _INSTEAD = {  # arguments of transformers' `generate`
     "assistant_model": "Engine(draft=...) takes a draft model, Engine(draft_tokens=...) drafts without one",
-    "logits_processor": "SamplingParams has logit_bias, penalties and grammar",
+    "logits_processor": "write SamplingParams(logits_processors=[...])",
     "input_ids": "the first argument takes token ids",
     "pixel_values": "images=... takes images, and a prompt may be what the processor gave",
     "stopping_criteria": "SamplingParams has stop, stop_token_ids and max_new_tokens",

@@ -8,6 +8,7 @@ seed and of how many tokens it has sampled, so neither the rest of the batch nor
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvpool.engine.generation import Generation
 from kvpool.engine.grammar import num_words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import TokenLogprob
+from kvpool.errors import StepError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
@@ -152,15 +154,17 @@ def sample(
     mask: TokenMask | None = None,
     guesses: Guesses | None = None,
     chances: Tensor | None = None,
+    process: Callable[[Tensor], Tensor] | None = None,
 ) -> Sampled:
     """One token for each row of `logits` [rows, vocabulary].
 
     `uniforms` [rows] come from `uniforms_for`; they may be None if every row is greedy. If a row has penalties, `counts` has
     its counts, and `count_rows` says where. `mask` is for rows that may not choose every token. The rows of `guesses` take
-    these where they can, and need two more uniforms for each: `chances` [2, draft].
+    these where they can, and need two more uniforms for each: `chances` [2, draft]. `process` are logits processors.
     """
     scores = logits
-    if rows.num_logprobs is not None or not rows.greedy or rows.penalised or rows.bias_at is not None:
+    changed = rows.penalised or rows.bias_at is not None or process is not None
+    if rows.num_logprobs is not None or not rows.greedy or changed:
         scores = logits.float()
     raw = scores
     if rows.penalised:
@@ -168,6 +172,8 @@ def sample(
         scores = _penalise(scores, rows, counts, count_rows)
     if rows.bias_at is not None:
         scores = scores.index_put(rows.bias_at, rows.bias, accumulate=True)
+    if process is not None:
+        scores = process(scores)
     if mask is not None:
         scores = mask.applied(scores)
     tokens, distributions = _choose(scores, rows, uniforms)
@@ -272,8 +278,8 @@ def uniforms_for(seeds: npt.NDArray[np.uint64], steps: npt.NDArray[np.int64]) ->
     return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-class _Masked(NamedTuple):
-    """Samples of a sequence that may not choose every token."""
+class _Watched(NamedTuple):
+    """Samples of a sequence whose scores depend on its tokens: by a grammar, or by logits processors."""
 
     generation: Generation
     sample: int
@@ -289,7 +295,32 @@ class _Rows(NamedTuple):
     seeds: npt.NDArray[np.uint64]
     prompt_lengths: Int64Array
     lanes: Tensor
-    masked: tuple[_Masked, ...]
+    masked: tuple[_Watched, ...]  # by a grammar
+    processed: tuple[_Watched, ...] = ()  # by logits processors
+
+
+def _processed(processed: Sequence[_Watched], scores: Tensor) -> Tensor:
+    """The scores as the logits processors of some samples change them. If one fails, its request ends with the error."""
+    scores = scores.clone()
+    for each in processed:
+        generation = each.generation
+        if generation.has_ended(each.sample):
+            continue
+        answer = generation.samples[each.sample].token_ids if each.sample in generation.samples else []
+        tokens = np.append(generation.prompt.astype(np.int64), np.array(answer, np.int64))
+        ids = upload(tokens, scores.device).unsqueeze(0)
+        for row in range(each.first, each.first + each.repeat):
+            try:
+                given = scores[row : row + 1].clone()
+                for processor in generation.params.logits_processors:
+                    given = processor(ids, given)
+                scores[row : row + 1] = given
+            except Exception as error:
+                generation.failure = StepError(
+                    f"a logits processor of this request failed: {type(error).__name__}: {error}"
+                )
+                generation.failure.__cause__ = error
+    return scores
 
 
 class StepSampler:
@@ -321,14 +352,14 @@ class StepSampler:
     ) -> Sampled:
         """One token per sample of the plan, and one behind each draft. `generations` are keyed by request id.
 
-        A grammar needs all earlier tokens on the host. So `catch_up` is called first if there is one, while the device still
-        computes the logits.
+        A grammar and logits processors need all earlier tokens on the host. So `catch_up` is called first if there are any,
+        while the device still computes the logits.
         """
         rows = self._rows(plan, generations)
-        mask = None
-        if rows.masked:
+        if rows.masked or rows.processed:
             catch_up()
-            mask = self._mask(rows.masked)
+        mask = self._mask(rows.masked) if rows.masked else None
+        process = partial(_processed, rows.processed) if rows.processed else None
         if rows.source is not None:
             logits = logits.index_select(0, upload(rows.source, self._device))
         chances = None
@@ -337,7 +368,7 @@ class StepSampler:
             pair = [uniforms_for(seeds ^ salt, steps) for salt in _SALTS]
             chances = upload(np.stack(pair), self._device)
         drawing = self._uniforms(plan, rows), self._counts, rows.lanes, mask
-        sampled = sample(logits, rows.params, *drawing, guesses, chances)
+        sampled = sample(logits, rows.params, *drawing, guesses, chances, process)
         if self._counts is not None and rows.params.penalised:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
@@ -380,12 +411,15 @@ class StepSampler:
             within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
             source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within, 0)
         params: list[SamplingParams] = []
-        seeds, lengths, masked = [], [], []
+        seeds, lengths, masked, processed = [], [], [], []
         for row, repeat, draft in zip(chosen.tolist(), repeats.tolist(), drafts.tolist(), strict=True):
             sequence = plan.sequences[row]
             generation, index = generations[sequence.request.id], sequence.index
+            watched = _Watched(generation, index, len(params), repeat)
             if generation.params.grammar is not None:
-                masked.append(_Masked(generation, index, len(params), repeat))
+                masked.append(watched)
+            if generation.params.logits_processors:
+                processed.append(watched)
             params += [generation.params] * repeat
             lengths += [len(generation.prompt)] * repeat
             seeds += [seed_of(generation.seed, index + (0 if draft else number)) for number in range(repeat)]
@@ -396,9 +430,10 @@ class StepSampler:
             np.array(lengths, np.int64),
             upload(np.repeat(plan.lanes[chosen], repeats), self._device),
             tuple(masked),
+            tuple(processed),
         )
 
-    def _mask(self, masked: tuple[_Masked, ...]) -> TokenMask:
+    def _mask(self, masked: tuple[_Watched, ...]) -> TokenMask:
         """What the grammars of these samples allow now."""
         words = np.empty((len(masked), num_words(self._vocabulary)), np.int32)
         for at, each in enumerate(masked):
