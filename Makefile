@@ -47,7 +47,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -205,6 +205,9 @@ docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in b
 
 pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manager as it is now
 	@$(PY) tools/pool_picture.py $(ARGS)
+
+models: $(VENV)/.stamp-dev ## a tiny model of every family of transformers in the engine, beside generate; writes the table of docs/models.md (half an hour); ARGS="--only llama,bloom"
+	OMP_NUM_THREADS=1 $(PY) tools/families.py $(or $(ARGS),--write)
 
 fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000 --processes 4"
 	$(PY) tests/stateful/long_run.py $(ARGS)

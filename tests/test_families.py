@@ -1,0 +1,47 @@
+"""`make models`: the tool tries families and writes the table of docs/models.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("families", ROOT / "tools" / "families.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_family_is_equal_refused_or_not_tried(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--only", "llama,xglm,qwen4_exp_text", "--json"]) == 0
+    found = {each["family"]: each for each in json.loads(capsys.readouterr().out)["families"]}
+    assert found["llama"]["result"] == "equal"
+    assert (found["xglm"]["result"], "AttentionInterface" in found["xglm"]["reason"]) == ("refused", True)
+    assert found["qwen4_exp_text"]["result"] == "untried"
+
+
+def test_the_table_of_the_page_has_the_form_that_the_tool_writes(tool: ModuleType) -> None:
+    page = tool.PAGE.read_text(encoding="utf-8")
+    rows = page.partition(tool.BEGIN)[2].partition(tool.END)[0].strip()
+    assert tool.written(page, rows) == page
+    told = re.match(r"transformers \S+, torch \S+: (\d+) families, (\d+) of them served", rows)
+    assert told is not None
+    counts = {heading: int(count) for heading, count in re.findall(r"^\| (.*) \((\d+)\) \|", rows, re.MULTILINE)}
+    assert sum(counts.values()) == int(told[1])
+    assert sum(count for heading, count in counts.items() if heading.startswith("equal")) == int(told[2])
+    assert not any(heading.startswith("other tokens") for heading in counts)
