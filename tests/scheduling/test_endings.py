@@ -6,7 +6,7 @@ import pytest
 from support import add, make_engine, request
 from toy_engine import expected_output
 
-from kvpool import ReuseHint
+from kvpool import ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import FinishReason
@@ -148,6 +148,18 @@ def test_given_a_stop_string_when_the_engine_ends_one_sample_then_the_others_go_
     assert len(first.token_ids) == 6 > len(second.token_ids)
 
 
+def test_given_samples_that_the_engine_ends_one_by_one_then_the_last_brings_the_outputs() -> None:
+    engine = make_engine()
+    add(engine, request("r", 4, 6, n=2))
+    engine.step()
+    assert [sequence.index for sequence in engine.scheduler.decoding] == [0, 1]
+    assert engine.scheduler.finish("r", 1) is None
+    done = engine.scheduler.finish("r", 0)
+    assert done is not None
+    assert [output.reason for output in done.outputs] == [FinishReason.STOP] * 2
+    assert nothing_is_held(engine)
+
+
 def test_given_a_stop_string_when_the_engine_ends_the_request_then_it_gets_the_outputs_at_once() -> None:
     engine = make_engine(depth=2)
     add(engine, request("r", 4, 6))
@@ -216,3 +228,15 @@ def test_given_an_accepted_draft_before_a_stop_token_then_the_request_ends_by_it
     [done] = scheduler.complete(scheduler.step(), [8, 9], [2]).finished
     assert (done.reason, done.token_ids.tolist()) == (FinishReason.STOP, [7, 8, 9])
     assert sequence.handle is None
+
+
+def test_given_tenants_that_share_fairly_then_all_that_wait_are_listed() -> None:
+    engine = make_engine(policy="fair_share", max_sequences=1)
+    add(engine, *(request(f"{n}", 4, 3, first=20 * n, scope=ReuseScope(tenant=f"{n % 2}")) for n in range(4)))
+    assert sorted(sequence.request.id for sequence in engine.scheduler.waiting(9)) == ["0", "1", "2", "3"]
+    engine.drain()
+
+
+def test_given_something_else_for_a_flag_then_it_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgumentError, match="steered"):
+        request("a", 4, 3, steered=5)
