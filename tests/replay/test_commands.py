@@ -107,7 +107,9 @@ def test_given_tiers_then_each_stands_beside_its_optimum(tmp_path: Path, capsys:
     ids = [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4], [5, 6], [1, 2]]
     lines = [{"timestamp": n, "input_length": 32, "output_length": 1, "hash_ids": each} for n, each in enumerate(ids)]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert main(["replay", str(path), "--tiers", "gpu=2,host=2", "--json", "-", "--workers", "1"]) == 0
+    assert (
+        main(["replay", str(path), "--policy", "lru", "--tiers", "gpu=2,host=2", "--json", "-", "--workers", "1"]) == 0
+    )
     shown = capsys.readouterr()
     lru, optimum, _ = json.loads(shown.out)
     assert (lru["hit_blocks_gpu"], lru["hit_blocks_host"]) == (0, 0)
@@ -141,7 +143,8 @@ def test_given_a_model_whose_layers_keep_a_state_then_rules_for_checkpoints_stan
     path, model = tmp_path / "chat.jsonl", tmp_path / "config.json"
     write_trace(chat_trace, path)
     model.write_text(json.dumps(HYBRID))
-    command = ["replay", str(path), "--capacity", "200", "--model", str(model), "--workers", "1", "--no-bounds"]
+    command = ["replay", str(path), "--policy", "lru", "--capacity", "200", "--model", str(model), "--workers", "1"]
+    command.append("--no-bounds")
     assert main([*command, "--checkpoint-every", "none,64", "--gpu", "h200", "--json", "-"]) == 0
     shown = capsys.readouterr()
     rows = json.loads(shown.out)

@@ -39,13 +39,25 @@ def test_given_one_node_with_room_for_everything_then_it_is_the_infinite_cache(t
         assert result.index_blocks == len(set(talks.ids.tolist()))
 
 
-def test_given_more_nodes_than_a_cell_when_simulated_then_one_cell_gets_its_share_of_the_conversations(
-    talks: Trace,
-) -> None:
-    result = simulate_fleet(talks, FleetConfig(64, 500, cell=16))
-    assert result.cells == 4
-    assert 10 <= result.requests <= 100
+def test_given_more_nodes_than_a_cell_then_all_of_them_are_simulated_with_what_each_gets(talks: Trace) -> None:
+    config = FleetConfig(50, 500, cell=16)
+    assert [config.nodes_of(cell) for cell in range(4)] == [13, 13, 12, 12]
+    result = simulate_fleet(talks, config)
+    assert (result.cells, result.simulated_cells, result.requests) == (4, 4, 160)
+    assert result.busiest_cell_over_mean > 1.0
     assert 0.5 < result.share_of_ideal <= 1.0
+
+
+def test_given_many_cells_then_those_from_the_idlest_to_the_busiest_are_simulated(talks: Trace) -> None:
+    few = simulate_fleet(talks, FleetConfig(20, 500, "session", cell=1))
+    assert (few.cells, few.simulated_cells) == (20, 8)
+    assert few.requests < 160
+    crowded = TraceBuilder("one", unit=16)
+    for number in range(20):
+        crowded.add(number, [1, 2, 3, number + 9], 64, 1)
+    result = simulate_fleet(crowded.build(), FleetConfig(20, 500, "session", cell=1))
+    assert result.requests == 20, "the busiest cell is among them"
+    assert result.busiest_cell_over_mean == 20.0
 
 
 def test_given_prompts_longer_than_a_cache_then_their_beginning_is_served() -> None:
@@ -72,6 +84,7 @@ def test_given_the_command_then_it_prints_a_line_for_each_cluster_and_writes_jso
     options = ["--capacity", "500", "--routing", "prefix", "--json", str(figures)]
     assert main(["fleet", str(path), "--nodes", "2,4", *options]) == 0
     assert [row["nodes"] for row in json.loads(figures.read_text())] == [2, 4]
-    assert "ideal" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ideal     block hits, of those of one infinite cache" in printed
     assert main(["fleet", str(path), "--nodes", "many"]) == 2
     assert main(["fleet", str(path), "--capacity", "inf"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
+from kvpool.cli import main
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, write_trace
 from kvpool.replay.pictures import absent_pictures, all_pictures, sample_occupancy, save_pictures
 from kvpool.replay.report import render
 from kvpool.replay.runs import run_all
@@ -161,3 +163,42 @@ def test_cards_of_the_report_read_like_sentences_and_not_like_fields(report: str
     assert cards["tenants"] == "3"
     assert "True" not in cards.values()
     assert not {"name", "reuse known", "tokens per id"} & set(cards)
+
+
+def test_given_several_runs_then_the_picture_shows_the_one_of_the_headline() -> None:
+    loaded = synthesise(WorkloadModel(rate=2.0), 60, seed=2)
+    configs = [ReplayConfig("lru", size) for size in (400, 8, 40)]
+    page = render(loaded, run_all(loaded, configs, workers=1), configs)
+    assert "The best run, lru with 400 blocks" in page
+    assert "Policy lru, 400 blocks; those on the GPU" in page
+
+
+def test_given_prompts_that_share_nothing_then_replay_and_report_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = TraceBuilder("alone", unit=16)
+    for number in range(8):
+        trace.add(1000 * number, [3 * number, 3 * number + 1], 32, 4)
+    path = tmp_path / "alone.jsonl"
+    write_trace(trace.build(), path)
+    assert main(["replay", str(path), "--capacity", "4,8", "--report", str(tmp_path / "out.html")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No size finds anything" in printed
+    assert "adaptive" in printed, "what a manager uses is among the policies"
+    assert "No size finds anything" in (tmp_path / "out.html").read_text()
+
+
+def test_given_more_load_than_a_gpu_serves_then_replay_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = TraceBuilder("busy", unit=512)
+    for number in range(12):
+        trace.add(100 * number, [number, number + 100], 1024, 400)
+    path, model = tmp_path / "busy.jsonl", tmp_path / "config.json"
+    write_trace(trace.build(), path)
+    shape = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}
+    shape |= {"num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "torch_dtype": "bfloat16"}
+    model.write_text(json.dumps(shape))
+    options = ["--capacity", "8", "--model", str(model), "--gpu", "a100"]
+    assert main(["replay", str(path), *options]) == 0
+    assert "Overload in 2 of 2 runs" in " ".join(capsys.readouterr().out.split())

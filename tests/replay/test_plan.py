@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.replay.capacity_plan import PlanRequest, knee, make_plan
+from kvpool.replay.capacity_plan import PlanRequest, curve_sentence, knee, make_plan
 from kvpool.replay.costs import GPUS, costs_for, count_weights, find_gpu
 
 
@@ -257,6 +257,11 @@ def test_given_the_break_even_length_then_loading_wins_there_and_not_before() ->
 def test_given_a_curve_then_the_knee_is_where_it_bends() -> None:
     assert knee([1, 10, 100, 1000], [0.1, 0.4, 0.42, 0.43]) == 10
     assert knee([1, 10], [0.3, 0.3]) == 1
+    assert knee([72, 300, 1200, 5000], [0.01, 0.03, 0.08, 0.23]) is None, "it bends upwards"
+    assert knee([1, 10, 100], [0.1, 0.2, 0.3]) is None
+    assert "no knee yet: from 1 to 100 blocks" in curve_sentence([1, 10, 100], [0.1, 0.2, 0.5])
+    assert "No size finds anything" in curve_sentence([1, 10], [0.0, 0.0])
+    assert curve_sentence([1, 10, 100], [0.1, 0.4, 0.42]) == ""
     with pytest.raises(InvalidArgumentError):
         knee([], [])
 

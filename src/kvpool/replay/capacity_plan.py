@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,10 +282,17 @@ def _break_even(token: float, pair: float, latency: float, load: float) -> float
     return max(1.0, float(-(-(-gain + root**0.5) // pair)))
 
 
-def knee(capacities: list[int], ratios: list[float]) -> int:
+_BEND = 0.05  # of the rise: a curve that lies no higher above the line between its ends has no knee
+
+
+def knee(capacities: Sequence[int], ratios: Sequence[float]) -> int | None:
     """The capacity after which more gains little: the point farthest above the line from the first to the last point.
 
-    Capacities count by their logarithm. With a flat curve the smallest is the answer.
+    Capacities count by their logarithm. With a flat curve the smallest is the answer. None: the curve is straight or bends
+    upwards, so that more still gains as much as before.
+
+    >>> knee([1, 10, 100], [0.1, 0.4, 0.45]), knee([1, 10, 100], [0.1, 0.2, 0.5])
+    (10, None)
     """
     from math import log
 
@@ -298,10 +305,11 @@ def knee(capacities: list[int], ratios: list[float]) -> int:
         (ratio - ratios[0]) / height - log(size / capacities[0]) / width
         for size, ratio in zip(capacities, ratios, strict=True)
     ]
-    return capacities[max(range(len(above)), key=above.__getitem__)]
+    highest = max(range(len(above)), key=above.__getitem__)
+    return capacities[highest] if above[highest] > _BEND else None
 
 
-def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[str, int]:
+def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[str, int | None]:
     """The knee of the part of a hit curve that fits on the GPU, and of the rest, which lower tiers would hold.
 
     >>> knees([1, 2, 4, 8, 16, 32], [0.1, 0.3, 0.31, 0.32, 0.6, 0.61], gpu_blocks=8)
@@ -310,11 +318,23 @@ def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[s
     points = list(zip(capacities, ratios, strict=True))
     on_gpu = [point for point in points if point[0] <= gpu_blocks]
     behind = [point for point in points if point[0] >= (on_gpu[-1][0] if on_gpu else 0)]
-    found: dict[str, int] = {}
+    found: dict[str, int | None] = {}
     for where, part in (("on the GPU", on_gpu), ("with lower tiers", behind)):
         if len(part) > 1 or (part and not found):
             found[where] = knee([size for size, _ in part], [ratio for _, ratio in part])
     return found
+
+
+def curve_sentence(capacities: Sequence[int], ratios: Sequence[float]) -> str:
+    """What a hit curve says, if that is not where its knee is: that nothing is shared, or that there is no knee yet."""
+    if not any(ratios):
+        return "No size finds anything: no prompt begins with blocks of one before it."
+    if len(capacities) > 2 and knee(capacities, ratios) is None:
+        return (
+            f"There is no knee yet: from {capacities[0]:,} to {capacities[-1]:,} blocks, more memory finds more "
+            f"({ratios[0]:.1%} to {ratios[-1]:.1%})."
+        )
+    return ""
 
 
 def _gb(size: float) -> str:

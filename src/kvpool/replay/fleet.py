@@ -1,7 +1,8 @@
 """Replays a workload on a whole cluster: real managers, their events, the real index and router; only time is simulated.
 
-Nodes form cells of up to 64, each with an index and a router. Cells share nothing, so one cell is simulated for all of them.
-It gets its share of the conversations. Its hits are compared with those of one infinite cache that sees everything.
+Nodes form cells of up to 64, each with an index and a router. A hash sends conversations to cells, so some cells get more
+than others. Up to `MOST_CELLS` are simulated, from the one with the least to the one with the most to do. Their hits are
+compared with those of one infinite cache that sees everything.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvpool.replay.trace import Trace, TraceRequest
 
 ROUTINGS = ("prefix", "session", "round-robin")
 _HASH_BYTES, _TOKEN_BYTES = 9, 5  # of a number on the wire, at most
+MOST_CELLS = 8  # that are simulated
 _LEADING = 3  # first ids, which tell conversations apart if the trace does not name them
 
 
@@ -58,25 +60,31 @@ class FleetConfig:
         """Cells of the cluster."""
         return ceil_div(self.nodes, self.cell)
 
+    def nodes_of(self, cell: int) -> int:
+        """Nodes of a cell: all cells have as many, or one more."""
+        return self.nodes // self.num_cells + (cell < self.nodes % self.num_cells)
+
 
 @dataclass
 class FleetResult:
-    """What one cell of a cluster reused, compared with one infinite cache for the cluster, and the work of the router."""
+    """What cells of a cluster reused, compared with one infinite cache for the cluster, and the work of their routers."""
 
     trace: str
     routing: str
     nodes: int
     cells: int
     capacity: int
-    requests: int  # of this cell
+    simulated_cells: int
+    requests: int  # of these cells
     requested_blocks: int
     hit_blocks: int
     ideal_blocks: int  # hits of one infinite cache for the whole cluster
     share_of_ideal: float
-    index_blocks: int
+    index_blocks: int  # of one cell, on average
     index_bytes: int
     event_bytes_per_second: float  # of one node, at most
-    busiest_over_mean: float  # requests of the busiest node over those of the mean
+    busiest_over_mean: float  # requests of the busiest simulated node over those of the mean
+    busiest_cell_over_mean: float  # blocks that the busiest of all cells is asked for, over those of the mean
     mean_seconds_to_first_token: float  # if a node computes one prompt after the other
     p95_seconds_to_first_token: float
     decisions_per_second: float | None  # of CPU time; None where no router decides
@@ -87,7 +95,7 @@ class FleetResult:
 
 
 def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], None] | None = None) -> FleetResult:
-    """Runs the requests of the first cell. Those of other cells count only for the ideal.
+    """Runs the requests of some cells. Those of other cells count only for the ideal.
 
     >>> from kvpool.replay.trace import TraceBuilder
     >>> trace = TraceBuilder("tiny", unit=16).add(0, [1, 2], 32, 0).add(9e3, [1, 2, 3], 48, 0).build()
@@ -96,7 +104,7 @@ def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], 
     """
     if not trace.reuse_known:
         raise TraceError(f"{trace.name} has lengths only: what its prompts share is not known")
-    return _Cell(trace, config).run(progress)
+    return _Fleet(trace, config).run(progress)
 
 
 class _FleetNode:
@@ -137,62 +145,33 @@ def _weights(unit: int) -> RoutingConfig:
 
 
 class _Cell:
-    def __init__(self, trace: Trace, config: FleetConfig) -> None:
+    """Some nodes with their index and their router."""
+
+    def __init__(self, trace: Trace, config: FleetConfig, cell: int) -> None:
         self.trace, self.config = trace, config
         self.now = 0.0
         self.index = ClusterIndex(1, seed=1)
         self.router = Router(self.index, _weights(trace.unit), clock=lambda: self.now)
-        self.nodes = [_FleetNode(config, lambda: self.now) for _ in range(min(config.cell, config.nodes))]
+        self.nodes = [_FleetNode(config, lambda: self.now) for _ in range(config.nodes_of(cell))]
         self.places: dict[Hashable, int] = {number: number for number in range(len(self.nodes))}
         for name in self.places:
             self.router.add_node(name)
         self.due: list[tuple[float, int, Callable[[], object]]] = []
         self.serials = count()
-        self.seen: set[int] = set()
         self.decision_seconds = 0.0
         self.waits: list[float] = []
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         heappush(self.due, (self.now + seconds, next(self.serials), call))
 
-    def run(self, progress: Callable[[int], None] | None) -> FleetResult:
-        hit = ideal = requested = num_own = 0
-        for number, request in enumerate(self.trace):
-            self.now = max(self.now, request.timestamp / 1000)
-            while self.due and self.due[0][0] <= self.now:
-                heappop(self.due)[2]()
-            ids = request.ids
-            known = self._num_seen(ids)
-            if self._cell_of(request) == 0 and len(ids):
-                num_own += 1
-                requested += len(ids)
-                ideal += known
-                hit += self._served(number, request)
-            if progress is not None:
-                progress(1)
-        while self.due:
+    def goes_on(self, now: float) -> None:
+        """Time passes: what is due happens."""
+        self.now = max(self.now, now)
+        while self.due and self.due[0][0] <= self.now:
             heappop(self.due)[2]()
-        return self._result(hit, ideal, requested, num_own)
 
-    def _num_seen(self, ids: Int32Array) -> int:
-        """How many of the first blocks were in an earlier prompt."""
-        known = 0
-        for block in ids.tolist():
-            if block not in self.seen:
-                break
-            known += 1
-        self.seen.update(ids.tolist())
-        return known
-
-    def _cell_of(self, request: TraceRequest) -> int:
-        return self._hash(request) % self.config.num_cells
-
-    @staticmethod
-    def _hash(request: TraceRequest) -> int:
-        name = request.session.encode() if request.session else request.ids[:_LEADING].tobytes()
-        return zlib.crc32(name)
-
-    def _served(self, number: int, request: TraceRequest) -> int:
+    def serve(self, number: int, request: TraceRequest) -> int:
+        """Serves a request; returns how many of its blocks were cached."""
         config, route = self.config, None
         if config.routing == "prefix":
             started = time.thread_time()
@@ -200,7 +179,7 @@ class _Cell:
             self.decision_seconds += time.thread_time() - started
             at = self.places[route.node]
         elif config.routing == "session":
-            at = self._hash(request) // config.num_cells % len(self.nodes)
+            at = _hash(request) // config.num_cells % len(self.nodes)
         else:
             at = number % len(self.nodes)
         hits, events = self.nodes[at].serve(number, request.ids)
@@ -218,29 +197,80 @@ class _Cell:
             self.later(first, route.first_token)
             self.later(first + num_output / config.decode_tokens_per_second, route.end)
 
-    def _result(self, hit: int, ideal: int, requested: int, num_own: int) -> FleetResult:
-        config, stats = self.config, self.index.stats()
-        seconds = max(self.trace.duration, 1e-9)
-        unit = self.trace.unit
-        stored = sum(node.num_stored for node in self.nodes) * (_HASH_BYTES + _TOKEN_BYTES * unit)
-        removed = sum(node.num_removed for node in self.nodes) * _HASH_BYTES
-        busiest = max(node.num_requests for node in self.nodes)
+
+class _Fleet:
+    """The simulated cells of a cluster, and all blocks that it was asked for."""
+
+    def __init__(self, trace: Trace, config: FleetConfig) -> None:
+        self.trace, self.config = trace, config
+        self.loads = np.zeros(config.num_cells, np.int64)
+        for request in trace:
+            self.loads[_hash(request) % config.num_cells] += len(request.ids)
+        places = np.linspace(0, config.num_cells - 1, min(MOST_CELLS, config.num_cells)).round().astype(int)
+        chosen = np.argsort(self.loads, kind="stable")[places].tolist()
+        self.cells = {cell: _Cell(trace, config, cell) for cell in chosen}
+        self.seen: set[int] = set()
+
+    def run(self, progress: Callable[[int], None] | None) -> FleetResult:
+        """Serves all requests of the simulated cells, in the order of their arrival."""
+        hit = ideal = requested = 0
+        for number, request in enumerate(self.trace):
+            ids = request.ids
+            known = self._num_seen(ids)
+            cell = self.cells.get(_hash(request) % self.config.num_cells)
+            if cell is not None and len(ids):
+                cell.goes_on(request.timestamp / 1000)
+                requested += len(ids)
+                ideal += known
+                hit += cell.serve(number, request)
+            if progress is not None:
+                progress(1)
+        for cell in self.cells.values():
+            cell.goes_on(float("inf"))
+        return self._result(hit, ideal, requested)
+
+    def _num_seen(self, ids: Int32Array) -> int:
+        """How many of the first blocks were in an earlier prompt."""
+        known = 0
+        for block in ids.tolist():
+            if block not in self.seen:
+                break
+            known += 1
+        self.seen.update(ids.tolist())
+        return known
+
+    def _result(self, hit: int, ideal: int, requested: int) -> FleetResult:
+        config, cells = self.config, list(self.cells.values())
+        nodes = [node for cell in cells for node in cell.nodes]
+        waits = np.array([wait for cell in cells for wait in cell.waits])
+        sizes = [cell.index.stats() for cell in cells]
+        stored = sum(node.num_stored for node in nodes) * (_HASH_BYTES + _TOKEN_BYTES * self.trace.unit)
+        removed = sum(node.num_removed for node in nodes) * _HASH_BYTES
+        deciding = sum(cell.decision_seconds for cell in cells)
         return FleetResult(
             self.trace.name,
             config.routing,
             config.nodes,
             config.num_cells,
             config.capacity,
-            num_own,
+            len(cells),
+            len(waits),
             requested,
             hit,
             ideal,
             hit / ideal if ideal else 1.0,
-            stats.num_blocks,
-            stats.num_bytes,
-            (stored + removed) / seconds / len(self.nodes),
-            busiest * len(self.nodes) / max(num_own, 1),
-            float(np.mean(self.waits)) if self.waits else 0.0,
-            float(np.percentile(self.waits, 95)) if self.waits else 0.0,
-            num_own / self.decision_seconds if self.decision_seconds else None,
+            round(float(np.mean([size.num_blocks for size in sizes]))),
+            round(float(np.mean([size.num_bytes for size in sizes]))),
+            (stored + removed) / max(self.trace.duration, 1e-9) / len(nodes),
+            max(node.num_requests for node in nodes) * len(nodes) / max(len(waits), 1),
+            float(self.loads.max() / max(self.loads.mean(), 1e-9)) if self.loads.any() else 1.0,
+            float(waits.mean()) if len(waits) else 0.0,
+            float(np.percentile(waits, 95)) if len(waits) else 0.0,
+            len(waits) / deciding if deciding else None,
         )
+
+
+def _hash(request: TraceRequest) -> int:
+    """What sends a conversation to a cell, and to a node if it is routed by session."""
+    name = request.session.encode() if request.session else request.ids[:_LEADING].tobytes()
+    return zlib.crc32(name)

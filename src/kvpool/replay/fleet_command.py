@@ -35,7 +35,7 @@ def fleet(
     \b
     kvpool fleet TRACE --nodes 16,100 --capacity 2k --routing prefix,round-robin
 
-    Above 64 nodes the cluster is made of cells, of which one is simulated. See docs/cluster.md.
+    Above 64 nodes the cluster is made of cells, of which up to eight are simulated. See docs/cluster.md.
     """
     out = console(to_stderr=json == "-")
     check_files(json)
@@ -67,11 +67,22 @@ def _count(text: str) -> int:
         raise InvalidArgumentError(f"--nodes takes numbers, as 16,100; got {text!r}") from None
 
 
+_LEGEND = """\
+blocks    of each node's cache
+ideal     block hits, of those of one infinite cache for all nodes
+ttft, p95 seconds until a prompt is computed: mean, and 95 % of them
+node      requests of the busiest node, over the mean
+cell      blocks that the busiest cell is asked for, over the mean
+MiB       the index of a cell
+kB/s      events of a node
+dec/s     decisions of a router, per second of CPU time"""
+
+
 def _print_table(out: Any, results: list[FleetResult]) -> None:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    titles = ("nodes", "cells", "blocks", "routing", "ideal", "ttft", "p95", "busiest", "MiB", "kB/s", "decide/s")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    titles = ("nodes", "cells", "blocks", "routing", "ideal", "ttft", "p95", "node", "cell", "MiB", "kB/s", "dec/s")
     for title in titles:
         table.add_column(title, justify="left" if title == "routing" else "right")
     for result in results:
@@ -85,8 +96,10 @@ def _print_table(out: Any, results: list[FleetResult]) -> None:
             f"{result.mean_seconds_to_first_token:.2f}",
             f"{result.p95_seconds_to_first_token:.2f}",
             f"{result.busiest_over_mean:.2f}",
+            f"{result.busiest_cell_over_mean:.2f}",
             f"{result.index_bytes / 2**20:.1f}",
             f"{result.event_bytes_per_second / 1000:.1f}",
             decided,
         )
     out.print(table)
+    out.print(_LEGEND, style="dim")

@@ -14,8 +14,7 @@ from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
-from kvpool.replay.bounds import MODELS
-from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run, replay
 from kvpool.replay.trace import Trace, footprint, reuses, working_set
 
 SUNBURST_DEPTH = 5
@@ -78,7 +77,8 @@ def reuse_distances(trace: Trace) -> Any:
     axes.set_xscale("log")
     axes.set_xlabel("distance to the use before")
     axes.set_ylabel("fraction of reuses")
-    figure.legend(frameon=False, loc="outside upper center", ncols=4)
+    if axes.lines:
+        figure.legend(frameon=False, loc="outside upper center", ncols=4)
     return figure
 
 
@@ -220,8 +220,9 @@ def all_pictures(trace: Trace, results: Sequence[ReplayResult], configs: Sequenc
             f"Grey: all beyond the {SUNBURST_CHILDREN} most frequent; white: prompts that share no more."
         )
         pictures.append(Picture("Tree of prompts", caption, lambda: sunburst(trace)))
-    real = [config for config in configs if config.capacity is not None and config.policy not in MODELS]
-    return pictures + (_occupancy_pictures(trace, real[len(real) // 2]) if real else [])
+    best = best_run(results)
+    shown = [config for result, config in zip(results, configs, strict=False) if result is best]
+    return pictures + [picture for config in shown for picture in _occupancy_pictures(trace, config)]
 
 
 def _occupancy_pictures(trace: Trace, config: ReplayConfig) -> list[Picture]:

@@ -10,7 +10,7 @@ import typer
 
 from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make_plan
+from kvpool.replay.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, curve_sentence, knees, make_plan
 from kvpool.replay.command_options import load_trace
 from kvpool.replay.costs import GPUS
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
@@ -129,28 +129,36 @@ def _curve(out: Any, loaded: Trace, config: ReplayConfig, made: Plan, lower: dic
     with progress_bar("hit curve", len(capacities)) as advance:
         results = run_all(loaded, [replace(config, capacity=size) for size in capacities], progress=advance)
     ratios = [result.hit_ratio for result in results]
-    best = knees(capacities, ratios, int(made.numbers["kv_budget_bytes"]) // block_bytes)
+    gpu_blocks = int(made.numbers["kv_budget_bytes"]) // block_bytes
+    best = knees(capacities, ratios, gpu_blocks) if any(ratios) else {}
     for size, ratio in zip(capacities, ratios, strict=True):
         notes = [marks[size]] if size in marks else []
         notes += [f"knee, {where}" for where, found in best.items() if found == size]
         mark = f"  ◄ {'; '.join(notes)}" if notes else ""
         out.print(f"{size:>12,} blocks {size * block_bytes / GIB:>10,.1f} GiB  {ratio:7.4f}{mark}")
     found = dict(zip(capacities, ratios, strict=True))
-    for where, size in best.items():
-        out.print(
-            f"{loaded.name}, {where}: {size:,} blocks of {unit} tokens ({size * block_bytes / GIB:,.1f} GiB in all) find "
-            f"{found[size]:.1%} of the blocks; more buys little there. Live requests need their room beside it.",
-            style="bold",
-        )
+    for where, knee_size in best.items():
+        size = max(_part(capacities, where, gpu_blocks)) if knee_size is None else knee_size
+        words = f"{size:,} blocks of {unit} tokens ({size * block_bytes / GIB:,.1f} GiB in all) find {found[size]:.1%} of the"
+        what = "no knee yet, more finds more up to" if knee_size is None else "the knee is at"
+        last = "" if knee_size is None else "; more buys little there"
+        out.print(f"{loaded.name}, {where}: {what} {words} blocks{last}.", style="bold")
+    out.print(curve_sentence(capacities, ratios) if not any(ratios) else "Live requests need their room beside it.")
+    known = next((size for size in best.values() if size is not None), None)
     return {
         "name": loaded.name,
         "policy": config.policy,
         "curve": [{"capacity": size, "bytes": size * block_bytes, "hit_ratio": found[size]} for size in capacities],
         "tiers": {name: {"capacity": size, "hit_ratio": found[size]} for size, name in marks.items()},
         "knees": best,
-        "knee": next(iter(best.values())),
-        "knee_bytes": next(iter(best.values())) * block_bytes,
+        "knee": known,
+        "knee_bytes": None if known is None else known * block_bytes,
     }
+
+
+def _part(capacities: list[int], where: str, gpu_blocks: int) -> list[int]:
+    """The sizes of a part of the curve, as `knees` divides it."""
+    return [size for size in capacities if size <= gpu_blocks] if where == "on the GPU" else capacities
 
 
 def _tier_sizes(made: Plan, lower: dict[str, int], block_bytes: int, most: int) -> dict[int, str]:

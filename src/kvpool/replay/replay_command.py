@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from kvpool.config import GroupKind
+from kvpool.config import GroupKind, KVCacheConfig
 from kvpool.config.cache_config import OBJECTIVES, check_host_write, check_objective
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
 from kvpool.replay import command_options as opt
 from kvpool.replay.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
+from kvpool.replay.capacity_plan import curve_sentence
 from kvpool.replay.command_options import load_trace, parse_capacities, parse_checkpoints, parse_tiers
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.runs import map_over, run_all
@@ -78,7 +79,7 @@ def replay(
     if exact:
         _exact(trace, policy, json, csv, out)
         return
-    sizes = _sizes(policy or "lru", capacity, tiers, host_write, objective)
+    sizes = _sizes(policy or _USUAL_POLICIES, capacity, tiers, host_write, objective)
     machine = _machine(model, kv_dtype, gpu, costs)
     rules = _rules(checkpoint_every, machine)
     started = time.perf_counter()
@@ -91,6 +92,8 @@ def replay(
         _add_serving(rows, loaded, configs, machine, speed, (slo_ttft, slo_tpot), workers, quiet)
     if not quiet:
         _print_tables(out, loaded, results, rows, time.perf_counter() - started)
+        for sentence in _remarks(loaded, results, rows, speed):
+            out.print(sentence, style="bold")
     if csv is not None:
         write_csv(csv, rows)
     if json is not None:
@@ -317,6 +320,37 @@ def _print_tables(
     served = [(result, row) for result, row in zip(results, rows, strict=True) if "ttft_p50" in row]
     if served:
         out.print(_serving_table(served))
+
+
+_USUAL_POLICIES = f"lru,{KVCacheConfig.eviction_policy}"  # the second one is what a manager uses
+_OVERLOAD = 0.1  # of the time in which the trace arrives
+
+
+def _remarks(trace: Trace, results: list[ReplayResult], rows: list[dict[str, Any]], speed: float) -> list[str]:
+    """What the numbers mean where they could be misread: nothing is shared, there is no knee, the GPU is overloaded."""
+    found = []
+    for label in dict.fromkeys(result.label for result in results if not result.bound):
+        points = sorted(
+            (result.capacity, result.hit_ratio)
+            for result in results
+            if result.label == label and result.capacity is not None
+        )
+        sentence = curve_sentence(*zip(*points, strict=True)) if points else ""
+        if sentence:
+            found.append(sentence if not any(ratio for _, ratio in points) else f"{label}: {sentence}")
+    arriving = trace.duration / speed
+    late = [
+        row
+        for row in rows
+        if row.get("simulated_seconds", 0.0) > (1 + _OVERLOAD) * arriving and row["ttft_p90"] > _OVERLOAD * arriving
+    ]
+    if late:
+        most, served = max(row["simulated_seconds"] for row in late), sum("ttft_p50" in row for row in rows)
+        found.append(
+            f"Overload in {len(late)} of {served} runs: requests arrive in {arriving:,.0f} s and take up to {most:,.0f} s to "
+            "serve, so waiting times say how long the trace is. Lower --speed, or use more GPUs."
+        )
+    return list(dict.fromkeys(found))
 
 
 def _serving_table(served: list[tuple[ReplayResult, dict[str, Any]]]) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.bounds import FLAT_FIFO, INFINITE
+from kvpool.replay.capacity_plan import curve_sentence
 from kvpool.replay.pictures import absent_pictures, all_pictures, to_svg
-from kvpool.replay.simulate import ReplayConfig, ReplayResult
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run
 from kvpool.replay.trace import Trace, summary
 
 _STYLE = """
@@ -58,6 +59,7 @@ def render(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
         f"<p>{escape(_sentence(trace, results))}</p>",
+        _curve_remark(results),
         _facts(summary(trace)),
         "".join(f"<p>Note: {escape(text)}</p>" for text in trace.problems.sentences()),
         "<h2>Hit ratio</h2>",
@@ -84,16 +86,25 @@ def render(
 
 
 def _sentence(trace: Trace, results: Sequence[ReplayResult]) -> str:
-    policies = [result for result in results if not result.bound and result.capacity is not None]
-    if not policies:
+    best = best_run(results)
+    if best is None:
         return f"{len(trace):,} requests."
-    best = max(policies, key=lambda result: (result.hit_ratio, -(result.capacity or 0)))
     saved = best.hit_tokens / max(best.requested_tokens, 1)
     return (
         f"{len(trace):,} requests asked for {best.requested_blocks:,} blocks of {best.block_size} tokens. "
         f"The best run, {best.policy} with {best.capacity:,} blocks, found {best.hit_ratio:.1%} of them in the cache "
         f"and saved {saved:.1%} of the prompt tokens."
     )
+
+
+def _curve_remark(results: Sequence[ReplayResult]) -> str:
+    """That nothing is shared, or that the curve of the best policy has no knee; empty if neither is so."""
+    best = best_run(results)
+    points = sorted(
+        (r.capacity, r.hit_ratio) for r in results if best and r.label == best.label and r.capacity is not None
+    )
+    sentence = curve_sentence(*zip(*points, strict=True)) if points else ""
+    return f"<p>{escape(sentence)}</p>" if sentence else ""
 
 
 def _facts(figures: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ the steps that the manager asks for, so hits end at checkpoints.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -418,3 +418,9 @@ def totals(
         "saved_ratio": seconds / of_all if of_all else 0.0,
         "hits": hits,
     }
+
+
+def best_run(results: Sequence[ReplayResult]) -> ReplayResult | None:
+    """The run of a policy that found most; of equals, that with the least memory. None if only bounds were run."""
+    real = [result for result in results if not result.bound and result.capacity is not None]
+    return max(real, key=lambda result: (result.hit_ratio, -(result.capacity or 0)), default=None)
