@@ -53,7 +53,7 @@ def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
             "requests": [],
             "position": 1,
         },
-        **{"hint": ReuseHint("stop")},
+        **{"hint": ReuseHint("stop"), "media": {0: Tier.DISK}},
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.checks import as_count, as_duration
+from kvpool.checks import as_count, as_duration, show
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
@@ -109,7 +109,12 @@ class CacheUpkeep:
         """Counts blocks of a prompt as found where they came from, such as a disk. They were put on the GPU for this request
         just before it was admitted, so it found them there.
         """
+        if not isinstance(media, Mapping) or not all(
+            isinstance(block, int) and block >= 0 and isinstance(tier, Tier) for block, tier in media.items()
+        ):
+            raise InvalidArgumentError(f"media must map numbers of blocks to tiers, got {show(media)}")
         with self._guard.query:
+            self._state.any_row_of(handle)
             counters, size = self._state.counters, self._state.config.block_size
             for block, tier in media.items():
                 num_tokens = min(size, handle.num_cached_tokens - block * size)
