@@ -130,11 +130,11 @@ def fails_later(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third step, and those after it, fail."""
     run, steps = engine._loop.runner.run, []
 
-    def broken(*given: Any) -> Any:
+    def broken(*given: Any, **options: Any) -> Any:
         steps.append(given)
         if len(steps) > 2:
             raise RuntimeError("the device is on fire")
-        return run(*given)
+        return run(*given, **options)
 
     monkeypatch.setattr(engine._loop.runner, "run", broken)
 

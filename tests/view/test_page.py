@@ -191,12 +191,13 @@ def test_given_keyed_tiers_then_the_page_shows_how_full_they_are_and_who_filled_
 def test_given_a_large_pool_of_which_little_is_used_then_the_used_blocks_are_large_and_the_others_a_number(
     browser: Chromium,
 ) -> None:
-    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=7000)
+    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=7000, host_blocks=300)
     manager = KVCacheManager(config)
     manager.allocate(("r", 0), list(range(40)))
     with serve(manager, port=0, rate=25.0) as view:
         page = browser.open(view.url, width=2560, height=1300)
         page.until("kvpool.drawn.frames && kvpool.grids.get('GPU/0').grid.blocks == 64")
+        assert page.value("kvpool.grids.get('HOST/0').grid.blocks") == 64, "an empty pool is there, too"
         assert page.value("kvpool.grids.get('GPU/0').grid.cell") == 40
         words = "10 in use · 0 cached · 6,990 free, 6,936 of them not drawn"
         page.until(f"document.querySelector('.pool .count').textContent === '{words}'")

@@ -11,7 +11,7 @@ const FEWEST = 64;
 export function drawnBlocks(high, before) {
   let used = high.length;
   while (used > 0 && stateOf(high[used - 1]) === FREE) used--;
-  if (used <= before && 4 * used >= before) return before;
+  if (before && used <= before && 4 * used >= before) return before;
   let count = FEWEST;
   while (count < used * 1.1) count = Math.ceil(count * 1.4);
   return Math.min(high.length, count);
