@@ -15,6 +15,8 @@ VLLM_PYTHON = $(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python)
 RAY_VENV ?= $(HOME)/.cache/kvpool/ray-2.60
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 LMCACHE_SITE ?= $(HOME)/.cache/kvpool/lmcache-0.5.6
+TRANSFORMERS ?= 5.23.0
+TRANSFORMERS_SITE ?= $(HOME)/.cache/kvpool/transformers-$(TRANSFORMERS)
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 
@@ -47,7 +49,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core test-transformers test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -205,6 +207,12 @@ docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in b
 
 pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manager as it is now
 	@$(PY) tools/pool_picture.py $(ARGS)
+
+# Its package lies beside .venv and stands before the one there; what it needs besides is that of .venv.
+test-transformers: $(VENV)/.stamp-dev ## the tests of models and of the engine with another transformers: TRANSFORMERS=5.22.0
+	@[ -e $(TRANSFORMERS_SITE)/transformers ] || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(TRANSFORMERS_SITE) transformers==$(TRANSFORMERS) || $(PIP_FAILED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRANSFORMERS_SITE) $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal tests/model tests/engine $(ARGS)
 
 models: $(VENV)/.stamp-dev ## a tiny model of every family of transformers in the engine, beside generate; writes the table of docs/models.md (half an hour); ARGS="--only llama,bloom"
 	OMP_NUM_THREADS=1 $(PY) tools/families.py $(or $(ARGS),--write)
