@@ -97,11 +97,11 @@ def test_given_a_long_prompt_then_others_have_its_chunks_while_the_rest_is_compu
     with make(store) as first, make(store) as second:
         run, num_steps = first._loop.runner.run, 0
 
-        def run_slowly(*arguments: Any) -> Any:
+        def run_slowly(*arguments: Any, **options: Any) -> Any:
             nonlocal num_steps
             num_steps += 1
             assert num_steps < 3 or one_came.wait(SECONDS)  # the third chunk, when the other engine has the first
-            return run(*arguments)
+            return run(*arguments, **options)
 
         def on_progress(num_tokens: int) -> None:
             heard.append(num_tokens)

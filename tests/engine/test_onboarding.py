@@ -73,9 +73,9 @@ class SlowLink:
             self.num_steps += 1
             step()
 
-        def noted_run(plan: Any, token_ids: Any) -> Any:
+        def noted_run(plan: Any, *rest: Any, **options: Any) -> Any:
             self.rows.append([sequence.request.id for sequence in plan.sequences])
-            return run(plan, token_ids)
+            return run(plan, *rest, **options)
 
         transfers._start = slow_start  # type: ignore[method-assign]
         loop.step = counted_step  # type: ignore[method-assign]
