@@ -126,6 +126,16 @@ def test_given_a_way_of_colouring_when_it_is_chosen_then_the_grid_has_the_colour
     page.until("new Set(kvpool.grids.get('GPU/0').grid.pixels).size >= 3")
 
 
+def test_given_a_way_of_colouring_that_was_chosen_before_the_script_ran_then_it_counts(page: Page) -> None:
+    chosen = (
+        "const input = document.querySelector('input[value=tenant]'); if (input) { input.click(); it.disconnect(); }"
+    )
+    early = f"new MutationObserver((_, it) => {{ {chosen} }}).observe(document, {{ childList: true, subtree: true }});"
+    page.ask("Page.addScriptToEvaluateOnNewDocument", source=early)
+    page.ask("Page.reload")
+    page.until("[...document.querySelectorAll('#legend li')].some((item) => item.textContent === 'acme')")
+
+
 def test_given_a_phone_when_the_page_is_opened_then_nothing_is_wider_than_it(browser: Chromium, view: LiveView) -> None:
     page = browser.open(view.url, width=390, height=844, scale=2.0, mobile=True)
     page.until("kvpool.grids.size && kvpool.drawn.frames")

@@ -334,6 +334,7 @@ find("back").addEventListener("click", () => goTo(place() - 1));
 find("forward").addEventListener("click", () => goTo(place() + 1));
 find("when").addEventListener("input", (event) => goTo(Number(event.target.value)));
 find("clear").addEventListener("click", () => select(null));
+colours.mode = document.querySelector("input[name=mode]:checked").value; // a browser may keep it over a reload
 for (const input of document.querySelectorAll("input[name=mode]"))
   input.addEventListener("change", () => {
     colours.mode = input.value;
