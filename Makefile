@@ -20,6 +20,9 @@ TRANSFORMERS_SITE ?= $(HOME)/.cache/kvpool/transformers-$(TRANSFORMERS)
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 
+# Many tests wait for servers and other processes, so one process more than there are cores, and four at most.
+PARALLEL = -n $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4))) --dist=worksteal
+
 # The control plane: what is compiled, and what every Python that is claimed must pass.
 CORE_TESTS := tests/config tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording \
 	tests/scheduling tests/test_rules.py tests/test_compiled.py \
@@ -64,7 +67,7 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 	@$(PY) examples/demos/tour.py $(ARGS)
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines, nodes and disk tiers at hundreds of random points; ARGS="--capture=no" shows each
 	KVPOOL_KILLS=$${KVPOOL_KILLS:-100} OMP_NUM_THREADS=1 $(PY) -m pytest tests/engine/test_tiers_kills.py tests/tiers/test_disk_crash.py \
@@ -124,13 +127,13 @@ compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C co
 	@echo "PYTHONPATH=build/compiled/site uses it"
 
 test-compiled: compiled ## the tests of the control plane against the compiled one
-	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
+	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= $(PARALLEL) \
 		$(CORE_TESTS) $(ARGS)
 
 test-core: ## the tests of the control plane with PYTHON, in an environment of its own that has numpy, pytest and hypothesis alone
 	@$(PYTHON) -m venv $(CORE_VENV) || $(VENV_FAILED)
 	@KVPOOL_COMPILE=0 $(CORE_VENV)/bin/python -m pip install $(PIP_FLAGS) -e . pytest pytest-xdist hypothesis || $(PIP_FAILED)
-	$(CORE_VENV)/bin/python -m pytest -n auto --maxprocesses=4 --dist=worksteal $(CORE_TESTS) $(ARGS)
+	$(CORE_VENV)/bin/python -m pytest $(PARALLEL) $(CORE_TESTS) $(ARGS)
 
 # The packages come as in other targets: from an index, and from .wheels where that is.
 CLEAN_ROOM = $(if $(OFFLINE),PIP_NO_INDEX=1) $(if $(wildcard $(WHEELS)),PIP_FIND_LINKS="$$PIP_FIND_LINKS $(abspath $(WHEELS))") $(PY) tools/clean_room.py
@@ -212,7 +215,7 @@ pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manage
 test-transformers: $(VENV)/.stamp-dev ## the tests of models and of the engine with another transformers: TRANSFORMERS=5.22.0
 	@[ -e $(TRANSFORMERS_SITE)/transformers ] || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(TRANSFORMERS_SITE) transformers==$(TRANSFORMERS) || $(PIP_FAILED)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(TRANSFORMERS_SITE) $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal tests/model tests/engine $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRANSFORMERS_SITE) $(PY) -m pytest $(PARALLEL) tests/model tests/engine $(ARGS)
 
 models: $(VENV)/.stamp-dev ## a tiny model of every family of transformers in the engine, beside generate; writes the table of docs/models.md (half an hour); ARGS="--only llama,bloom"
 	OMP_NUM_THREADS=1 $(PY) tools/families.py $(or $(ARGS),--write)
@@ -258,7 +261,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/cluster.py --quick $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
-	KVPOOL_LOCK_WATCH=0 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal --ignore=tests/test_locks.py --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
+	KVPOOL_LOCK_WATCH=0 OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --ignore=tests/test_locks.py --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
 
 wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
 	@echo "Downloading into $(WHEELS)"
