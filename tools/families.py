@@ -314,8 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"transformers {transformers.__version__} has no language model {', '.join(unknown)}")
     if chosen.only and chosen.write:
         parser.error("--write writes all families: leave --only out")
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("kvpool").setLevel(logging.CRITICAL)
     outcomes = []
     for outcome in try_families(families):
         outcomes.append(outcome)
@@ -331,4 +329,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("kvpool").setLevel(logging.CRITICAL)
     sys.exit(main())
