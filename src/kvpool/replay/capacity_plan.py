@@ -315,14 +315,19 @@ def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[s
     >>> knees([1, 2, 4, 8, 16, 32], [0.1, 0.3, 0.31, 0.32, 0.6, 0.61], gpu_blocks=8)
     {'on the GPU': 2, 'with lower tiers': 16}
     """
-    points = list(zip(capacities, ratios, strict=True))
-    on_gpu = [point for point in points if point[0] <= gpu_blocks]
-    behind = [point for point in points if point[0] >= (on_gpu[-1][0] if on_gpu else 0)]
-    found: dict[str, int | None] = {}
-    for where, part in (("on the GPU", on_gpu), ("with lower tiers", behind)):
-        if len(part) > 1 or (part and not found):
-            found[where] = knee([size for size, _ in part], [ratio for _, ratio in part])
-    return found
+    found = dict(zip(capacities, ratios, strict=True))
+    parts = curve_parts(capacities, gpu_blocks)
+    return {where: knee(sizes, [found[size] for size in sizes]) for where, sizes in parts.items()}
+
+
+def curve_parts(capacities: list[int], gpu_blocks: int) -> dict[str, list[int]]:
+    """The sizes of a hit curve that fit on the GPU, and those from the largest of them on; without those of no use."""
+    on_gpu = [size for size in capacities if size <= gpu_blocks]
+    behind = [size for size in capacities if not on_gpu or size >= on_gpu[-1]]
+    parts = {"on the GPU": on_gpu} if on_gpu else {}
+    if len(behind) > 1 or (behind and not on_gpu):
+        parts["with lower tiers"] = behind
+    return parts
 
 
 def curve_sentence(capacities: Sequence[int], ratios: Sequence[float]) -> str:

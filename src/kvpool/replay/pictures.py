@@ -14,7 +14,7 @@ from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
-from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run, replay
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run, hit_curve, replay
 from kvpool.replay.trace import Trace, footprint, reuses, working_set
 
 SUNBURST_DEPTH = 5
@@ -40,12 +40,12 @@ def hit_curves(results: Sequence[ReplayResult]) -> Any:
     """Hit ratio over capacity, one line per policy; bounds are dashed."""
     figure, axes = _figure()
     for policy in dict.fromkeys(result.label for result in results):
-        points = [(r.capacity, r.hit_ratio) for r in results if r.label == policy and r.capacity is not None]
+        points = hit_curve(results, policy)
         level = next((r.hit_ratio for r in results if r.label == policy and r.capacity is None), None)
         bound = any(r.bound for r in results if r.label == policy)
         if points:
             axes.plot(
-                *zip(*sorted(points), strict=True),
+                *zip(*points, strict=True),
                 "--" if bound else "o-",
                 label=policy,
                 color="black" if bound else None,

@@ -10,7 +10,16 @@ import typer
 
 from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, curve_sentence, knees, make_plan
+from kvpool.replay.capacity_plan import (
+    GIB,
+    GPU_FRACTION,
+    Plan,
+    PlanRequest,
+    curve_parts,
+    curve_sentence,
+    knees,
+    make_plan,
+)
 from kvpool.replay.command_options import load_trace
 from kvpool.replay.costs import GPUS
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
@@ -138,7 +147,7 @@ def _curve(out: Any, loaded: Trace, config: ReplayConfig, made: Plan, lower: dic
         out.print(f"{size:>12,} blocks {size * block_bytes / GIB:>10,.1f} GiB  {ratio:7.4f}{mark}")
     found = dict(zip(capacities, ratios, strict=True))
     for where, knee_size in best.items():
-        size = max(_part(capacities, where, gpu_blocks)) if knee_size is None else knee_size
+        size = curve_parts(capacities, gpu_blocks)[where][-1] if knee_size is None else knee_size
         words = f"{size:,} blocks of {unit} tokens ({size * block_bytes / GIB:,.1f} GiB in all) find {found[size]:.1%} of the"
         what = "no knee yet, more finds more up to" if knee_size is None else "the knee is at"
         last = "" if knee_size is None else "; more buys little there"
@@ -154,11 +163,6 @@ def _curve(out: Any, loaded: Trace, config: ReplayConfig, made: Plan, lower: dic
         "knee": known,
         "knee_bytes": None if known is None else known * block_bytes,
     }
-
-
-def _part(capacities: list[int], where: str, gpu_blocks: int) -> list[int]:
-    """The sizes of a part of the curve, as `knees` divides it."""
-    return [size for size in capacities if size <= gpu_blocks] if where == "on the GPU" else capacities
 
 
 def _tier_sizes(made: Plan, lower: dict[str, int], block_bytes: int, most: int) -> dict[int, str]:

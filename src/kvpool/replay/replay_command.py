@@ -18,7 +18,7 @@ from kvpool.replay.capacity_plan import curve_sentence
 from kvpool.replay.command_options import load_trace, parse_capacities, parse_checkpoints, parse_tiers
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.runs import map_over, run_all
-from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult
+from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult, hit_curve
 from kvpool.replay.trace import Trace
 from kvpool.terminal import check_files, check_folders, console, progress_bar, write_csv, write_json
 
@@ -330,11 +330,7 @@ def _remarks(trace: Trace, results: list[ReplayResult], rows: list[dict[str, Any
     """What the numbers mean where they could be misread: nothing is shared, there is no knee, the GPU is overloaded."""
     found = []
     for label in dict.fromkeys(result.label for result in results if not result.bound):
-        points = sorted(
-            (result.capacity, result.hit_ratio)
-            for result in results
-            if result.label == label and result.capacity is not None
-        )
+        points = hit_curve(results, label)
         sentence = curve_sentence(*zip(*points, strict=True)) if points else ""
         if sentence:
             found.append(sentence if not any(ratio for _, ratio in points) else f"{label}: {sentence}")

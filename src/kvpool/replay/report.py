@@ -11,7 +11,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.replay.bounds import FLAT_FIFO, INFINITE
 from kvpool.replay.capacity_plan import curve_sentence
 from kvpool.replay.pictures import absent_pictures, all_pictures, to_svg
-from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run, hit_curve
 from kvpool.replay.trace import Trace, summary
 
 _STYLE = """
@@ -100,9 +100,7 @@ def _sentence(trace: Trace, results: Sequence[ReplayResult]) -> str:
 def _curve_remark(results: Sequence[ReplayResult]) -> str:
     """That nothing is shared, or that the curve of the best policy has no knee; empty if neither is so."""
     best = best_run(results)
-    points = sorted(
-        (r.capacity, r.hit_ratio) for r in results if best and r.label == best.label and r.capacity is not None
-    )
+    points = hit_curve(results, best.label) if best else []
     sentence = curve_sentence(*zip(*points, strict=True)) if points else ""
     return f"<p>{escape(sentence)}</p>" if sentence else ""
 

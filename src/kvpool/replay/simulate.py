@@ -424,3 +424,8 @@ def best_run(results: Sequence[ReplayResult]) -> ReplayResult | None:
     """The run of a policy that found most; of equals, that with the least memory. None if only bounds were run."""
     real = [result for result in results if not result.bound and result.capacity is not None]
     return max(real, key=lambda result: (result.hit_ratio, -(result.capacity or 0)), default=None)
+
+
+def hit_curve(results: Sequence[ReplayResult], label: str) -> list[tuple[int, float]]:
+    """The capacities of all runs of a label, the smallest first, and the hit ratios there."""
+    return sorted((r.capacity, r.hit_ratio) for r in results if r.label == label and r.capacity is not None)
