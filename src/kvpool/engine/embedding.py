@@ -67,9 +67,8 @@ def source_of(model: Any) -> torch.nn.Module:
 
     Found by running a few tokens. Raises UnsupportedModelError if something is computed between it and the head.
     """
-    results: dict[
-        int, torch.nn.Module
-    ] = {}  # by address; a module that only passes a result on replaces the one inside
+    # By address. A module that only passes a result on replaces the one inside.
+    results: dict[int, torch.nn.Module] = {}
     taken: list[int] = []
 
     def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -128,9 +128,8 @@ def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
     own = private_copy(draft.model)
     try:
         for name in own.config.architectures or ():
-            if any(
-                head in name.lower() for head in DRAFT_HEADS
-            ):  # transformers loads it as a model without its weights
+            # transformers loads a head as a model of its own, without its weights
+            if any(head in name.lower() for head in DRAFT_HEADS):
                 raise UnsupportedModelError(f"{name} is the head of another model; give a smaller model")
         shape = _prepared(own, compile)
         if shape.states:
