@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-pytest.importorskip("transformers")
+from tool_files import load_tool
 
-ROOT = Path(__file__).resolve().parent.parent
+pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("families", ROOT / "tools" / "families.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("families")
 
 
 def test_a_family_is_equal_refused_or_not_tried(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

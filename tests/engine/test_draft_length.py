@@ -46,10 +46,16 @@ def test_given_drafts_that_do_not_pay_then_none_are_chosen_and_they_are_tried_ag
     assert PROBE_STEPS < tries[1] - tries[0] < tries[-1] - tries[-2] <= MOST_PROBE_STEPS + 1  # ever less often
 
 
-def test_given_drafts_that_become_right_then_they_are_chosen_again() -> None:
+def measured() -> DraftLength:
+    """A length that has seen steps without drafts and with five, which are cheap."""
     length = DraftLength(5)
     for number in (0, 0, 5):
         length.observe(1, number, 1.0 + 0.1 * number)
+    return length
+
+
+def test_given_drafts_that_become_right_then_they_are_chosen_again() -> None:
+    length = measured()
     for _ in range(200):
         length.verified(0, 1)
     assert length.choose(1) == 0
@@ -59,9 +65,7 @@ def test_given_drafts_that_become_right_then_they_are_chosen_again() -> None:
 
 
 def test_given_one_step_that_stalled_then_the_choice_stays() -> None:
-    length = DraftLength(5)
-    for number in (0, 0, 5):
-        length.observe(1, number, 1.0 + 0.1 * number)
+    length = measured()
     for _ in range(200):
         length.verified(9, 10)
     length.observe(1, 5, 1000.0)

@@ -7,7 +7,7 @@ from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import expected_output
 
 from kvpool import CopyKind, KVCacheManager, LayerSpec, PrefixMatch, ReuseScope, Tier
-from kvpool.scheduling import CapacityMode, FinishReason
+from kvpool.scheduling import CapacityMode, FinishReason, Request
 from kvpool.scheduling.admitting import RETRY_STEPS
 from kvpool.scheduling.plan_builder import PlanBuilder
 from managers import FULL, cached, make_manager
@@ -174,16 +174,21 @@ def test_given_a_prefix_half_of_which_was_offloaded_then_that_half_comes_up_if_t
     engine.assert_right(again)
 
 
-def test_given_a_swapped_request_that_is_next_in_line_then_its_prompt_is_not_brought_up_a_second_time() -> None:
-    manager = make_manager(host_blocks=32)
-    engine = make_engine(manager, max_sequences=1, preemption="swap", policy="priority")
-    swapped = request("swapped", 16, 8)
-    add(engine, swapped)
+def swap_out(engine: Any, manager: KVCacheManager, running: Request) -> None:
+    """A request runs and is swapped out for a more urgent one; then all that is cached goes to the host."""
+    add(engine, running)
     engine.step()
     add(engine, request("urgent", 4, 8, first=80, priority=1))
     while not engine.scheduler.num_swapped:
         engine.step()
     manager.cache.offload(16)
+
+
+def test_given_a_swapped_request_that_is_next_in_line_then_its_prompt_is_not_brought_up_a_second_time() -> None:
+    manager = make_manager(host_blocks=32)
+    engine = make_engine(manager, max_sequences=1, preemption="swap", policy="priority")
+    swapped = request("swapped", 16, 8)
+    swap_out(engine, manager, swapped)
     assert Tier.HOST in manager.match_prefix(list(range(17))).tokens_by_tier
     add(engine, request("last", 4, 1, first=90))  # somebody new: the queue is looked at again
     engine.step()
@@ -200,12 +205,7 @@ def test_given_a_swapped_request_that_is_next_in_line_then_the_prefix_of_the_one
     add(engine, request("before", 16, 1))
     engine.drain()
     swapped, again = request("swapped", 8, 8, first=50), request("again", 18, 2)
-    add(engine, swapped)
-    engine.step()
-    add(engine, request("urgent", 4, 8, first=80, priority=1))
-    while not engine.scheduler.num_swapped:
-        engine.step()
-    manager.cache.offload(16)
+    swap_out(engine, manager, swapped)
     add(engine, again)
     engine.step()
     assert engine.scheduler.stats.prefetched_blocks == 4
