@@ -10,11 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import BY_THEMSELVES, WINDOW, random_prompt, tiny_model  # noqa: E402
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.errors import UnsupportedModelError  # noqa: E402
+from kvpool.errors import KVPoolError, UnsupportedModelError  # noqa: E402
 from kvpool.model import own_attention  # noqa: E402
-from kvpool.model.probing import inspect_model  # noqa: E402
+from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in BY_THEMSELVES} | {
@@ -59,11 +60,41 @@ def test_shapes_have_slopes_windows_and_heads() -> None:
     assert inspect_model(grouped).layers[0].kv_heads == 2
 
 
-def test_a_model_still_runs_by_itself_after_the_engine_and_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_mask_is_built_for_kvpools_attention(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It would be of the length of a whole step, squared, and transformers copies from the CPU for it: no graph can have that.
+    model = tiny_model(VARIANTS[variant][0], **VARIANTS[variant][1])
+    if variant == "falcon with ALiBi":
+        model.config._attn_implementation = "sdpa"
+    inspect_model(model)
+    for name in ("eager", "sdpa"):
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, None)
+    run_probe(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_run_from_graphs_on_a_gpu(variant: str) -> None:
+    model = tiny_model(VARIANTS[variant][0], **VARIANTS[variant][1]).cuda()
+    if variant == "falcon with ALiBi":
+        model.config._attn_implementation = "sdpa"
+    prompts = [random_prompt(length, seed=length).tolist() for length in (61, 18, 7)]
+    with Engine(model, block_size=16, kv_blocks=64, model_defaults=False) as engine:
+        assert engine.graphs.num_graphs
+        answers = engine.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        own = model.generate(torch.tensor([prompt]).cuda(), max_new_tokens=10, min_new_tokens=10, do_sample=False)
+        assert answer.token_ids == own[0, len(prompt) :].tolist()
+
+
+def test_a_model_stays_its_owners_beside_an_engine_and_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = tiny_model("bloom"), random_prompt(20)[None]
     before = model(prompt).logits
+    with Engine(model, block_size=16, kv_blocks=16):
+        torch.testing.assert_close(model(prompt).logits, before)
     inspect_model(model)
-    torch.testing.assert_close(model(prompt).logits, before)
+    with pytest.raises(KVPoolError, match="load it again"):
+        model(prompt)
 
     refused = tiny_model("bloom")
     monkeypatch.setattr(own_attention, "_slopes", lambda bias: (0.3,) * 4)

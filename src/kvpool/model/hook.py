@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpool.errors import KVPoolError, UnsupportedModelError
 
 ATTENTION_NAME = "kvpool"
+MODULES_NAME = "kvpool_modules"  # of models whose modules attend without transformers' AttentionInterface
 
 
 class AttentionCall(NamedTuple):
@@ -55,10 +56,11 @@ def use_kvpool_attention(model: Any) -> bool:
 
     From then on the model runs only inside `attending`. `model.set_attn_implementation("sdpa")` undoes it.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     # No mask function is registered under this name, so the model builds no mask.
     AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(MODULES_NAME, _unused_mask)
     if not model._can_set_attn_implementation():
         return False
     set_attention(model, ATTENTION_NAME)
@@ -70,11 +72,22 @@ def use_kvpool_attention(model: Any) -> bool:
 
 def set_attention(model: Any, name: str | None) -> None:
     """Sets the attention of the language model. An image encoder beside it keeps its own."""
-    if not model._can_set_attn_implementation():  # its modules find out by themselves
+    if not model._can_set_attn_implementation():
+        # Its modules attend as they were built; masks, and the functions in place of its modules', follow the name.
+        if name == ATTENTION_NAME:
+            vars(model)["_attention_before_kvpool"] = model.config._attn_implementation
+            model.config._attn_implementation = MODULES_NAME
+        else:
+            model.config._attn_implementation = vars(model).pop("_attention_before_kvpool", name)
         return
     text = model.config.get_text_config()
     parts = [part for part in model.config.sub_configs if getattr(model.config, part) is text]
     model.set_attn_implementation(dict.fromkeys(["", *parts], name))
+
+
+def _unused_mask(*_: Any, device: Any = None, **__: Any) -> Tensor:
+    """For models that convert their mask before they hand it on. Unlike transformers' eager mask, CUDA graphs can have it."""
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def _is_shared(module: Any) -> bool:
@@ -111,18 +124,13 @@ def _attention(
     return attend_to(call), None
 
 
-def is_attending() -> bool:
-    """Whether attention is computed by a function of kvpool's now."""
-    return _ATTEND.get() is not None
-
-
 def attend_to(call: AttentionCall) -> Tensor:
     """What the open `attending` computes for a call: [1, token, head, dim]."""
     attend = _ATTEND.get()
     if attend is None:
         raise KVPoolError(
             "the model's attention is kvpool's, which runs only under kvpool.engine; to use the model by itself, call "
-            'model.set_attn_implementation("sdpa")'
+            'model.set_attn_implementation("sdpa"), or load it again where transformers cannot set it'
         )
     return attend(call).unsqueeze(0)
 

@@ -1,7 +1,8 @@
 """Attention modules that compute by themselves, without transformers' AttentionInterface.
 
-A module of a class in `_FAMILIES` gets a function of kvpool's in place of one method. While kvpool attends, that function
-hands queries, keys and values to it; otherwise the module's own method runs. The self-check compares both.
+A module of a class in `_FAMILIES` gets a function of kvpool's in place of one method. While the model's attention is set to
+"kvpool", that function hands queries, keys and values to it; otherwise the module's own method runs. The self-check compares
+both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.model.hook import AttentionCall, attend_to, flat, is_attending
+from kvpool.model.hook import ATTENTION_NAME, MODULES_NAME, AttentionCall, attend_to, flat, set_attention
 
 
 def replace_attention(model: Any) -> bool:
@@ -23,7 +24,9 @@ def replace_attention(model: Any) -> bool:
     found = list(_known(model))
     for module, (method, prepare) in found:
         own = getattr(type(module), method).__get__(module)
-        setattr(module, method, partial(_switched, own, prepare(module)))
+        setattr(module, method, partial(_switched, model.config, own, prepare(module)))
+    if found:
+        set_attention(model, ATTENTION_NAME)  # its modules follow it, and it builds no mask
     return bool(found)
 
 
@@ -45,8 +48,8 @@ def _known(model: Any) -> Iterator[tuple[Any, tuple[str, Callable[[Any], Callabl
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers stop here and go on behind it
-def _switched(own: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return (ours if is_attending() else own)(*args, **kwargs)
+def _switched(config: Any, own: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (ours if config._attn_implementation == MODULES_NAME else own)(*args, **kwargs)
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
