@@ -116,8 +116,8 @@ def swap(out: bool, back: bool, num_blocks: int, latency: bool = False) -> Runne
 
 def plain_swap(out: bool, back: bool, num_blocks: int, latency: bool = False) -> Runner:
     """The ceiling: one memcpy per direction between pinned and device memory."""
-    plane = gpu_plane()
-    device, host = (plane.stores[0, tier].data for tier in (Tier.GPU, Tier.HOST))  # type: ignore[union-attr]
+    device = gpu_plane().stores[0, Tier.GPU].data  # type: ignore[union-attr]
+    host = torch.empty((2 * num_blocks, BLOCK_BYTES), dtype=torch.uint8, pin_memory=True)
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def run() -> None:
@@ -139,6 +139,7 @@ def layer_first_swap(num_blocks: int) -> Runner:
 
     plane = gpu_plane()
     device, host = (plane.stores[0, tier].data for tier in (Tier.GPU, Tier.HOST))  # type: ignore[union-attr]
+    part = plane.stores[0, Tier.HOST].lock(np.arange(HOST_BLOCKS, dtype=np.int32))  # type: ignore[union-attr]
     pieces = 2 * LAYERS
 
     def piecewise(blocks: Ids, limit: int) -> Ids:
@@ -151,7 +152,7 @@ def layer_first_swap(num_blocks: int) -> Runner:
 
     def run() -> None:
         with torch.cuda.stream(stream):
-            copy_over_link(source, target, src, dst)
+            copy_over_link(source, target, src, dst, part * pieces)
 
     return partial(gigabytes_per_second, num_blocks * BLOCK_BYTES, run)
 

@@ -34,6 +34,11 @@ def test_given_pairs_then_runs_are_those_that_follow_each_other_on_both_sides(
     assert [part.tolist() for part in found] == [starts, lengths]
 
 
+def test_given_memory_that_was_locked_in_parts_then_no_run_goes_beyond_one() -> None:
+    found = dma.runs(ids(0, 1, 2, 3, 4), ids(6, 7, 8, 9, 10), ids(6, 7, 8, 9, 10) // 4)
+    assert [part.tolist() for part in found] == [[0, 2], [2, 3]]
+
+
 @pytest.mark.parametrize("block_bytes", [7, 64])
 def test_given_no_driver_call_then_each_run_is_copied_by_itself(
     block_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -41,7 +46,7 @@ def test_given_no_driver_call_then_each_run_is_copied_by_itself(
     monkeypatch.setattr(dma, "_driver_call", lambda: None)
     source = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    dma.copy_over_link(source, target, ids(1, 2, 5), ids(3, 4, 0))
+    dma.copy_over_link(source, target, ids(1, 2, 5), ids(3, 4, 0), 0)
     assert torch.equal(target[[3, 4, 0]], source[[1, 2, 5]])
     assert (target[[1, 2, 5]] == 0).all()
 
@@ -58,9 +63,9 @@ def test_given_many_scattered_blocks_then_all_arrive_both_ways(
     order = np.random.default_rng(0).permutation(500).astype(np.int32)
     every = np.arange(500, dtype=np.int32)
     with torch.cuda.stream(torch.cuda.Stream()):
-        dma.copy_over_link(device, host, every, order)
+        dma.copy_over_link(device, host, every, order, 500)
         back = torch.empty_like(device)
-        dma.copy_over_link(host, back, order, every)
+        dma.copy_over_link(host, back, order, every, 500)
         torch.cuda.current_stream().synchronize()
     assert torch.equal(back, device)
     assert torch.equal(host[torch.from_numpy(order).long()], device.cpu())
@@ -72,4 +77,4 @@ def test_given_a_driver_that_refuses_then_it_is_a_transfer_error(monkeypatch: py
     device = torch.zeros((4, 64), dtype=torch.uint8, device="cuda")
     host = torch.zeros((4, 64), dtype=torch.uint8, pin_memory=True)
     with pytest.raises(TransferError, match="error 1"):
-        dma.copy_over_link(device, host, ids(0, 2), ids(1, 3))
+        dma.copy_over_link(device, host, ids(0, 2), ids(1, 3), 4)

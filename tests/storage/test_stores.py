@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +84,19 @@ def test_given_a_budget_when_a_config_is_made_from_it_then_its_blocks_fit() -> N
 def test_given_memory_that_cannot_be_pinned_then_a_warning_says_so_and_the_store_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    asked = threading.Event()
+
     class Refusing:
         def cudaHostRegister(self, *_: Any) -> int:
+            assert asked.wait(60)
             return 2
 
     monkeypatch.setattr(memory_module, "_cudart", Refusing)
     monkeypatch.setattr(memory_module, "_cpus_near", lambda gpu: set())
-    monkeypatch.setattr(torch.cuda, "device", lambda gpu: memory_module.ThreadPoolExecutor(1))
-    with pytest.warns(RuntimeWarning, match="could not be pinned"):
-        blocks = store(gpu=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext())
+    blocks = store(gpu=torch.device("cuda", 0))
+    with pytest.warns(RuntimeWarning, match="could not be locked"):
+        assert asked.set() or blocks.lock(np.array([0], np.int32)) == 0
     assert not blocks.pinned
     blocks.data.fill_(3)
     assert (blocks.data == 3).all()
@@ -108,9 +114,11 @@ def test_given_a_gpu_whose_place_is_unknown_then_any_cpu_may_touch_its_memory(mo
 def test_given_a_gpu_then_host_memory_is_pinned_and_unpinned_again() -> None:
     for _ in range(2):
         blocks = store(gpu=torch.device("cuda", 0))
+        assert blocks.lock(np.array([blocks.num_blocks - 1], np.int32))
         assert blocks.pinned
         assert blocks.data.is_pinned()
         blocks.resize(9)
+        assert blocks.lock(np.array([8], np.int32))
         assert blocks.pinned
         blocks.close()
         assert not blocks.pinned

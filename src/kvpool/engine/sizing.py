@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,7 @@ def link_bytes_per_second(plane: DataPlane, num_bytes: int = 2**24) -> float:
         assert isinstance(gpu, BlockStore)
         assert isinstance(host, BlockStore)
         count = min(gpu.num_blocks, host.num_blocks, max(1, num_bytes // pool.block_bytes))
+        host.lock(np.arange(count, dtype=np.int32))
         moved += count * pool.block_bytes
         seconds += copy_seconds(gpu.data[:count], host.data[:count])
     return max(moved, 1.0) / max(seconds, 1e-9)

@@ -37,14 +37,15 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array) -> None:
+def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, part: int) -> None:
     """`target[dst[i]] = source[src[i]]` on the current stream; one of the two, uint8 [block, byte], is on a GPU.
 
-    The driver takes no batches on the default stream: be on another.
+    The memory of the host was page-locked `part` blocks at a time (0: it is not), and the driver takes no copy that goes
+    beyond such a part. It takes no batches on the default stream: be on another.
     """
-    starts, lengths = runs(src, dst)
-    host = target if source.is_cuda else source
-    if host.is_pinned() and len(starts) > 1:
+    on_host = dst if source.is_cuda else src
+    starts, lengths = runs(src, dst, on_host // part if part else None)
+    if part and len(starts) > 1:
         row = np.uint64(source.shape[1])
         sources: Places = np.uint64(source.data_ptr()) + src[starts].astype(np.uint64) * row
         targets: Places = np.uint64(target.data_ptr()) + dst[starts].astype(np.uint64) * row
@@ -72,15 +73,19 @@ def copy_places(sources: Places, targets: Places, sizes: Places) -> bool:
     return True
 
 
-def runs(src: Int32Array, dst: Int32Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where runs of blocks start that follow each other on both sides, and how long they are.
+def runs(
+    src: Int32Array, dst: Int32Array, parts: Int32Array | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where runs of blocks start that follow each other on both sides (in the same of `parts`), and how long they are.
 
     >>> starts, lengths = runs(np.array([4, 5, 6, 9], np.int32), np.array([0, 1, 7, 8], np.int32))
     >>> starts.tolist(), lengths.tolist()
     ([0, 2, 3], [2, 1, 1])
     """
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate([[0], breaks])
+    ends = (np.diff(src) != 1) | (np.diff(dst) != 1)
+    if parts is not None:
+        ends |= np.diff(parts) != 0
+    starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
     return starts, np.diff(np.concatenate([starts, [len(src)]]))
 
 

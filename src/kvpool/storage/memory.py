@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import math
 import mmap
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +29,14 @@ from kvpool.checks import check_int, check_number
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, StorageMemoryError
 from kvpool.kernels.layout import whole_device
+from kvpool.pools.arrays import Int32Array
 
 _PAGE = mmap.PAGESIZE
 _TOUCH_THREADS = 8
+_POPULATE = 23  # MADV_POPULATE_WRITE
 _FOR_ALL_GPUS = 1  # cudaHostRegisterPortable
 _LOCKED_AT_ONCE = 1 << 28  # a tenth of a second
+log = logging.getLogger("kvpool")
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -72,51 +80,6 @@ def allocate_device(device: torch.device, num_blocks: int, block_bytes: int) -> 
         ) from None
 
 
-class HostMemory:
-    """uint8 [num_blocks, block_bytes] of host memory; page-locked if `gpu` is given and the system allows it.
-
-    Pages are first touched by threads that run beside the GPU, so that Linux places them on its NUMA node. A system that
-    refuses to lock so much memory (`ulimit -l`, containers) gets ordinary memory and a warning; `pinned` says which.
-    """
-
-    def __init__(self, num_blocks: int, block_bytes: int, gpu: torch.device | None = None) -> None:
-        self.pinned = False
-        num_bytes = num_blocks * block_bytes
-        if not num_bytes:
-            self.tensor = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
-            return
-        memory = _map(num_blocks, block_bytes)
-        if gpu is None:
-            # Huge pages, where the system has them, for the CPU's sake
-            with contextlib.suppress(AttributeError, OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        self.tensor = flat.view(num_blocks, block_bytes)
-        if gpu is not None:
-            _touch(flat, _cpus_near(gpu))
-            self.pinned = self._pin(flat, gpu)
-
-    def _pin(self, flat: Tensor, gpu: torch.device) -> bool:
-        with torch.cuda.device(gpu):
-            status = int(_cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
-        if status:
-            warnings.warn(
-                f"{flat.numel()} bytes of host memory could not be pinned (CUDA error {status}): transfers will be several "
-                f"times slower; raise the limit of locked memory (ulimit -l) or lower host_bytes",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return False
-        self._unpin = weakref.finalize(self, _unpin, flat)
-        return True
-
-    def close(self) -> None:
-        """Unlocks the pages now instead of when the object dies."""
-        if self.pinned:
-            self._unpin()
-            self.pinned = False
-
-
 class PageLocks:
     """Stretches of memory that this process has locked for its GPUs; what several users lock is locked once."""
 
@@ -143,6 +106,92 @@ class PageLocks:
 page_locks = PageLocks()
 
 
+class PartLocks:
+    """Page-locks a memory for GPUs part by part, from its begin to its end, in a thread of its own.
+
+    With a `gpu`, the pages are got from the system first, by threads that run on `cpus` if any are named.
+    """
+
+    def __init__(
+        self,
+        driver: PageLocks,
+        memory: npt.NDArray[np.uint8],
+        part_bytes: int,
+        gpu: torch.device | None = None,
+        cpus: set[int] | None = None,
+    ) -> None:
+        self.memory = memory
+        self._driver = driver
+        self._part_bytes = part_bytes
+        self._gpu = gpu
+        self._cpus = cpus or set()
+        self._num_locked = 0  # bytes
+        self._is_over = False  # the thread has ended, or must end
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._lock_all, name="kvpool-lock-memory", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether all of it is locked."""
+        return self.covers(self.memory.nbytes)
+
+    def covers(self, num_bytes: int) -> bool:
+        """Whether so many bytes from the begin on are locked."""
+        with self._changed:
+            return self._num_locked >= num_bytes
+
+    def wait(self, num_bytes: int) -> bool:
+        """Waits until so many bytes from the begin on are locked; False if they never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_locked >= num_bytes or self._is_over)
+            return self._num_locked >= num_bytes
+
+    def close(self) -> None:
+        """Unlocks everything."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():  # which may be the one that drops the last reference
+            self._thread.join()
+        with self._changed:
+            for start in range(0, self._num_locked, self._part_bytes):
+                self._driver.unlock(self.memory.ctypes.data + start)
+            self._num_locked = 0
+
+    def _lock_all(self) -> None:
+        began, whole = time.perf_counter(), self.memory.nbytes
+        try:
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)  # of this thread, and of those that it starts
+            with nullcontext() if self._gpu is None else torch.cuda.device(self._gpu):
+                for start in range(0, whole, self._part_bytes):
+                    if self._is_over or not self._lock(start, min(self._part_bytes, whole - start)):
+                        return
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+        if (seconds := time.perf_counter() - began) > 2.0:
+            log.info("locked %.1f GiB of host memory for the GPU in %.1f s, beside other work", whole / 2**30, seconds)
+
+    def _lock(self, start: int, size: int) -> bool:
+        if self._gpu is not None:
+            _touch(self.memory[start : start + size])
+        if not self._driver.lock(self.memory.ctypes.data + start, size):
+            warnings.warn(
+                f"{self.memory.nbytes - start} bytes of host memory could not be locked for the GPU: copies of what lies "
+                f"there will be several times slower; raise the limit of locked memory (ulimit -l) or lower host_bytes",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        with self._changed:
+            self._num_locked += size
+            self._changed.notify_all()
+        return True
+
+
 class LinkedMemory:
     """Memory of others that is mapped into this process, page-locked part by part in the background, for a GPU to read.
 
@@ -151,9 +200,7 @@ class LinkedMemory:
 
     def __init__(self, driver: PageLocks) -> None:
         self._driver = driver
-        self._memory: npt.NDArray[np.uint8] | None = None
-        self._locked: set[int] = set()  # parts, by number
-        self._part_bytes = 1
+        self._locks: PartLocks | None = None
         self._guard = threading.Lock()
         self._is_closed = False
 
@@ -166,53 +213,84 @@ class LinkedMemory:
         with self._guard:
             if self._is_closed:
                 return False
-            if self._memory is None or (self._memory.ctypes.data, self._memory.nbytes) != (
-                whole.ctypes.data,
-                whole.nbytes,
-            ):
+            known = None if self._locks is None else self._locks.memory
+            if known is None or (known.ctypes.data, known.nbytes) != (whole.ctypes.data, whole.nbytes):
                 self._forget()
-                self._memory, self._part_bytes = whole, ceil_div(_LOCKED_AT_ONCE, part_bytes) * part_bytes
-                threading.Thread(target=self._lock_all, args=(whole,), name="kvpool-lock-memory", daemon=True).start()
-            addresses = np.array([np.frombuffer(view, np.uint8).ctypes.data for view in views if view.nbytes], np.int64)
-            return set(((addresses - whole.ctypes.data) // self._part_bytes).tolist()) <= self._locked
+                self._locks = PartLocks(self._driver, whole, ceil_div(_LOCKED_AT_ONCE, part_bytes) * part_bytes)
+            assert self._locks is not None
+            ends = [np.frombuffer(view, np.uint8).ctypes.data + view.nbytes for view in views if view.nbytes]
+            return self._locks.covers(max(ends, default=whole.ctypes.data) - whole.ctypes.data)
 
     @property
     def is_locked(self) -> bool:
         """Whether all of a memory is locked."""
         with self._guard:
-            return self._memory is not None and len(self._locked) == ceil_div(self._memory.nbytes, self._part_bytes)
-
-    def _lock_all(self, whole: npt.NDArray[np.uint8]) -> None:
-        size = self._part_bytes
-        for number, start in enumerate(range(0, whole.nbytes, size)):
-            address, length = whole.ctypes.data + start, min(size, whole.nbytes - start)
-            if not self._driver.lock(address, length):
-                warnings.warn(
-                    f"{whole.nbytes - start} bytes of shared memory could not be locked for the GPU: what lies there is "
-                    f"copied twice; raise the limit of locked memory (ulimit -l)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return
-            with self._guard:
-                if self._memory is whole:
-                    self._locked.add(number)
-                    continue
-            self._driver.unlock(address)  # another memory took its place meanwhile
-            return
+            return self._locks is not None and self._locks.is_locked
 
     def _forget(self) -> None:
-        for number in self._locked:
-            assert self._memory is not None
-            self._driver.unlock(self._memory.ctypes.data + number * self._part_bytes)
-        self._locked.clear()
-        self._memory = None
+        if self._locks is not None:
+            self._locks.close()
+            self._locks = None
 
     def close(self) -> None:
         """Unlocks everything."""
         with self._guard:
             self._is_closed = True
             self._forget()
+
+
+class HostMemory:
+    """uint8 [num_blocks, block_bytes] of host memory; page-locked if `gpu` is given and the system allows it.
+
+    Threads that run beside the GPU get the pages first, so that Linux places them on its NUMA node. A system that
+    refuses to lock so much memory (`ulimit -l`, containers) gets ordinary memory and a warning. Locking takes a third of a
+    second for each GiB. With `in_parts`, a thread does it part by part: `lock` waits for the blocks that it is given.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_bytes: int, gpu: torch.device | None = None, *, in_parts: bool = False
+    ) -> None:
+        self._locks: PartLocks | None = None
+        num_bytes = num_blocks * block_bytes
+        if not num_bytes:
+            self.tensor = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
+            return
+        memory = _map(num_blocks, block_bytes)
+        if gpu is None:
+            # Huge pages, where the system has them, for the CPU's sake
+            with contextlib.suppress(AttributeError, OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self.tensor = flat.view(num_blocks, block_bytes)
+        if gpu is not None:
+            pages = math.lcm(block_bytes, _PAGE)  # a part begins with a page, and with a block
+            part_bytes = ceil_div(_LOCKED_AT_ONCE, pages) * pages if in_parts else num_bytes
+            self._part_blocks = part_bytes // block_bytes
+            self._locks = PartLocks(page_locks, flat.numpy(), part_bytes, gpu, _cpus_near(gpu))
+            self._unlock = weakref.finalize(self, self._locks.close)
+            if not in_parts:
+                self._locks.wait(num_bytes)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether all of it is page-locked."""
+        return self._locks is not None and self._locks.is_locked
+
+    def lock(self, blocks: Int32Array) -> int:
+        """Waits until these blocks are page-locked. Returns how many blocks a part has: no copy may go beyond one.
+
+        0: they are not locked, because the system refused, or because no GPU was given.
+        """
+        if self._locks is None or not len(blocks):
+            return 0
+        end = (int(blocks.max()) + 1) * self.tensor.shape[1]
+        return self._part_blocks if self._locks.wait(end) else 0
+
+    def close(self) -> None:
+        """Unlocks the pages now instead of when the object dies."""
+        if self._locks is not None:
+            self._unlock()
+            self._locks = None
 
 
 def _map(num_blocks: int, block_bytes: int) -> mmap.mmap:
@@ -234,10 +312,6 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _unpin(flat: Tensor) -> None:
-    _cudart().cudaHostUnregister(flat.data_ptr())
-
-
 def _cpus_near(gpu: torch.device) -> set[int]:
     """CPUs of the GPU's NUMA node, as far as Linux says and this process may use them; empty: unknown."""
     properties: Any = torch.cuda.get_device_properties(gpu)
@@ -251,15 +325,18 @@ def _cpus_near(gpu: torch.device) -> set[int]:
         return set()
 
 
-def _touch(flat: Tensor, cpus: set[int]) -> None:
-    """Writes every page once, from threads that run on `cpus` where any are named."""
-    size = flat.numel()
-    share = ceil_div(size, _TOUCH_THREADS * _PAGE) * _PAGE
+def _touch(memory: npt.NDArray[np.uint8]) -> None:
+    """Gets the pages from the system, by several threads. What they hold stays: somebody may use them already."""
+    share = ceil_div(memory.nbytes, _TOUCH_THREADS * _PAGE) * _PAGE
 
     def touch(start: int) -> None:
-        if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread only
-        ctypes.memset(flat.data_ptr() + start, 0, min(share, size - start))
+        place, size = memory.ctypes.data + start, min(share, memory.nbytes - start)
+        _libc().madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), _POPULATE)  # if refused, locking does it
 
     with ThreadPoolExecutor(_TOUCH_THREADS) as threads:
-        list(threads.map(touch, range(0, size, share)))
+        list(threads.map(touch, range(0, memory.nbytes, share)))
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)

@@ -37,7 +37,8 @@ def move(step: TransferStep) -> None:
     elif isinstance(source, DiskStore):
         _from_disk(source, target, step)
     else:
-        _copy(source.data, target.data, step.src, step.dst, step.num_tokens, source.layouts[step.group])
+        part = max(source.lock(step.src), target.lock(step.dst)) if step.is_on_link else 0
+        _copy(source.data, target.data, step.src, step.dst, step.num_tokens, source.layouts[step.group], part)
 
 
 def _copy(
@@ -47,16 +48,17 @@ def _copy(
     dst: Int32Array,
     num_tokens: Int32Array | None,
     layout: GroupLayout | StateLayout,
+    part: int,
 ) -> None:
-    """Copies between two tensors of blocks, on any device."""
+    """Copies between two tensors of blocks, on any device; `part` as `copy_over_link` takes it."""
     if source.device.type != target.device.type:
         if num_tokens is None:
-            copy_over_link(source, target, src, dst)
+            copy_over_link(source, target, src, dst, part)
             return
         # The first tokens of a block lie in many places: the whole block crosses the link, then they are picked out.
         landed = torch.empty((len(src), source.shape[1]), dtype=torch.uint8, device=target.device)
         numbers = np.arange(len(src), dtype=np.int32)
-        copy_over_link(source, landed, src, numbers)
+        copy_over_link(source, landed, src, numbers, part)
         source, src = landed, numbers
     device = target.device
     if num_tokens is None:
@@ -86,7 +88,7 @@ def _to_disk(source: BlockStore | DiskStore, target: DiskStore, src: Int32Array,
         if isinstance(source, DiskStore):
             source.read(src[chunk], _rows(staging))
         else:
-            copy_over_link(source.data, staging, src[chunk], np.arange(len(staging), dtype=np.int32))
+            copy_over_link(source.data, staging, src[chunk], np.arange(len(staging), dtype=np.int32), len(staging))
             torch.cuda.current_stream().synchronize()
         target.write(dst[chunk], _rows(staging))
 
@@ -100,7 +102,7 @@ def _from_disk(source: DiskStore, target: BlockStore, step: TransferStep) -> Non
         source.read(step.src[chunk], _rows(staging))
         tokens = None if step.num_tokens is None else step.num_tokens[chunk]
         numbers = np.arange(len(staging), dtype=np.int32)
-        _copy(staging, target.data, numbers, step.dst[chunk], tokens, target.layouts[step.group])
+        _copy(staging, target.data, numbers, step.dst[chunk], tokens, target.layouts[step.group], len(staging))
         if target.device.type != "cpu":
             torch.cuda.current_stream().synchronize()
 

@@ -11,6 +11,7 @@ from kvpool.checks import check_int
 from kvpool.config import PoolSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import Int32Array
 from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
 from kvpool.storage.memory import HostMemory, allocate_device
 
@@ -49,7 +50,7 @@ class BlockStore:
         check_int(num_blocks, "num_blocks", 0, MAX_BLOCKS, InvalidArgumentError)
         num_blocks += self._spare
         if self.device.type == "cpu":
-            self._host = HostMemory(num_blocks, self.block_bytes, self._gpu)
+            self._host = HostMemory(num_blocks, self.block_bytes, self._gpu, in_parts=True)
             self.data = self._host.tensor
         else:
             self.data = allocate_device(self.device, num_blocks, self.block_bytes)
@@ -70,6 +71,10 @@ class BlockStore:
     def pinned(self) -> bool:
         """Whether the bytes lie in page-locked host memory, which a GPU copies at full speed."""
         return self._host is not None and self._host.pinned
+
+    def lock(self, blocks: Int32Array) -> int:
+        """Waits until these blocks of the host are page-locked, as far as they will be: see `HostMemory.lock`."""
+        return 0 if self._host is None else self._host.lock(blocks)
 
     def layer_cache(self, group: int, index: int) -> LayerCache:
         """Layer number `index` of a layer group, as views. A resize makes earlier views stale."""
