@@ -20,6 +20,7 @@ from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in BY_THEMSELVES} | {
     "falcon with ALiBi": ("falcon", {"alibi": True}),
+    "falcon with a key for each query": ("falcon", {"multi_query": False}),
     "falcon with grouped heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "bloom with six heads": ("bloom", {"hidden_size": 96, "n_head": 6}),
 }

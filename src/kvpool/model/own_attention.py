@@ -91,11 +91,20 @@ def _falcon(module: Any) -> Callable[..., Any]:
         ones = torch.ones(1, 2, dtype=torch.long, device="cpu")
         bias = _function(module, "build_alibi_tensor")(ones, module.num_heads, torch.float32)
         slopes = tuple(slope * module.inv_norm_factor for slope in _slopes(bias))
-    group = module.num_heads // module.num_kv_heads if module.new_decoder_architecture else 1
+
+    def split(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The module's own way takes heads by a list of indices, which a CUDA graph cannot have, and repeats K and V.
+        if module.new_decoder_architecture:  # each KV head after the query heads of its group
+            groups = mixed.unflatten(2, (module.num_kv_heads, -1, module.head_dim))
+            return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+        if module.multi_query:
+            heads = mixed.unflatten(2, (module.num_heads + 2, module.head_dim))
+            return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
+        q, k, v = mixed.unflatten(2, (module.num_heads, 3, module.head_dim)).unbind(3)
+        return q, k, v
 
     def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> tuple[Tensor, None]:
-        q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
-        k, v = k[:, ::group], v[:, ::group]  # which the module has repeated for each group of queries
+        q, k, v = (x.transpose(1, 2) for x in split(module.query_key_value(hidden_states)))
         if slopes is None:
             q, k = _function(module, "apply_rotary_pos_emb")(q, k, *position_embeddings)
         call = AttentionCall(module.layer_idx, flat(q), flat(k), flat(v), scale, None, None, None, slopes)
