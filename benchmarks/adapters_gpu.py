@@ -11,6 +11,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,46 +44,51 @@ def write_adapter(directory: Path, model: Any) -> Path:
     return directory
 
 
-def tokens_per_second(engine: Engine, names: list[str | None], num_tokens: int) -> float:
-    """New tokens a second of a full batch, the better of two runs behind one that warms up."""
-    params, best = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True), 0.0
-    for turn in range(3):
-        prompts = torch.randint(3, 1000, (BATCH, 64), generator=torch.Generator().manual_seed(turn)).tolist()
-        began = time.perf_counter()
-        each = zip(prompts, names, strict=True)
-        running = [engine.submit(prompt, params, adapter=name) for prompt, name in each]
-        for generation in running:
-            generation.result()
-        if turn:
-            best = max(best, BATCH * num_tokens / (time.perf_counter() - began))
-    return best
+def tokens_per_second(engine: Engine, names: list[str | None], num_tokens: int, seed: int) -> float:
+    """New tokens a second of a full batch."""
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    prompts = torch.randint(3, 1000, (BATCH, 64), generator=torch.Generator().manual_seed(seed)).tolist()
+    began = time.perf_counter()
+    each = zip(prompts, names, strict=True)
+    running = [engine.submit(prompt, params, adapter=name) for prompt, name in each]
+    for generation in running:
+        generation.result()
+    return BATCH * num_tokens / (time.perf_counter() - began)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7, help="of all cases, one after another; medians are shown")
     given = parser.parse_args()
     shape = TINY if given.tiny else LARGE
     model = load_model({"model_type": "llama", "vocab_size": 32000, "num_key_value_heads": 8, **shape}).model
     limits = SchedulerConfig(max_sequences=BATCH, max_tokens_per_step=512)
     options: dict[str, Any] = {"kv_bytes": 2**26 if given.tiny else 2**33, "scheduler": limits}
-    with Engine(model, **options) as engine:
-        plain = tokens_per_second(engine, [None] * BATCH, given.tokens)
-    print(f"without adapters: {plain:.0f} tokens/s", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
+    none = "without adapters"
+    with tempfile.TemporaryDirectory() as directory, Engine(model, **options) as plain:
         paths = {f"a{i}": write_adapter(Path(directory) / f"a{i}", model) for i in range(ADAPTERS)}
         began = time.perf_counter()
         with Engine(model, **options, adapters=paths, max_adapters=ADAPTERS) as engine:
             print(f"engine with {ADAPTERS} adapters: ready in {time.perf_counter() - began:.1f} s", flush=True)
-            cases: dict[str, list[str | None]] = {
-                "rows of no adapter": [None] * BATCH,
-                "rows of one adapter": ["a0"] * BATCH,
-                f"rows of {ADAPTERS} adapters": [f"a{i % ADAPTERS}" for i in range(BATCH)],
+            cases: dict[str, tuple[Engine, list[str | None]]] = {
+                none: (plain, [None] * BATCH),
+                "rows of no adapter": (engine, [None] * BATCH),
+                "rows of one adapter": (engine, ["a0"] * BATCH),
+                f"rows of {ADAPTERS} adapters": (engine, [f"a{i % ADAPTERS}" for i in range(BATCH)]),
             }
-            for name, names in cases.items():
-                speed = tokens_per_second(engine, names, given.tokens)
-                print(f"{name}: {speed:.0f} tokens/s, {speed / plain:.2f} times", flush=True)
+            speeds: dict[str, list[float]] = {name: [] for name in cases}
+            for turn in range(given.rounds + 1):  # the first one warms up
+                for name, (chosen, names) in cases.items():
+                    speed = tokens_per_second(chosen, names, given.tokens, turn)
+                    if turn:
+                        speeds[name].append(speed)
+    for name, found in speeds.items():
+        ratios = [speed / base for speed, base in zip(found, speeds[none], strict=True)]
+        print(
+            f"{name}: {median(found):.0f} tokens/s, {median(ratios):.3f} times ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
 
 
 if __name__ == "__main__":
