@@ -113,6 +113,32 @@ def test_given_steps_without_drafts_between_then_the_draft_catches_up(
             assert all_right(engine)
 
 
+def test_given_more_missing_tokens_than_a_step_has_room_for_then_the_draft_computes_all_of_them(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the model, so its keys must be those of the model, in layers of its own."""
+    numbers = iter([0] * 50 + [3] * 100)
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_sequences: next(numbers))
+    differences: list[float] = []
+    limits = SchedulerConfig(max_tokens_per_step=12, max_sequences=4)
+    with Engine(model, kv_blocks=128, draft=model, scheduler=limits) as engine:
+        drafts = engine._loop.drafts
+        assert drafts is not None
+        run = drafts.run
+
+        def compared(plan: Any, *others: Any) -> Any:
+            result = run(plan, *others)
+            for row in plan.num_drafts.nonzero()[0].tolist():
+                keys = [engine.plane.read(plan.sequences[row].live_handle(), layer)[0] for layer in (1, 3)]
+                differences.append(float((keys[0] - keys[1]).abs().max()))
+            return result
+
+        monkeypatch.setattr(drafts, "run", compared)
+        engine.generate(PROMPTS, replace(GREEDY, max_new_tokens=60))
+    assert len(differences) >= 4
+    assert max(differences) < 1e-5
+
+
 def test_given_a_step_with_drafts_then_what_the_host_does_before_it_counts_too(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +226,7 @@ def test_given_graphs_then_drafts_and_their_verification_run_from_them(
     runners = []
     for runner, first in ((loop.runner, 0), (loop.drafts.runner, len(engine.shape.layers))):
         options: dict[str, Any] = {
-            "max_sequences": 8,
+            "max_sequences": 16 if first else 8,
             "max_tokens": 100,
             "first_layer": first,
             "max_drafts": 0 if first else 5,

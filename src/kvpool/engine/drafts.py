@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvpool.attention import PagedBatch
 from kvpool.engine.generation import Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
@@ -27,11 +28,13 @@ from kvpool.model.loading import LoadedModel
 from kvpool.model.probing import ModelShape
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
-from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.batch import CSRTable, SequenceBatch
 
 PROBE_STEPS = 32  # behind so many, the other choice is measured
 MOST_PROBE_STEPS = 256  # while drafts do not pay
 MARGIN = 1.05  # drafts must give so many times the tokens a second: beginning and ending with them costs some, too
+CATCH_UP_STEPS = 16  # without drafts; behind so many, the draft computes what these have added
+MOST_MISSING = 2048  # tokens that the draft catches up with; if it lacks more, it waits for other sequences
 PLAIN_STEPS = 3  # without drafts, to measure these: the first one had to wait for the last with drafts
 
 
@@ -115,10 +118,16 @@ class DraftModel:
         self._sampler = StepSampler(vocabulary, limits.max_sequences, runner.device)
         self._max_tokens = limits.max_tokens_per_step
         self._known: dict[int, tuple[ScheduledSequence, int, int]] = {}  # by lane: whose, in which residence, how many
+        self._num_plain = 0  # steps without drafts since the draft has caught up
+        self._num_missing = 0  # tokens that it did not know when that was found to be too much
 
     def stats(self) -> DraftStats:
         """How drafts do now."""
         return DraftStats(self.length.chosen, self.length.acceptance)
+
+    def choose(self, num_sequences: int) -> int:
+        """How many tokens the next step should draft for each of so many sequences."""
+        return 0 if self._num_missing > MOST_MISSING else self.length.choose(num_sequences)
 
     def run(
         self,
@@ -130,129 +139,196 @@ class DraftModel:
         """The token ids of a step, on the device, with the draft's guesses in the places of drafts.
 
         Also those guesses that need not be the tokens of a seed. The draft computes prompts in the same steps as the model.
-        Of sequences that decode, it computes what it does not know yet when a step has drafts.
+        Of sequences that decode, it computes what it does not know yet when a step has drafts, and now and then besides.
         """
-        if not plan.num_drafts.any():
-            if plan.num_prefill_tokens:
-                rows = np.arange(plan.num_decode, len(plan.sequences))
-                self._logits(*self._unknown(plan, token_ids, rows, tokens_of))
+        drafting = np.flatnonzero(plan.num_drafts)
+        self._num_plain += not len(drafting)
+        is_overdue = self._num_plain >= CATCH_UP_STEPS
+        if not (len(drafting) or plan.num_prefill_tokens or is_overdue):
             return token_ids, None
-        step, ids = self._unknown(plan, token_ids, np.arange(len(plan.sequences)), tokens_of)
-        rows = np.flatnonzero(plan.num_drafts)
-        places = plan.query_start[rows + 1] - plan.num_drafts[rows]
-        samples = plan.first_samples[np.searchsorted(plan.sampling_rows, rows)]  # that guesses stand for
-        free = np.array([_is_free(generations[plan.sequences[row].request.id].params) for row in rows.tolist()])
-        token_ids, drawn = token_ids.clone(), list[Guesses]()
-        batch: SequenceBatch | None = None
-        for number in range(1, int(plan.num_drafts.max()) + 1):
-            guesses, distributions = self._sampler.guess(step, self._logits(step, ids), generations)
-            token_ids.index_copy_(0, self.runner.upload(places), guesses)
-            if distributions is not None and free.any():
-                of = self.runner.upload(np.flatnonzero(free))
-                drawn.append(Guesses(samples[free], guesses[of], distributions[of]))
-            left = plan.num_drafts[rows] > number
-            if not left.all():
-                rows, places, samples, free, batch = rows[left], places[left], samples[left], free[left], None
-            if len(rows):
-                ids = token_ids.index_select(0, self.runner.upload(places))
-                step = _next_step(plan, rows, places, batch)
-                batch = step.decode_batch
-                places, samples = places + 1, samples + 1
-        return token_ids, _joined(drawn)
+        firsts = self._catch_up(plan, is_overdue, tokens_of)
+        if not len(drafting):
+            return token_ids, None
+        return self._guess(plan, token_ids, drafting, firsts[drafting], generations, tokens_of)
 
-    def _logits(self, step: BatchPlan, token_ids: Tensor) -> Tensor:
-        """The draft's logits in the vocabulary of the model. Tokens that only one of them pads its vocabulary with do not
-        matter.
+    def _catch_up(
+        self, plan: BatchPlan, is_overdue: bool, tokens_of: Callable[[ScheduledSequence], Int32Array]
+    ) -> Int64Array:
+        """Computes prompts, and what is missing before the newest tokens of rows that decode.
+
+        If one token is missing before a row's drafts, it is left to their first step. Returns how many tokens of each row
+        the draft knew before it guesses.
         """
-        missing = self._vocabulary - self._vocab_size
-        if missing > 0:
-            token_ids = token_ids.clamp(max=self._vocab_size - 1)
-        logits = self.runner.run(step, token_ids)
-        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        num_decode = plan.num_decode
+        ends = plan.kv_lengths - plan.num_drafts
+        ends[:num_decode] -= 1  # the newest token is computed with the drafts
+        starts = plan.kv_lengths - np.diff(plan.query_start)
+        starts[:num_decode] = ends[:num_decode]
+        rows = zip(plan.sequences, starts.tolist(), strict=True)
+        firsts = np.array([self._num_known(sequence, start) for sequence, start in rows], np.int64)
+        wanted = plan.num_drafts > 0
+        wanted[num_decode:] = True
+        if is_overdue:
+            self._num_plain = 0
+            self._num_missing = int((ends - firsts)[:num_decode].sum())
+            wanted[:num_decode] |= self._num_missing <= MOST_MISSING
+        wanted &= ends - firsts > (plan.num_drafts > 0)
+        chosen = np.flatnonzero(wanted)
+        if len(chosen):
+            self._compute(plan, chosen, firsts[chosen], ends[chosen], tokens_of)
+            firsts[chosen] = ends[chosen]
+        known = np.where(plan.num_drafts > 0, plan.kv_lengths - 1, firsts)  # the last draft is not computed
+        for sequence, number in zip(plan.sequences, known.tolist(), strict=True):
+            self._known[sequence.lane] = sequence, sequence.residence, number
+        return firsts
 
-    def _unknown(
+    def _num_known(self, sequence: ScheduledSequence, start: int) -> int:
+        """How many of the first `start` tokens of a sequence the draft has computed.
+
+        Of one that came from the cache, from the host or from another sequence, the last ones may be missing.
+        """
+        known = self._known.get(sequence.lane)
+        if known is not None and known[:2] == (sequence, sequence.residence):
+            return min(known[2], start)
+        return max(0, start - 2 * CATCH_UP_STEPS)
+
+    def _compute(
+        self,
+        plan: BatchPlan,
+        rows: Int64Array,
+        firsts: Int64Array,
+        ends: Int64Array,
+        tokens_of: Callable[[ScheduledSequence], Int32Array],
+    ) -> None:
+        """The draft computes tokens `firsts..ends` of some rows, in as many steps as that takes."""
+        assert plan.manager is not None
+        while len(rows):
+            before = np.cumsum(ends - firsts) - (ends - firsts)
+            stops = np.clip(firsts + self._max_tokens - before, firsts, ends)
+            now = stops > firsts
+            sequences = tuple(plan.sequences[row] for row in rows[now].tolist())
+            pieces = zip(sequences, firsts[now].tolist(), stops[now].tolist(), strict=True)
+            tokens = np.concatenate([tokens_of(sequence)[first:stop] for sequence, first, stop in pieces])
+            counts = (stops - firsts)[now]
+            query_start = np.append(0, np.cumsum(counts)).astype(np.int32)
+            step = BatchPlan(
+                number=plan.number,
+                sequences=sequences,
+                num_decode=0,
+                token_ids=tokens,
+                positions=np.repeat(stops[now] - query_start[1:], counts) + np.arange(len(tokens)),
+                slots=plan.manager.slot_mapping(_batch(plan, sequences), firsts[now], stops[now]),
+                query_start=query_start,
+                kv_lengths=stops[now],
+                lanes=plan.lanes[rows[now]],
+                num_samples=np.zeros(len(counts), np.int64),
+                num_drafts=np.zeros(len(counts), np.int64),
+                is_steered=np.zeros(len(counts), np.bool_),
+                is_uniform=False,
+                copies=[],
+                manager=plan.manager,
+            )
+            self.runner.run(step, self._readable(self.runner.upload(tokens.astype(np.int64))))
+            left = stops < ends
+            rows, firsts, ends = rows[left], stops[left], ends[left]
+
+    def _guess(
         self,
         plan: BatchPlan,
         token_ids: Tensor,
         rows: Int64Array,
+        firsts: Int64Array,
+        generations: Mapping[Hashable, Generation],
         tokens_of: Callable[[ScheduledSequence], Int32Array],
-    ) -> tuple[BatchPlan, Tensor]:
-        """The tokens of some rows without their drafts, and those before them that the draft does not know, as a step."""
-        assert plan.manager is not None
-        sequences = tuple(plan.sequences[row] for row in rows.tolist())
-        drafts = plan.num_drafts[rows]
-        own = np.diff(plan.query_start)[rows] - drafts
-        starts = plan.kv_lengths[rows] - drafts - own
-        ends_at = (plan.kv_lengths[rows] - np.minimum(drafts, 1)).tolist()  # the draft does not compute the last one
-        pairs = list(zip(sequences, starts.tolist(), strict=True))
-        most = max(1, min(MOST_PROBE_STEPS, (self._max_tokens - int(own.sum())) // len(rows)))
-        firsts = np.array([self._num_known(sequence, start, most) for sequence, start in pairs])
-        for sequence, end in zip(sequences, ends_at, strict=True):
-            self._known[sequence.lane] = sequence, sequence.residence, end
-        back = starts - firsts
-        if (back + own == 1).all() and drafts.all():  # the usual case where some draft was wrong
-            newest = plan.query_start[rows + 1] - drafts - 1
-            return _next_step(plan, rows, newest, None), token_ids.index_select(0, self.runner.upload(newest))
-        again, batch = np.empty((len(plan.slots), 0), np.int32), _batch(plan, sequences)
-        tokens: list[Int32Array] = []
-        if back.any():
-            again = plan.manager.slot_mapping(batch, firsts, starts)
-            pieces = zip(pairs, firsts.tolist(), strict=True)
-            tokens = [tokens_of(sequence)[first:start] for (sequence, start), first in pieces if first < start]
-        counts, num_again = back + own, int(back.sum())
-        ends = np.cumsum(counts)
-        within = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
-        # Where each token comes from: those before the rows are first, then all of the plan.
-        before = np.repeat(np.cumsum(back) - back, counts) + within
-        of_plan = np.repeat(num_again + plan.query_start[rows] - back, counts) + within
-        source = np.where(within < np.repeat(back, counts), before, of_plan)
-        ids = token_ids
-        if num_again:
-            ids = torch.cat([self.runner.upload(np.concatenate(tokens).astype(np.int64)), token_ids])
-        step = _step(
-            plan,
-            sequences,
-            positions=np.repeat(firsts, counts) + within,
-            slots=np.concatenate([again, plan.slots], axis=1)[:, source],
-            query_start=np.append(0, ends).astype(np.int32),
-            kv_lengths=plan.kv_lengths[rows] - drafts,
-            lanes=plan.lanes[rows],
-            num_samples=(drafts > 0).astype(np.int64),
-            num_decode=0,
-            is_uniform=False,
-        )
-        step.batch = batch
-        return step, ids.index_select(0, self.runner.upload(source))
+    ) -> tuple[Tensor, Guesses | None]:
+        """Guesses the drafts of some rows, one step for each. A guess becomes the next input on the device.
 
-    def _num_known(self, sequence: ScheduledSequence, start: int, most: int) -> int:
-        """How many of the first `start` tokens of a sequence the draft has computed, or need not compute: all but `most`.
-
-        Of one that came from the cache, from the host or from another sequence, the last ones may be missing: the draft
-        leaves out the last draft of each step, and steps without drafts.
+        All rows take part in all steps. Behind its last draft, a row computes something that nobody reads.
         """
-        known = self._known.get(sequence.lane)
-        if known is not None and known[:2] == (sequence, sequence.residence):
-            return max(start - most, min(known[2], start))
-        return max(0, start - most)
+        sequences = tuple(plan.sequences[row] for row in rows.tolist())
+        batch, drafts = _batch(plan, sequences), plan.num_drafts[rows]
+        newest = plan.query_start[rows + 1] - drafts - 1
+        ahead = np.arange(int(drafts.max()))[:, None]
+        is_draft = ahead < drafts  # [step, row]
+        places = newest + np.minimum(ahead, drafts - 1)
+        positions = plan.positions[places]
+        # Where all drafts of the last step were right, the last of them is computed now, beside the newest token.
+        behind = np.flatnonzero(firsts < positions[0])
+        older = [int(tokens_of(sequences[at])[firsts[at]]) for at in behind.tolist()]
+        slots = np.where(is_draft, plan.slots[:, places], -1)
+        steps = self._prepare(plan, batch, behind, firsts, positions, slots)
+        numbers = [newest, (newest + 1 + ahead)[is_draft], np.flatnonzero(is_draft), np.array(older, np.int64)]
+        first, targets, sources, again = self.runner.upload(np.concatenate(numbers)).split_with_sizes(
+            [len(n) for n in numbers]
+        )
+        drawing = self._sampler.drawing(plan, rows, generations, positions)
+        inputs = torch.cat([token_ids.index_select(0, first), again])
+        tables = [(batch.csr(kind.group.index), kind.group.block_size) for kind in self.runner.kinds]
+        guesses, distributions = list[Tensor](), list[Tensor | None]()
+        for turn, (where, to, lengths) in enumerate(steps):
+            batches = [_paged(table, behind[: len(lengths) - len(rows)], lengths, size) for table, size in tables]
+            logits = self.runner.decode(self._readable(inputs), where, to, batches)
+            inputs, given = drawing.guess(self._of_model(logits[: len(rows)]), turn)
+            guesses.append(inputs)
+            distributions.append(given)
+        drafted = torch.cat(guesses).index_select(0, sources)
+        token_ids = token_ids.index_copy(0, targets, drafted)
+        if distributions[0] is None:
+            return token_ids, None
+        free = [_is_free(generations[sequence.request.id].params) for sequence in sequences]
+        kept = np.flatnonzero(is_draft & free)
+        if not len(kept):
+            return token_ids, None
+        samples = plan.first_samples[np.searchsorted(plan.sampling_rows, rows)] + ahead
+        of = self.runner.upload(kept)
+        drawn_from = torch.cat([each for each in distributions if each is not None]).index_select(0, of)
+        return token_ids, Guesses(samples.ravel()[kept], torch.cat(guesses).index_select(0, of), drawn_from)
+
+    def _prepare(
+        self,
+        plan: BatchPlan,
+        batch: SequenceBatch,
+        behind: Int64Array,
+        firsts: Int64Array,
+        positions: Int64Array,
+        slots: Int32Array,
+    ) -> list[tuple[Tensor, Tensor, Int64Array]]:
+        """Positions and slots of each step that guesses, on the device, and how many keys its rows see.
+
+        The first step has the older tokens of the rows `behind`, too, behind the newest of all rows.
+        """
+        assert plan.manager is not None
+        older = firsts[behind]
+        first_slots = slots[:, 0]
+        if len(behind):
+            first_slots = np.concatenate(
+                [first_slots, plan.manager.slot_mapping(batch, firsts, positions[0])], axis=1, dtype=np.int32
+            )
+        pieces = [np.append(positions[0], older), *positions[1:]]
+        sizes = [len(piece) for piece in pieces]
+        flat = np.concatenate([first_slots, *slots[:, 1:].swapaxes(0, 1)], axis=1, dtype=np.int32)
+        to = self.runner.plane.prepare(flat, plan.batch).tensor.split_with_sizes(sizes, dim=1)
+        where = self.runner.upload(np.concatenate(pieces)).split_with_sizes(sizes)
+        return [(*pair, piece + 1) for pair, piece in zip(zip(where, to, strict=True), pieces, strict=True)]
+
+    def _readable(self, token_ids: Tensor) -> Tensor:
+        """Token ids that the draft has embeddings for. What only the model pads its vocabulary with does not matter."""
+        return token_ids.clamp(max=self._vocab_size - 1) if self._vocabulary > self._vocab_size else token_ids
+
+    def _of_model(self, logits: Tensor) -> Tensor:
+        """The draft's logits in the vocabulary of the model."""
+        missing = self._vocabulary - self._vocab_size
+        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-def _next_step(plan: BatchPlan, rows: Int64Array, places: Int64Array, batch: SequenceBatch | None) -> BatchPlan:
-    """A step that computes one draft of each row, the one at `places` of the plan."""
-    sequences = tuple(plan.sequences[row] for row in rows.tolist())
-    positions = plan.positions[places]
-    return _step(
-        plan,
-        sequences,
-        positions=positions,
-        slots=np.ascontiguousarray(plan.slots[:, places]),
-        query_start=np.arange(len(rows) + 1, dtype=np.int32),
-        kv_lengths=positions + 1,
-        lanes=plan.lanes[rows],
-        num_samples=np.ones(len(rows), np.int64),
-        num_decode=len(rows),
-        is_uniform=True,
-        decode_batch=_batch(plan, sequences) if batch is None else batch,
-    )
+def _paged(table: CSRTable, again: Int64Array, lengths: Int64Array, block_size: int) -> PagedBatch:
+    """A row with one query for each sequence of a table, and one more for some of them, as attention sees them."""
+    indptr, indices = table.indptr, table.indices
+    if len(again):
+        lists = [indices[indptr[at] : indptr[at + 1]] for at in again.tolist()]
+        indptr = np.append(indptr, indptr[-1] + np.cumsum([len(each) for each in lists]))
+        indices = np.concatenate([indices, *lists])
+    return PagedBatch.build(indptr, indices, np.ones(len(lengths), np.int64), lengths, block_size=block_size)
 
 
 def _batch(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...]) -> SequenceBatch:
@@ -262,30 +338,9 @@ def _batch(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...]) -> Sequenc
     return plan.batch if everyone else plan.manager.batch([each.live_handle() for each in sequences])
 
 
-def _step(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...], **fields: Any) -> BatchPlan:
-    """A step of the draft within a step of the engine. It has no drafts of its own; its tokens are on the device."""
-    return BatchPlan(
-        number=plan.number,
-        sequences=sequences,
-        token_ids=np.full(len(fields["positions"]), -1, np.int32),
-        num_drafts=np.zeros(len(sequences), np.int64),
-        is_steered=np.zeros(len(sequences), np.bool_),
-        copies=[],
-        manager=plan.manager,
-        **fields,
-    )
-
-
 def _is_free(params: SamplingParams) -> bool:
     """Whether tokens are drawn and nobody asked for those of a seed: then more guesses can be accepted."""
     return params.seed is None and not params.is_greedy
-
-
-def _joined(guesses: list[Guesses]) -> Guesses | None:
-    if not guesses:
-        return None
-    samples, tokens, distributions = zip(*guesses, strict=True)
-    return Guesses(np.concatenate(samples), torch.cat(tokens), torch.cat(distributions))
 
 
 def check_vocabulary(draft: LoadedModel, draft_size: int, tokenizer: Any, vocab_size: int) -> None:

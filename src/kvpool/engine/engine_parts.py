@@ -153,7 +153,9 @@ def _drafts(
             if tier is Tier.GPU and isinstance(store, BlockStore):
                 store.data.zero_()
     first = len(plane.config.layers) - len(draft.shape.layers)
-    runner = ModelRunner(*draft, plane, backend, first_layer=first, **options)
+    # The first step that guesses may compute two tokens of each sequence
+    sizes = {"max_sequences": 2 * limits.max_sequences, "max_drafts": 0}
+    runner = ModelRunner(*draft, plane, backend, first_layer=first, **{**options, **sizes})
     runner.warm_up()
     return DraftModel(runner, draft.shape, vocab_size, limits)
 

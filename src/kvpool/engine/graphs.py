@@ -227,27 +227,43 @@ class StepGraphs(ABC):
 
         `adapter_slots` has the slot of each token's adapter; None: no token has one.
         """
-        runner, count = self._runner, plan.num_tokens
+        runner = self._runner
         size, adapted = self._size_for(plan), adapter_slots is not None
         batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
-        captured = self._captured.get((size, adapted))
-        if captured is None or not captured.holds(batches):
-            captured = self._captured[size, adapted] = self._capture(size, batches, adapted)
+        captured = self._graph(size, batches, adapted)
         if captured.adapted is not None and adapter_slots is not None:
             _fill_groups(captured.adapted.groups, adapter_slots, runner)
         slots = runner.plane.prepare(plan.slots, plan.batch, plan.states)
-        captured.token_ids[:count] = token_ids
-        captured.positions[..., :count] = runner.upload(positions)
-        captured.slots[:, :count] = slots.tensor
-        if count < size:
-            captured.slots[:, count:] = -1
         if captured.states is not None and runner.states is not None:
             captured.states.copy_(runner.upload(self._state_inputs(size, runner.states, plan)))
         num_logits = self._choose_logits(captured, plan)
+        self._replay(captured, token_ids, runner.upload(positions), slots.tensor, batches)
+        return captured.recorded.output[:num_logits]
+
+    def _graph(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
+        captured = self._captured.get((size, adapted))
+        if captured is None or not captured.holds(batches):
+            captured = self._captured[size, adapted] = self._capture(size, batches, adapted)
+        return captured
+
+    def _replay(
+        self,
+        captured: _Captured,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        batches: Sequence[PagedBatch],
+    ) -> None:
+        """Fills the inputs of a graph, plans attention and replays it."""
+        count, runner = len(token_ids), self._runner
+        captured.token_ids[:count] = token_ids
+        captured.positions[..., :count] = positions
+        captured.slots[:, :count] = slots
+        if count < len(captured.token_ids):
+            captured.slots[:, count:] = -1
         for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
             runner.backend.plan(kind.spec, batch, buffers)
         captured.recorded.replay()
-        return captured.recorded.output[:num_logits]
 
     @abstractmethod
     def _size_for(self, plan: BatchPlan) -> int:
@@ -326,7 +342,18 @@ class DecodeGraphs(StepGraphs):
         """Whether each sequence of a step computes one token and samples: it decodes, or all but one token was cached."""
         if plan.states is not None and (plan.states.sources < 0).any():  # no state to go on from
             return False
-        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
+        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and self.has_room(plan.num_tokens)
+
+    def has_room(self, num_rows: int) -> bool:
+        """Whether one of the graphs has so many rows."""
+        return num_rows <= self._sizes[-1]
+
+    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, batches: Sequence[PagedBatch]) -> Tensor:
+        """The logits of one token for each row; the next step of the same size overwrites them."""
+        count = len(token_ids)
+        captured = self._graph(self._sizes[bisect_left(self._sizes, count)], batches, adapted=False)
+        self._replay(captured, token_ids, positions, slots, batches)
+        return captured.recorded.output[:count]
 
     def max_sequences(self, size: int) -> int:
         """As many as tokens."""

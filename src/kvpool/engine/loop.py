@@ -473,7 +473,7 @@ class EngineLoop:
         """Proposes drafts for all sequences that decode. Those of a draft model come when the step has places for them."""
         number = self.num_draft_tokens
         if self.drafts is not None:
-            number = self.drafts.length.choose(len(self.scheduler.decoding))
+            number = self.drafts.choose(len(self.scheduler.decoding))
             if not number:
                 return
             self._catch_up()

@@ -254,6 +254,19 @@ class ModelRunner:
         with adapting(adapted):
             return self._run(*inputs, slots, batches, states, shown)
 
+    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, batches: Sequence[PagedBatch]) -> Tensor:
+        """Logits of one token for each row, all on the device; `slots` are prepared, `batches` say which keys a row sees.
+
+        The next step of the same size overwrites them. Several rows may be tokens of one sequence.
+        """
+        if self.graphs is not None and self.graphs.has_room(len(token_ids)):
+            try:
+                return self.graphs.decode(token_ids, positions, slots, batches)
+            except CaptureError as error:
+                self._give_up_graphs(error)
+        keep = torch.arange(len(token_ids), device=self.device)
+        return self._run(token_ids, positions, keep, StepSlots(slots), batches, None)
+
     def _run(
         self,
         token_ids: Tensor,

@@ -299,6 +299,21 @@ class _Rows(NamedTuple):
     processed: tuple[_Watched, ...] = ()  # by logits processors
 
 
+class Drawing(NamedTuple):
+    """How a draft guesses for some rows, several steps ahead."""
+
+    params: SamplingRows
+    uniforms: Tensor | None  # [step, row]; None if every row is greedy
+
+    def guess(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+        """A token for each row of the logits of a step, and what they are drawn from; None if every row is greedy."""
+        biased = self.params.bias_at
+        scores = logits if self.params.greedy and biased is None else logits.float()
+        if biased is not None:
+            scores = scores.index_put(biased, self.params.bias, accumulate=True)
+        return _choose(scores, self.params, None if self.uniforms is None else self.uniforms[step])
+
+
 def _processed(processed: Sequence[_Watched], scores: Tensor) -> Tensor:
     """The scores as the logits processors of some samples change them. If one fails, its request ends with the error."""
     scores = scores.clone()
@@ -331,7 +346,7 @@ class StepSampler:
         self._max_sequences = max_sequences
         self._device = device
         self._counts: TokenCounts | None = None  # made when the first request with penalties comes
-        self._cached: tuple[object, _Rows] | None = None
+        self._cached: tuple[tuple[object, ...], _Rows] | None = None  # and what they depend on
 
     def track(self, sequence: ScheduledSequence, generation: Generation, tokens: npt.NDArray[np.int32]) -> None:
         """A sequence with penalties got a lane, or forked: counts the tokens that it has."""
@@ -355,7 +370,7 @@ class StepSampler:
         A grammar and logits processors need all earlier tokens on the host. So `catch_up` is called first if there are any,
         while the device still computes the logits.
         """
-        rows = self._rows(plan, generations)
+        rows = self._rows_of(plan, generations)
         if rows.masked or rows.processed:
             catch_up()
         mask = self._mask(rows.masked) if rows.masked else None
@@ -373,38 +388,56 @@ class StepSampler:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
 
-    def guess(
-        self, plan: BatchPlan, logits: Tensor, generations: Mapping[Hashable, Generation]
-    ) -> tuple[Tensor, Tensor | None]:
-        """A draft for each row of a step of a draft model, and what they are drawn from; None if every row is greedy.
+    def drawing(
+        self, plan: BatchPlan, rows: Int64Array, generations: Mapping[Hashable, Generation], positions: Int64Array
+    ) -> Drawing:
+        """How a draft guesses behind `positions` [step, row] of some rows of a plan.
 
-        It has the random number of the token that it stands for. Rows have neither penalties nor a grammar.
+        A guess has the random number of the token that it stands for. Rows have neither penalties nor a grammar.
         """
-        rows = self._rows(plan, generations)
-        biased = rows.params.bias_at
-        scores = logits if rows.params.greedy and biased is None else logits.float()
-        if biased is not None:
-            scores = scores.index_put(biased, rows.params.bias, accumulate=True)
-        return _choose(scores, rows.params, self._uniforms(plan, rows))
+        sequences = tuple(plan.sequences[row] for row in rows.tolist())
+        ones = np.ones(len(rows), np.int64)
+        found = self._rows(sequences, plan.lanes[rows], ones, 0 * ones, generations)
+        if found.params.greedy:
+            return Drawing(found.params, None)
+        steps = positions + 1 - found.prompt_lengths
+        return Drawing(found.params, upload(uniforms_for(found.seeds, steps), self._device))
 
     def _uniforms(self, plan: BatchPlan, rows: _Rows) -> Tensor | None:
         if rows.params.greedy:
             return None
         return upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
 
-    def _rows(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
-        # A plan that only decodes has the same batch object as long as no sequence joins or leaves.
-        alone = plan.num_tokens == plan.num_decode and plan.decode_batch is not None
-        if alone and self._cached is not None and self._cached[0] is plan.decode_batch:
-            return self._cached[1]
-        rows = self._make_rows(plan, generations)
-        self._cached = (plan.decode_batch, rows) if alone else None
-        return rows
-
-    def _make_rows(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
+    def _rows_of(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
         chosen = plan.sampling_rows
-        drafts = plan.num_drafts[chosen]
-        repeats = plan.num_samples[chosen] + drafts  # a row has drafts or several samples, never both
+        sequences = plan.sequences
+        if len(chosen) < len(sequences):
+            sequences = tuple(sequences[row] for row in chosen.tolist())
+        return self._rows(sequences, plan.lanes[chosen], plan.num_samples[chosen], plan.num_drafts[chosen], generations)
+
+    def _rows(
+        self,
+        sequences: tuple[ScheduledSequence, ...],
+        lanes: Int64Array,
+        num_samples: Int64Array,
+        drafts: Int64Array,
+        generations: Mapping[Hashable, Generation],
+    ) -> _Rows:
+        """The rows of these sequences. While they stay the same, so do their rows."""
+        key = sequences, lanes.tobytes(), num_samples.tobytes(), drafts.tobytes()
+        if self._cached is None or self._cached[0] != key:
+            self._cached = key, self._make_rows(sequences, lanes, num_samples, drafts, generations)
+        return self._cached[1]
+
+    def _make_rows(
+        self,
+        sequences: tuple[ScheduledSequence, ...],
+        lanes: Int64Array,
+        num_samples: Int64Array,
+        drafts: Int64Array,
+        generations: Mapping[Hashable, Generation],
+    ) -> _Rows:
+        repeats = num_samples + drafts  # a row has drafts or several samples, never both
         source = None
         if int(repeats.max(initial=1)) > 1:
             firsts = np.cumsum(drafts + 1) - (drafts + 1)
@@ -412,8 +445,7 @@ class StepSampler:
             source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within, 0)
         params: list[SamplingParams] = []
         seeds, lengths, masked, processed = [], [], [], []
-        for row, repeat, draft in zip(chosen.tolist(), repeats.tolist(), drafts.tolist(), strict=True):
-            sequence = plan.sequences[row]
+        for sequence, repeat, draft in zip(sequences, repeats.tolist(), drafts.tolist(), strict=True):
             generation, index = generations[sequence.request.id], sequence.index
             watched = _Watched(generation, index, len(params), repeat)
             if generation.params.grammar is not None:
@@ -428,7 +460,7 @@ class StepSampler:
             source,
             np.array(seeds, np.uint64),
             np.array(lengths, np.int64),
-            upload(np.repeat(plan.lanes[chosen], repeats), self._device),
+            upload(np.repeat(lanes, repeats), self._device),
             tuple(masked),
             tuple(processed),
         )
