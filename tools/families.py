@@ -214,6 +214,7 @@ def _own_answer(model: Any, prompt: Sequence[int]) -> list[int]:
         do_sample=False,
         num_beams=1,
         eos_token_id=None,
+        forced_eos_token_id=None,
         pad_token_id=0,
     )
     answer: list[int] = tokens[0, ids.shape[1] :].tolist()

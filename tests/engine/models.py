@@ -76,6 +76,17 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "nemotron": {},
     "ministral3": dict(head_dim=16, sliding_window=None),
     "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
+    "llama4_text": dict(
+        head_dim=16,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0],
+        floor_scale=16,  # so that queries grow every 16 tokens
+        attn_scale=1.0,
+        layer_types=["chunked_attention", "full_attention"],
+    ),
 }
 
 # Supported, too, though their modules compute attention by themselves.
@@ -89,15 +100,14 @@ BY_THEMSELVES: dict[str, dict[str, Any]] = {
     "falcon": {},
 }
 
+# Supported, too: position embeddings of models that count tokens by themselves, or from another number without `generate`.
+_DECODER = dict(decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96, d_model=64, is_decoder=True)
+COUNTED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["bart", "bigbird_pegasus", "marian"], _DECODER),
+    "roberta": dict(is_decoder=True),
+}
+
 REFUSED: dict[str, dict[str, Any]] = {
-    "llama4_text": dict(
-        head_dim=16,
-        intermediate_size_mlp=64,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        attention_chunk_size=WINDOW,
-        layer_types=["chunked_attention", "full_attention"],
-    ),
     "lfm2": dict(layer_types=["conv", "full_attention"], block_ff_dim=64),
     "diffllama": {},
     "qwen3_next": dict(
@@ -122,7 +132,9 @@ _OWN_NAMES = frozenset({"gpt2", "gptj", "codegen", "bloom", "mpt"})  # whose set
 def tiny_config(family: str, **settings: Any) -> Any:
     """The configuration of a tiny model of this `model_type`; `settings` go before those of the table."""
     shared = {} if family in _OWN_NAMES else _COMMON
-    return AutoConfig.for_model(family, **{**shared, **{**SUPPORTED, **BY_THEMSELVES, **REFUSED}[family], **settings})
+    return AutoConfig.for_model(
+        family, **{**shared, **{**SUPPORTED, **BY_THEMSELVES, **COUNTED, **REFUSED}[family], **settings}
+    )
 
 
 def tiny_model(family: str, *, seed: int = 0, spread: float = 8.0, **settings: Any) -> Any:

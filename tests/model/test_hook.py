@@ -12,6 +12,7 @@ from models import SUPPORTED, WINDOW, random_prompt, tiny_model
 
 from kvpool.errors import KVPoolError, UnsupportedModelError
 from kvpool.model.hook import AttentionCall, attending, use_kvpool_attention
+from kvpool.model.positions import use_positions
 from kvpool.model.probing import forward
 from kvpool.model.self_check import ContiguousAttention, positions_of
 
@@ -29,6 +30,7 @@ def test_packed_prompts_give_the_logits_of_each_alone(family: str) -> None:
     prompts = [random_prompt(length, seed=length) for length in LENGTHS]
     expected = torch.cat([own_logits(model, prompt) for prompt in prompts])
     assert use_kvpool_attention(model)
+    use_positions(model)
     positions = positions_of([0, 0, 0], LENGTHS)
     attend = ContiguousAttention().step(dict(enumerate(LENGTHS)))
     logits = forward(model, torch.cat(prompts), positions, None, attend)
@@ -41,6 +43,7 @@ def test_chunks_of_several_prompts_in_changing_order_give_the_logits_of_each_alo
     first, second = (random_prompt(length, seed=length) for length in LENGTHS[:2])
     expected_first, expected_second = own_logits(model, first), own_logits(model, second)
     assert use_kvpool_attention(model)
+    use_positions(model)
     attention = ContiguousAttention()
     forward(model, first[:20], positions_of([0], [20]), None, attention.step({0: 20}))
     rest = len(second) - 1

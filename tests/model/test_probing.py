@@ -15,7 +15,7 @@ from transformers import LlamaModel
 
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
-from kvpool.model import self_check
+from kvpool.model import probing, self_check
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import LayerShape, ModelShape, forward, inspect_model
 from kvpool.model.self_check import ContiguousAttention, positions_of
@@ -60,9 +60,9 @@ EXPECTED = {
     "nemotron": (GQA, GQA),
     "ministral3": (GQA, GQA),
     "phimoe": (GQA, GQA),
+    "llama4_text": (like(GQA, chunk=WINDOW), GQA),
 }
 REASONS = {
-    "llama4_text": "layers of type chunked_attention",
     "lfm2": "keeps a state of each sequence .Lfm2ShortConv.",
     "diffllama": "layer 0 of .* computed attention 2 times",
     "qwen3_next": "keeps a state of each sequence .Qwen3NextGatedDeltaNet.",
@@ -212,15 +212,23 @@ def test_a_learned_limit_of_positions_bounds_the_self_check() -> None:
 
 def far_scaled_llama4(**settings: Any) -> Any:
     """Llama 4 with full layers: beyond `floor_scale` tokens its queries grow with the place in the row, not the position."""
-    full = dict(layer_types=["full_attention"] * 2, no_rope_layers=[1, 0], attn_temperature_tuning=True)
+    full = dict(layer_types=["full_attention"] * 2, no_rope_layers=[1, 0], floor_scale=8192)
     return tiny_model("llama4_text", **{**full, "max_position_embeddings": 2**20, **settings})
 
 
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that count tokens get no positions of kvpool's."""
+    monkeypatch.setattr(probing, "use_positions", lambda model: None)
+
+
+@pytest.mark.usefixtures("counting")
 def test_a_model_that_counts_far_tokens_by_itself_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match="at position 524280 or 1048560 it goes by something else"):
         inspect_model(far_scaled_llama4())
 
 
+@pytest.mark.usefixtures("counting")
 @pytest.mark.parametrize(
     "settings", [dict(attn_temperature_tuning=False), dict(max_position_embeddings=8191), dict(no_rope_layers=[1, 1])]
 )
@@ -239,6 +247,7 @@ def test_queries_that_grow_with_position_ids_are_accepted_at_any_distance() -> N
     torch.testing.assert_close(got, model(input_ids=prompt[None], use_cache=False).logits[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.usefixtures("counting")
 def test_a_model_without_a_limit_of_positions_is_tried_far_out_too() -> None:
     model = far_scaled_llama4()
     del model.config.max_position_embeddings

@@ -50,7 +50,7 @@ class CachePool:
     """Paged memory for one model, shared by the `PagedCache`s of many calls.
 
     Give `num_blocks` or `num_bytes`; other fields of `KVCacheConfig` (`host_bytes`, `eviction_policy`, ...) may follow.
-    Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window. Sequences end
+    Every layer keeps all tokens here, also those with a window or chunks: the model's own masks hide tokens. Sequences end
     where the model's positions do, unless `max_seq_len` says otherwise. Layers that keep a state find it at a checkpoint: a
     prompt is computed in two passes, so that one ends behind its last whole block, and its state is kept there.
 
@@ -84,7 +84,7 @@ class CachePool:
         )
         shape = _shape_of(model)
         layers: list[LayerSpec | StateSpec] = [
-            replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)
+            replace(spec, window=None, sink_tokens=0, chunk=None) for spec in shape.layer_specs(dtype)
         ]
         layers += shape.states.values()
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}

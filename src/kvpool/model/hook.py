@@ -29,6 +29,7 @@ class AttentionCall(NamedTuple):
     soft_cap: float | None
     sinks: Tensor | None  # learned logits [query head]
     slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
+    chunk: int | None = None  # a query sees its own chunk of so many tokens
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
@@ -120,8 +121,28 @@ def _attention(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(module.layer_idx, flat(query), flat(key), flat(value), scale, sliding_window, softcap, s_aux)
+    call = AttentionCall(
+        module.layer_idx,
+        flat(query),
+        flat(key),
+        flat(value),
+        scale,
+        sliding_window,
+        softcap,
+        s_aux,
+        chunk=_chunk_of(module),
+    )
     return attend_to(call), None
+
+
+def _chunk_of(module: Any) -> int | None:
+    """The chunk of a layer with chunked attention (llama4). Models put it into their mask only."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if module.layer_idx >= len(kinds) or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    chunk: int = config.attention_chunk_size
+    return chunk
 
 
 def attend_to(call: AttentionCall) -> Tensor:

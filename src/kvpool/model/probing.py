@@ -23,6 +23,7 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
 from kvpool.model.own_attention import knows_no_positions, replace_attention, restore_attention
+from kvpool.model.positions import counts_by_itself, own_positions, placed, use_positions
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
@@ -30,7 +31,7 @@ from kvpool.model.state_steps import StateStep, keeping_states
 from kvpool.model.states import StateModule, keeps_indexer, modules_with_state, own_states, state_specs
 from kvpool.model.vision import Shown, deep_features, embedded
 
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _HYBRID_LAYER_TYPES = _KNOWN_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 _PROBE_TOKENS = 3
 
@@ -48,6 +49,7 @@ class LayerShape:
     soft_cap: float | None = None
     sinks: bool = False  # whether each query head has a learned sink logit
     slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ class ModelShape:
     def depth_cost(self, num_parameters: int) -> float:
         """How much more a token costs for each token before it, relative to a first token, because attention reads them all.
 
-        Windowed layers do not count, because they read only their window.
+        Windowed and chunked layers do not count, because they read only their window or chunk.
         """
-        pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in self.layers if layer.window is None)
+        full = [layer for layer in self.layers if layer.window is None and layer.chunk is None]
+        pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in full)
         return pairs / (2 * max(num_parameters, 1))
 
     def layer_specs(self, kv_dtype: DType | str | None = None) -> list[LayerSpec]:
@@ -84,6 +87,7 @@ class ModelShape:
                 head_dim=layer.k_dim,
                 v_head_dim=None if layer.v_dim == layer.k_dim else layer.v_dim,
                 window=layer.window,
+                chunk=layer.chunk,
                 dtype=dtype,
             )
             for layer in self.layers
@@ -125,6 +129,7 @@ def forward(
         tokens = {"inputs_embeds": embedded(model, input_ids, shown).unsqueeze(0)}
     with (
         attending(attend),
+        placed(positions),
         nullcontext() if states is None else keeping_states(states),
         deep_features(model, len(input_ids), shown),
     ):
@@ -160,6 +165,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
                 f"{_name(model)} does not compute attention through transformers' AttentionInterface, so no paged cache "
                 "can serve it; a newer release of transformers may have moved it there"
             )
+        use_positions(model)
         with _errors_of(model):
             shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
             rotary.freeze(model)
@@ -175,6 +181,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
         restore_attention(model)
         set_attention(model, own_attention)
         own_states(model)
+        own_positions(model)
         rotary.thaw(model)
         raise
     return shape
@@ -217,7 +224,8 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
     known = _HYBRID_LAYER_TYPES if recurrent else _KNOWN_LAYER_TYPES
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise UnsupportedModelError(
-            f"{_name(model)} has layers of type {', '.join(unknown)}; the cache keeps K and V of full and sliding attention"
+            f"{_name(model)} has layers of type {', '.join(unknown)}; the cache keeps K and V of full, sliding and "
+            "chunked attention"
         )
     if model._is_stateful and not recurrent:
         raise UnsupportedModelError(
@@ -231,7 +239,7 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
         )
     accepted = inspect.signature(model.forward).parameters
     needed = ["logits_to_keep"]
-    if not recurrent and not knows_no_positions(model):  # nor does Mamba
+    if not recurrent and not knows_no_positions(model) and not counts_by_itself(model):  # nor does Mamba
         needed.append("position_ids")
     if missing := [name for name in needed if name not in accepted]:
         raise UnsupportedModelError(
@@ -305,6 +313,7 @@ def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         soft_cap=call.soft_cap,
         sinks=call.sinks is not None,
         slopes=call.slopes,
+        chunk=call.chunk,
     )
 
 

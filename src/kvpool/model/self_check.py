@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -25,6 +26,7 @@ _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
 Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend, StateStep | None], Tensor]
 
 _SHORT_WINDOW = 16
+_WINDOWS = ("window", "window_size", "attention_chunk_size")  # how the names of their lengths end
 _NO_LIMIT = 2**17  # the positions that are tried in a model that names no limit
 _SEED = 20
 
@@ -111,7 +113,7 @@ def _narrowed(model: Any, max_positions: int | None) -> Iterator[list[int]]:
         (owner, name, value)
         for owner in owners.values()
         for name, value in getattr(owner, "__dict__", {}).items()
-        if name.endswith(("window", "window_size")) and type(value) is int and 0 < value < (max_positions or value + 1)
+        if name.endswith(_WINDOWS) and type(value) is int and 0 < value < (max_positions or value + 1)
     ]
     windows = sorted({value for *_, value in found})
     narrow = {window: min(window, _SHORT_WINDOW + 4 * i) for i, window in enumerate(windows)}
@@ -129,7 +131,7 @@ def _longest_window_in_force(model: Any, forward: Forward) -> int:
     compute = ContiguousAttention().step({0: 1})
 
     def attend(call: AttentionCall) -> Tensor:
-        windows.append(call.window or 0)
+        windows.append(call.window or call.chunk or 0)
         return compute(call)
 
     first = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -148,7 +150,7 @@ def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> 
 
 def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers) -> Tensor:
     """The logits of all texts, one after another, computed in two steps: a third of each text, then the rest."""
-    attention = ContiguousAttention()
+    attention = ContiguousAttention([text.start for text in texts])
     slots = StateSlots.allocate(cached.states, len(texts), model.device) if cached.states else None
     cuts = [text.length // 3 for text in texts]
     heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
@@ -184,8 +186,10 @@ def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
 
     The cache holds none of the earlier tokens, like the cache of a sliding layer after they have left the window.
     """
+    positions = torch.arange(text.start, text.start + text.length, device=model.device).unsqueeze(0)
+    where = {"position_ids": positions} if _gets_positions(model) else {}
     if not text.start:
-        return {"use_cache": False}
+        return {"use_cache": False, **where}
     from transformers.cache_utils import (
         Cache,
         DynamicLayer,
@@ -214,9 +218,16 @@ def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
         return FarHybrid() if number in cached.attention else LinearAttentionLayer()
 
     num_layers = model.config.get_text_config().num_hidden_layers
-    positions = torch.arange(text.start, text.start + text.length, device=model.device).unsqueeze(0)
     past = Cache(layers=[layer(number) for number in range(num_layers)])
-    return {"use_cache": True, "past_key_values": past, "position_ids": positions}
+    return {"use_cache": True, "past_key_values": past, **where}
+
+
+def _gets_positions(model: Any) -> bool:
+    """Whether `generate` gives a model positions. Roberta counts from another number if it gets none."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    return "position_ids" in model.prepare_inputs_for_generation(tokens, position_ids=tokens, use_cache=False)
 
 
 def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
@@ -235,7 +246,8 @@ class ContiguousAttention:
     forward(model, two_tokens, torch.tensor([7, 5]), None, attention.step({0: 1, 1: 1}))
     """
 
-    def __init__(self) -> None:
+    def __init__(self, starts: Sequence[int] = ()) -> None:
+        self._starts = starts  # the position of the first token of each sequence; by default 0
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, sequence) -> K, V [token, head, dim]
 
     def step(self, num_tokens: dict[int, int]) -> Attend:
@@ -251,17 +263,18 @@ class ContiguousAttention:
         if (kept := self._kept.get((call.layer, sequence))) is not None:
             k, v = torch.cat([kept[0], k]), torch.cat([kept[1], v])
         self._kept[call.layer, sequence] = k, v
-        return _causal_attention(call, q, k, v)
+        start = self._starts[sequence] if self._starts else 0
+        return _causal_attention(call, q, k, v, start)
 
 
-def _causal_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of the last tokens of one sequence over all of it."""
+def _causal_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Attention of the last tokens of one sequence over all of it, which begins at position `start`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
-    key_position = torch.arange(len(k), device=q.device)
+    key_position = torch.arange(start, start + len(k), device=q.device)
     query_position = key_position[len(k) - len(q) :, None]
     if call.slopes is not None:
         slopes = torch.tensor(call.slopes, device=q.device)[:, None, None]
@@ -269,6 +282,8 @@ def _causal_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> T
     hidden = key_position > query_position
     if call.window is not None:
         hidden |= key_position <= query_position - call.window
+    if call.chunk is not None:
+        hidden |= key_position < query_position // call.chunk * call.chunk
     scores = scores.masked_fill(hidden, -torch.inf)
     if call.sinks is not None:  # one more key, which has no value
         sinks = call.sinks.float()[:, None, None].expand(-1, len(q), 1)
