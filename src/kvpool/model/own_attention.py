@@ -95,12 +95,12 @@ def _falcon(module: Any) -> Callable[..., Any]:
     def split(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The module's own way takes heads by a list of indices, which a CUDA graph cannot have, and repeats K and V.
         if module.new_decoder_architecture:  # each KV head after the query heads of its group
-            groups = mixed.unflatten(2, (module.num_kv_heads, -1, module.head_dim))
+            groups = mixed.view(*mixed.shape[:2], module.num_kv_heads, -1, module.head_dim)
             return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
         if module.multi_query:
-            heads = mixed.unflatten(2, (module.num_heads + 2, module.head_dim))
+            heads = mixed.view(*mixed.shape[:2], module.num_heads + 2, module.head_dim)
             return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
-        q, k, v = mixed.unflatten(2, (module.num_heads, 3, module.head_dim)).unbind(3)
+        q, k, v = mixed.view(*mixed.shape[:2], module.num_heads, 3, module.head_dim).unbind(3)
         return q, k, v
 
     def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> tuple[Tensor, None]:
