@@ -169,18 +169,10 @@ class AdmissionPlanner:
         return length, logits
 
     def _cut(self, match: Match, num_tokens: int) -> Match:
-        """A match shortened to `num_tokens`; what is cut from the last full block is reused as a partial block."""
-        size = self.context.block_size
-        blocks, extra = divmod(num_tokens, size)
-        path = match.path
-        source = match.partial
-        cut = len(path)
-        while cut and path[cut - 1].start >= blocks:  # what is cut off may still serve as the source of a partial block
-            cut -= 1
-            source = path[cut]
-        if cut and path[cut - 1].end > blocks:
-            source = path[cut - 1]
-        shorter = Match(match.root, path[:cut], blocks, source if extra else None, extra)
+        """A match shortened to `num_tokens`: to whole blocks, or by a token of its partial block."""
+        blocks, extra = divmod(num_tokens, self.context.block_size)
+        path = [node for node in match.path if node.start < blocks]
+        shorter = Match(match.root, path, blocks, match.partial if extra else None, extra)
         shorter.num_found = match.num_found
         return shorter
 
