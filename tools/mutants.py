@@ -38,9 +38,9 @@ LEFT_OUT = (
 )
 # Packages whose own tests are enough, and what else tests them.
 APART = {
-    "scheduling": ("stateful/test_scheduler_machine.py", "replay/test_costs.py"),
-    "tiers": ("stateful/test_disk_tier.py", "engine/test_tiers.py"),
-    "recording": ("replay/test_broken_files.py", "replay/test_commands.py"),
+    "scheduling": ("stateful/test_scheduler_machine.py", "replay/test_costs.py", "test_formats.py"),
+    "tiers": ("stateful/test_disk_tier.py", "engine/test_tiers.py", "test_formats.py"),
+    "recording": ("replay/test_broken_files.py", "replay/test_commands.py", "test_formats.py"),
     **dict.fromkeys(("engine", "replay", "compat", "storage", "server", "cluster", "view"), ()),
 }
 GENERAL = (  # tests of the whole manager
