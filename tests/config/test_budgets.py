@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvpool import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
+from kvpool.config.layers import divide_budget
 from kvpool.errors import ConfigError
 
 FULL = LayerSpec(kv_heads=1, head_dim=32)
@@ -87,3 +88,11 @@ def test_a_number_of_tokens_caps_what_a_byte_budget_takes(budget: dict[str, Any]
 def test_a_cap_beside_exact_counts_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_gpu_tokens=64 caps gpu_bytes or gpu_fraction"):
         KVCacheConfig(GEMMA, gpu_blocks=9, max_gpu_tokens=64)
+
+
+def test_what_rounding_leaves_goes_one_block_each_to_the_pools_that_it_took_most_from() -> None:
+    def divided(num_bytes: int) -> tuple[int, ...]:
+        return divide_budget(num_bytes, block_bytes=(2, 10), needs=(3, 1), minimums=(0, 0))
+
+    assert divided(32) == (6, 2)  # twice the needs
+    assert [divided(num_bytes) for num_bytes in (33, 34, 44, 46)] == [(6, 2), (7, 2), (9, 2), (8, 3)]

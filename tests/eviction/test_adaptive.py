@@ -23,7 +23,7 @@ from kvpool.eviction.experience import (
     as_shared,
     kind_of,
 )
-from kvpool.eviction.ghosts import num_shared
+from kvpool.eviction.ghosts import Ghosts, num_shared
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.bounds import run_model
 from kvpool.scope import NUM_HINTS
@@ -166,6 +166,14 @@ def test_when_what_had_left_comes_back_then_its_turn_is_counted_on() -> None:
     assert policy.victim() is back
     assert (back.turn, back.fan_out) == (3, 1)
     assert back.entry.cohort % NUM_KINDS == kind_of(num_known=8, fan_out=1, turn=3, num_new=3)
+
+
+def test_when_what_many_had_used_comes_back_then_it_still_counts_as_used_by_many() -> None:
+    ghosts = Ghosts(Experience())
+    for hits, num_uses in ((0, 1), (2, 3), (3, 4), (5, 6), (9, 7)):  # above 7 they are not told apart
+        run = StandInRun(fingerprint=hits, hits=hits, turn=2)
+        ghosts.bury(run, run.tokens, 1, None, 0, 0)
+        assert ghosts.recognise(run, 1) == (1, 2, num_uses)
 
 
 def test_given_a_prompt_that_departs_from_one_that_had_left_then_only_what_they_share_came_back() -> None:
@@ -362,6 +370,7 @@ def test_values_are_the_best_rates_that_any_time_of_keeping_gives(peak: int) -> 
             hits, time, left = hits + left * (1 - fading), time + left * (1 - fading) / rate, left * fading
             rates.append(hits / time)
         assert best == pytest.approx(max(rates))
+    assert np.isfinite(_best_rates(0 * hazard, peak)).all()
 
 
 def test_given_hints_after_which_reuse_comes_soon_or_late_then_each_is_valued_by_ages_of_its_own() -> None:

@@ -469,6 +469,20 @@ def test_s3fifo_remembers_only_what_left_its_small_queue() -> None:
     assert policy.num_ghosts == 1
 
 
+def test_a_proven_run_of_s3fifo_stays_once_more_for_every_hit() -> None:
+    policy = S3FIFOPolicy(promote_hits=2)
+    runs = [StandInRun(created=number, hits=2, fingerprint=number) for number in range(3)]
+    for run in runs:
+        policy.add(run)
+    policy.victim()  # moves all of them to the main queue
+    runs[0].hits += 2
+    runs[1].hits += 1
+    assert [run.fingerprint for run in evict_all(policy)] == [2, 1, 0]
+    policy.add(StandInRun(created=9, hits=1, fingerprint=9))
+    policy.add(StandInRun(created=8, hits=2, fingerprint=8))
+    assert [run.fingerprint for run in evict_all(policy)] == [9, 8]  # two hits prove a new one, one does not
+
+
 @pytest.mark.parametrize("name", ["2q", "arc"])
 def test_proven_runs_are_ordered_by_their_last_use(name: str) -> None:
     policy = make_policy(name)

@@ -88,6 +88,25 @@ def went(seed: int) -> set[bool]:
     return ends
 
 
+def test_given_a_run_older_than_every_bin_then_it_is_worth_what_the_last_bin_says() -> None:
+    worth = Worth(np.linspace(2e-6, 1e-6, len(EDGES))[None], {}, 0)
+    order = RowOrder(worth)
+    row = order.row(35, 0, 0)
+    order.push(row, StandInRun(), 0)
+    order.refresh(2 * MAX_AGE)
+    assert row.value == worth.of(0)[-1]
+
+
+def test_given_an_item_that_lost_blocks_then_its_row_counts_what_is_left() -> None:
+    order = RowOrder(rising_and_falling(0))
+    row = order.row(35, 0, 0)
+    item = order.push(row, StandInRun(num_blocks=5), 0)
+    row.trim(item, 2)
+    assert row.num_blocks == 2
+    row.discard(item)
+    assert row.num_blocks == 0
+
+
 def test_given_no_candidates_then_it_says_so() -> None:
     order = RowOrder(rising_and_falling(0))
     row = order.row(35, 0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import AllocStatus, LayerSpec, ReuseScope
+from kvpool import AllocStatus, LayerSpec, ReuseScope, Tier
 from kvpool.errors import OutOfBlocksError
 from managers import FULL, cached, computed, make_manager, manager_of_pairs
 
@@ -33,6 +33,17 @@ def test_given_a_long_run_that_was_cut_short_then_the_rest_keeps_no_memory_of_it
     manager.cache.evict(62)
     (run,) = manager._state.cache.tree.root_for(ReuseScope()).children.values()
     assert (run.num_blocks, run.ids[0].base, run.tokens.base) == (2, None, None)
+
+
+def test_blocks_that_were_loaded_for_a_request_count_as_found_where_they_came_from() -> None:
+    manager = make_manager()
+    again = manager.allocate("again", [*cached(manager, 12)[:10], 99])
+    assert (again.num_cached_tokens, again.num_cached_blocks) == (10, 2)
+    manager.cache.count_loaded(again, {0: Tier.DISK, 2: Tier.REMOTE, 3: Tier.DISK})  # it has found none of the last
+    stats = manager.stats()
+    assert stats.hit_tokens == {"GPU": 4, "HOST": 0, "DISK": 4, "REMOTE": 2}
+    assert stats.hit_blocks == {"GPU": 1, "HOST": 0, "DISK": 1, "REMOTE": 0}
+    assert again.stats.cached_tokens_from_lower_tiers == 6
 
 
 def test_counters_count_one_thing_in_one_unit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import managers
-from kvpool import Tier
+from kvpool import DType, Pin, ReuseHint, StatePart, StateSpec, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 
 
@@ -48,6 +49,37 @@ def test_given_an_observer_then_it_is_told_of_each_operation_once_and_in_order()
     ]
     assert notes.told[0][:2] == (7.0, one)
     assert notes.told[-1] == (7.0, 1, ())
+
+
+def test_given_every_operation_that_changes_a_manager_then_an_observer_is_told_of_it() -> None:
+    layers = (managers.FULL, StateSpec((StatePart("state", (4,), DType.FLOAT32),)))
+    manager, notes = make_manager(*layers, host_blocks=8), Notes()
+    manager.observe(notes)
+    one = manager.allocate("one", range(8), reserve=4)
+    pins: list[Pin] = []
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("slot_mapping", lambda: manager.slot_mapping([one], 0, 4)),
+        ("slot_mapping", lambda: manager.state_places([one], 0, 4)),
+        ("mark_written", lambda: manager.mark_written(one, 4)),
+        ("commit_batch", lambda: manager.commit(one, 4)),
+        ("store_last_logits", lambda: manager.store_last_logits(one, "logits", 4)),
+        ("narrow", lambda: manager.narrow(one, 4)),
+        ("hint", lambda: manager.hint(one, ReuseHint("tool_calls"))),
+        ("pin", lambda: pins.append(manager.cache.pin(range(4)))),
+        ("unpin", lambda: manager.cache.unpin(pins.pop())),
+        ("free", lambda: manager.free(one)),
+        ("set_quota", lambda: manager.cache.set_quota("t", maximum=2)),
+        ("offload", lambda: manager.cache.offload(1)),
+        ("onboard", lambda: manager.cache.onboard(range(4))),
+        ("defragment", lambda: manager.cache.defragment()),
+        ("resize", lambda: manager.cache.resize(8)),
+        ("evict", lambda: manager.cache.evict(1)),
+        ("invalidate", lambda: manager.cache.invalidate(range(4))),
+    ]
+    for verb, call in calls:
+        notes.verbs.clear()
+        call()
+        assert notes.verbs == [verb]
 
 
 def test_given_an_operation_that_raises_then_the_observer_hears_nothing_of_it() -> None:

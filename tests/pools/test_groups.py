@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import GroupKind, KVCacheConfig, LayerSpec
+from kvpool import DType, GroupKind, KVCacheConfig, LayerSpec, StatePart, StateSpec
 from kvpool.pools.groups import Group, kind_of
 from managers import groups_of
 
@@ -152,6 +152,14 @@ def test_what_a_request_holds_at_once_is_what_its_queries_read_or_write(
     given_up = ~group.reads(np.arange(reused_blocks), reused_blocks * size)
     held = group.held_at_once(num_blocks, 7, reused_blocks, reused_blocks * size)
     assert held == num_blocks - int(given_up.sum())
+
+
+def test_layers_that_keep_a_state_hold_what_they_go_on_from_and_what_they_write() -> None:
+    state = StateSpec((StatePart("state", (4,), DType.FLOAT32),))
+    group = groups_of(KVCacheConfig([LayerSpec(1, 8), state], block_size=4, gpu_blocks=8))[1]
+    held = {(blocks, reused): group.held_at_once(blocks, 0, reused, 4 * reused) for blocks, reused in [(3, 0), (1, 1)]}
+    assert held == {(3, 0): 1, (1, 1): 1}
+    assert [group.held_at_once(9, 0, reused, 4 * reused) for reused in (1, 2, 8)] == [2, 2, 2]
 
 
 def test_a_cross_group_holds_what_its_encoder_needs() -> None:

@@ -11,7 +11,7 @@ from parts import add_run, make_context, make_tree
 from kvpool.config import Tier
 from kvpool.eviction.run import checksum
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
-from kvpool.prefix.tree import divide_logits
+from kvpool.prefix.tree import divide_logits, trim_logits
 from kvpool.scope import ReuseScope
 
 
@@ -247,3 +247,11 @@ def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_thei
     assert sorted(length for length, _ in node.logits.values()) == [12, 15]
     divide_logits(bare, upper, 2, 4)
     assert bare.logits is None
+
+
+def test_given_a_run_that_loses_its_tail_then_logits_of_prompts_that_end_in_the_rest_stay() -> None:
+    node = make_node(make_root(), 1)
+    node.num_blocks = 2
+    node.logits = {(length, b"tail"[: length % 4]): (length, ()) for length in (4, 7, 8, 11, 12, 15)}
+    trim_logits(node, 4)
+    assert sorted(length for length, _ in node.logits.values()) == [4, 7, 8, 11]

@@ -459,6 +459,16 @@ def test_a_prompt_whose_logits_are_stored_needs_no_forward_pass(num_tokens: int)
     manager.check()
 
 
+def test_logits_are_stored_behind_a_block_that_decoding_has_just_filled() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 4)
+    manager.extend(handle, 4)
+    for token in range(4, 8):
+        manager.commit(handle, [token])
+    assert manager.store_last_logits(handle, "logits", num_tokens=8)
+    assert manager.match_prefix(list(range(8))).last_logits == "logits"
+
+
 def test_logits_survive_a_split_and_leave_with_their_block() -> None:
     manager = make_manager()
     handle = running(manager, "a", 8)

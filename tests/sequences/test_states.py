@@ -97,6 +97,45 @@ def test_a_decoding_sequence_keeps_the_states_behind_its_prompt_and_its_last_blo
     assert manager.match_prefix([1, 2, *range(11)]).num_tokens == 0
 
 
+def test_a_sequence_behind_a_cached_prefix_drops_the_states_that_it_passes_too() -> None:
+    manager = make()
+    finish(manager, "a", list(range(9)))  # leaves one behind 8 tokens
+    handle = manager.allocate("b", [*range(8), 20], reserve=0)
+    compute(manager, handle, 9)
+    decode(manager, handle, list(range(30, 45)))
+    manager.free(handle)
+    assert manager.stats().pool(STATES).cached == 2  # that one, and the last
+    assert manager.match_prefix([*range(8), 20, *range(30, 45), 9]).num_tokens == 24
+
+
+@pytest.mark.parametrize("how", ["read", "pinned"])
+def test_a_passed_state_stays_while_it_is_read_or_pinned(how: str) -> None:
+    manager = make()
+    handle = manager.allocate("a", [1, 2], reserve=0)
+    compute(manager, handle, 2)
+    decode(manager, handle, [3, 4])
+    if how == "read":
+        manager.allocate("b", [1, 2, 3, 4, 5], reserve=0)
+    else:
+        manager.cache.pin([1, 2, 3, 4])
+    decode(manager, handle, [6, 7, 8, 9])
+    assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 4
+    manager.check()
+
+
+def test_a_prefix_with_more_states_below_than_the_gpu_holds_is_reused_in_part() -> None:
+    manager = make(gpu=(64, 12), host_blocks=(64, 12), checkpoint_every=SIZE)
+    prompt = list(range(34))
+    for name, length in (("a", 16), ("b", 34)):
+        finish(manager, name, prompt[:length])
+    manager.cache.offload(4)  # the second half, with three states
+    assert manager.match_prefix(prompt).tokens_by_tier == {Tier.GPU: 16, Tier.HOST: 12}
+    manager.cache.resize(3, pool=STATES)
+    assert manager.can_allocate(prompt).num_cached_tokens == 16
+    assert manager.allocate("c", prompt).num_cached_tokens == 16
+    manager.check()
+
+
 def test_a_prompt_is_reused_up_to_the_last_checkpoint() -> None:
     manager = make()
     finish(manager, "a", list(range(19)))

@@ -176,9 +176,12 @@ def test_freeing_a_swapped_request_without_keeping_drops_what_it_published() -> 
     manager.check()
 
 
-def test_requests_swapped_together_share_their_prefix_like_forks_when_they_come_back() -> None:
+@pytest.mark.parametrize("num_shared", [2, 4])  # one block, which is number 0 on the host, or two
+def test_requests_swapped_together_share_their_prefix_like_forks_when_they_come_back(num_shared: int) -> None:
     manager = manager_with(block_size=2, host_blocks=10)
-    handles = [commit_all(manager, manager.allocate(name, [1, 1, 1, 1, last])) for name, last in (("a", 2), ("b", 3))]
+    handles = [
+        commit_all(manager, manager.allocate(name, [1] * num_shared + [last])) for name, last in (("a", 2), ("b", 3))
+    ]
     manager.swap_out(*handles)
     manager.cache.reset()  # the common prefix must come back from the host
     manager.swap_in(*handles)
