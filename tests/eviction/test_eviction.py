@@ -567,6 +567,60 @@ def test_s3fifo_gives_a_proven_run_one_more_round_for_each_reuse_and_then_lets_i
     assert policy.victim() is often
 
 
+def a_prompt_of_three_turns(created: int) -> list[StandInRun]:
+    """Its runs, the first one first: each turn reused those before it, and the last one is over."""
+    turns: list[StandInRun] = []
+    for turn in range(3):
+        above = turns[-1] if turns else None
+        turns.append(StandInRun(start=turn, created=created + turn, last_access=created + 2, hits=2, parent=above))
+    return turns
+
+
+@pytest.mark.parametrize("name", ["clock", "s3fifo", "sieve"])
+def test_a_prompt_that_is_over_leaves_as_a_whole_when_the_hand_comes_by_again(name: str) -> None:
+    """The hand passes over runs that have others behind them too: it does not begin with them when these have left."""
+    policy = make_policy(name)
+    over, other = a_prompt_of_three_turns(created=1), StandInRun(created=10, last_access=20, hits=2)
+    policy.add(over[-1])
+    policy.add(other)
+    policy.add(end := StandInRun(created=30, last_access=30))
+    assert policy.victim() is end, "the hand has passed over those that were reused"
+    policy.evicted(end)
+    left = []
+    while policy.victim() is not other:
+        left.append(run := policy.victim())
+        policy.evicted(run)
+        if run is not over[0]:
+            policy.add(run.parent)
+    assert left == [*reversed(over)]
+
+
+@pytest.mark.parametrize("name", ["clock", "s3fifo", "sieve"])
+def test_a_run_that_was_used_after_the_one_behind_it_does_not_leave_with_it(name: str) -> None:
+    policy = make_policy(name)
+    over, other = a_prompt_of_three_turns(created=1), StandInRun(created=10, last_access=20, hits=2)
+    shared = over[1]
+    shared.last_access, shared.hits = 25, 5  # by another prompt that went on from it
+    policy.add(over[-1])
+    policy.add(other)
+    policy.add(end := StandInRun(created=30, last_access=30))
+    assert policy.victim() is end
+    policy.evicted(end)
+    assert policy.victim() is over[-1]
+    policy.evicted(over[-1])
+    policy.add(shared)
+    assert policy.victim() is other
+
+
+def test_arc_learns_from_the_blocks_that_came_back_and_not_from_what_is_new_behind_them() -> None:
+    policy = ARCPolicy()
+    for number in range(9):
+        policy.add(StandInRun(num_blocks=2, created=number, fingerprint=number))
+    evict_all(policy)
+    policy.add(StandInRun(num_blocks=7, created=20, fingerprint=3))
+    assert policy._target == 2.0
+
+
 def test_arc_moves_its_target_by_the_blocks_of_a_run_and_by_how_much_the_other_ghosts_outnumber_its_own() -> None:
     policy = ARCPolicy()
     for number in range(9):  # 2 blocks each, the last three used again

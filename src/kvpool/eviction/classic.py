@@ -31,6 +31,9 @@ class RememberingPolicy(EvictionPolicy):
 
     def __init__(self, *queues: RunQueue) -> None:
         self._queues = queues
+        self._above: Any = None  # the run before the one that was evicted last
+        self._left: Record | None = None  # of that one
+        self._left_at = 0  # when it was last used
 
     @abstractmethod
     def _admit(self, run: Run) -> Record:
@@ -39,6 +42,9 @@ class RememberingPolicy(EvictionPolicy):
     def _readmit(self, run: Run, record: Record) -> None:
         """Revise queue and place of a run that comes back; both stay by default."""
 
+    def _succeed(self, run: Run, record: Record, left: Record) -> None:
+        """The run behind this one was evicted, and neither was used since the other was; nothing follows by default."""
+
     def add(self, run: Run) -> None:
         record: Record | None = run.entry
         if record is None or record.owner is not self:
@@ -46,6 +52,8 @@ class RememberingPolicy(EvictionPolicy):
         else:
             self.remove(run)
             self._readmit(run, record)
+        if self._left is not None and run is self._above and run.last_access == self._left_at:
+            self._succeed(run, record, self._left)
         record.item = record.queue.push(record.place, run)
 
     def remove(self, run: Run) -> None:
@@ -56,12 +64,14 @@ class RememberingPolicy(EvictionPolicy):
 
     def evicted(self, run: Run) -> None:
         self.remove(run)
+        self._above, self._left, self._left_at = getattr(run, "parent", None), run.entry, run.last_access
         run.entry = None  # when the same object comes back (from another tier) it is new
 
     def clear(self) -> None:
         for queue in self._queues:
             for run in queue.clear():
                 run.entry = None
+        self._above = self._left = None
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
@@ -74,6 +84,16 @@ class RememberingPolicy(EvictionPolicy):
         self.remove(run)
         record.queue, record.place = queue, place
         record.item = queue.push(place, run)
+
+
+def _stand_in(run: Run, record: Record, left: Record) -> None:
+    """Gives a run the place of the one behind it that was evicted: the hand that passed over that one passed over both.
+
+    What it was hit before counts no more, so a prompt that is over leaves run by run in one round of the hand, as it would
+    if its blocks stood in the queue one by one.
+    """
+    record.queue, record.place = left.queue, left.place
+    record.seen_hits, record.credit = run.hits, 0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -150,6 +170,9 @@ class ClockPolicy(RememberingPolicy):
     def _admit(self, run: Run) -> Record:
         return Record(self, self._queue, (run.created, 0))
 
+    def _succeed(self, run: Run, record: Record, left: Record) -> None:
+        _stand_in(run, record, left)
+
     def add(self, run: Run) -> None:
         super().add(run)
         self._newest = max(self._newest, run.created)
@@ -178,6 +201,11 @@ class SievePolicy(RememberingPolicy):
         self._ahead, self._behind = RunQueue(), RunQueue()
         super().__init__(self._ahead, self._behind)
         self._hand: tuple[int, int] | None = None  # the last place passed; None at the start of a round
+        self._latest = self._round_began = 0  # the newest use seen, by now and when the round began
+
+    def add(self, run: Run) -> None:
+        super().add(run)
+        self._latest = max(self._latest, run.last_access)
 
     def _admit(self, run: Run) -> Record:
         record = Record(self, self._ahead, run.created)
@@ -188,11 +216,16 @@ class SievePolicy(RememberingPolicy):
         passed = self._hand is not None and (run.created, -run.start) <= self._hand
         record.queue = self._behind if passed else self._ahead
 
+    def _succeed(self, run: Run, record: Record, left: Record) -> None:
+        if run.last_access <= self._round_began:  # the hand came by while another run stood behind this one
+            record.seen_hits = run.hits
+
     def victim(self) -> Run:
         while True:
             if self._behind and not self._ahead:
                 self._ahead, self._behind = self._behind, self._ahead
                 self._hand = None
+                self._round_began = self._latest
             run = self._ahead.head()
             record: Record = run.entry
             if run.hits <= record.seen_hits:
@@ -204,6 +237,7 @@ class SievePolicy(RememberingPolicy):
     def clear(self) -> None:
         super().clear()
         self._hand = None
+        self._latest = self._round_began = 0
 
 
 _MAX_CREDIT = 3
@@ -235,6 +269,10 @@ class S3FIFOPolicy(GhostPolicy):
         if self._ghost.take(run.fingerprint):
             return Record(self, self._main, self._next_place())
         return Record(self, self._small, run.created)
+
+    def _succeed(self, run: Run, record: Record, left: Record) -> None:
+        if left.queue is self._main:
+            _stand_in(run, record, left)
 
     def victim(self) -> Run:
         while True:
@@ -301,7 +339,7 @@ class ARCPolicy(GhostPolicy):
     """ARC (FAST '03): an LRU of runs used once and an LRU of runs used again, with a boundary that learns.
 
     A run that comes back shortly after it left the first list says that this list is too short, one that left the
-    second says the opposite; the target for the first list moves by the blocks of the run, times how much shorter
+    second says the opposite; the target for the first list moves by the blocks that came back, times how much shorter
     the list of its ghosts is than the other one.
     """
 
@@ -327,13 +365,11 @@ class ARCPolicy(GhostPolicy):
 
     def _learn(self, run: Run) -> bool:
         once, again = self._once_ghost.num_blocks, self._again_ghost.num_blocks
-        if self._once_ghost.take(run.fingerprint):
-            self._target = min(self._target + run.num_blocks * max(1.0, again / once), float(self._capacity))
-            return True
-        if self._again_ghost.take(run.fingerprint):
-            self._target = max(self._target - run.num_blocks * max(1.0, once / again), 0.0)
-            return True
-        return False
+        if known := min(self._once_ghost.take(run.fingerprint), run.num_blocks):
+            self._target = min(self._target + known * max(1.0, again / once), float(self._capacity))
+        elif known := min(self._again_ghost.take(run.fingerprint), run.num_blocks):
+            self._target = max(self._target - known * max(1.0, once / again), 0.0)
+        return known > 0
 
     def victim(self) -> Run:
         return (self._once if self._new_exceeds(self._target) else self._again).head()

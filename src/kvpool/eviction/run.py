@@ -212,11 +212,11 @@ class GhostList:
         self._blocks_of[fingerprint] = max(num_blocks, 1)
         self.num_blocks += max(num_blocks, 1)
 
-    def take(self, fingerprint: int) -> bool:
-        """Forget a ghost; whether it was there."""
+    def take(self, fingerprint: int) -> int:
+        """Forget a ghost; returns how many blocks it had, 0 if it was not there."""
         num_blocks = self._blocks_of.pop(fingerprint, 0)
         self.num_blocks -= num_blocks
-        return num_blocks > 0
+        return num_blocks
 
     def trim(self, max_blocks: float) -> None:
         """Forget the oldest ghosts until at most `max_blocks` blocks are remembered."""
