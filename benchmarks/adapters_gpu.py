@@ -68,9 +68,11 @@ def main() -> None:
     options: dict[str, Any] = {"kv_bytes": 2**26 if given.tiny else 2**33, "scheduler": limits}
     none = "without adapters"
     with tempfile.TemporaryDirectory() as directory, Engine(model, **options) as plain:
+        plain.warm_up()
         paths = {f"a{i}": write_adapter(Path(directory) / f"a{i}", model) for i in range(ADAPTERS)}
         began = time.perf_counter()
         with Engine(model, **options, adapters=paths, max_adapters=ADAPTERS) as engine:
+            engine.warm_up()
             print(f"engine with {ADAPTERS} adapters: ready in {time.perf_counter() - began:.1f} s", flush=True)
             cases: dict[str, tuple[Engine, list[str | None]]] = {
                 none: (plain, [None] * BATCH),

@@ -93,6 +93,7 @@ def main() -> None:
             name = f"a draft that agrees {agreement:.0%}"
         drafting = {} if draft is None else {"draft": draft, "draft_tokens": given.draft_tokens}
         with Engine(model, **options, **drafting) as engine:
+            engine.warm_up()
             for batch in (1, 8):
                 for how, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 1})):
                     before = engine.stats().scheduler

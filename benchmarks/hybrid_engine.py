@@ -74,6 +74,7 @@ def draft_step_seconds(model: Any, num_drafts: int) -> dict[str, float]:
     found: dict[str, float] = {}
     prompt, params = random_prompt(64, 7), SamplingParams(max_new_tokens=8 + STEPS, temperature=0.0, ignore_eos=True)
     with Engine(model, memory_fraction=0.4, draft_tokens=num_drafts) as engine:
+        engine.warm_up()
         (plain,) = engine.generate([prompt], params)
         text = np.array(prompt + plain.token_ids, np.int32)
         for name, shift in (("wrong", 1), ("right", 0)):
@@ -102,6 +103,7 @@ def measured(shape: Shape, num_prompt_tokens: int, peers: bool, num_drafts: int)
             found[f"transformers_step_ms_{batch}"] = f"{type(error).__name__}: {error}"[:200]
     start = time.perf_counter()
     with Engine(model, memory_fraction=0.5) as engine:
+        engine.warm_up()
         found["start_seconds"] = time.perf_counter() - start
         group = engine.config.state_group
         assert group is not None

@@ -45,6 +45,7 @@ def open_engine(*args: Any, **options: Any) -> Engine:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     _open.append(Engine(*args, **options))
+    _open[0].warm_up()
     return _open[0]
 
 

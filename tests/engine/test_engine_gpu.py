@@ -162,8 +162,9 @@ def test_given_compiled_layers_then_single_sequences_and_batches_share_their_cod
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-def test_given_an_engine_then_all_its_graphs_are_captured_before_the_first_request() -> None:
+def test_given_an_engine_that_was_warmed_up_then_no_request_waits_for_a_graph() -> None:
     with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, scheduler=SchedulerConfig(max_sequences=24)) as engine:
+        engine.warm_up()
         graphs = engine._loop.runner.graphs
         assert graphs is not None
         before = dict(graphs._captured)
@@ -185,6 +186,7 @@ def test_given_graphs_that_are_garbage_when_others_are_captured_then_those_are_n
     gc.set_threshold(20, 1, 1)  # often enough to come in the middle of a capture
     try:
         with Engine(tiny_model("llama").to("cuda"), cuda_graphs=True, **options) as other:
+            other.warm_up()
             assert other.graphs.num_graphs == len([1, 2, 4]) + 20
     finally:
         gc.set_threshold(*thresholds)
@@ -274,6 +276,7 @@ def test_given_a_model_that_copies_from_the_host_in_every_step_then_it_runs_with
 def test_given_a_small_prompt_and_a_large_limit_then_its_first_step_comes_from_a_graph() -> None:
     with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, scheduler=SchedulerConfig(max_sequences=8)) as engine:
         assert engine._loop.runner.mixed_graphs is not None
+        engine.warm_up()
         assert engine.graphs.num_graphs == len([1, 2, 4, 8]) + 20
         engine._loop.runner._run = None  # type: ignore[assignment, method-assign]
         assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,7 @@ def engine_with_graphs(
     recorder: FakeRecorder | None = None,
     max_tokens: int = 100,
     mixed: bool = True,
+    all_graphs: bool = True,
     **options: Any,
 ) -> Engine:
     """An engine on a CPU whose steps run from graphs, as on a GPU."""
@@ -45,7 +47,7 @@ def engine_with_graphs(
         max_tokens=max_tokens,
         recorder=recorder or FakeRecorder(),
     )
-    runner.warm_up()
+    runner.warm_up(all_graphs=all_graphs)
     engine._loop.runner = runner
     return engine
 
@@ -233,3 +235,77 @@ def test_given_a_runner_then_the_step_that_it_warms_up_with_is_of_the_largest_si
         runner._run_once()
         assert sizes == [LIMITS.max_tokens_per_step]
         assert all((data == 7).all() for data in stores)
+
+
+class BreakingRecorder(FakeRecorder):
+    """Records so many steps, and then has no memory."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.left = num_steps
+
+    def record(self, step: Any) -> Any:
+        if not self.left:
+            raise torch.OutOfMemoryError("no more")
+        self.left -= 1
+        return super().record(step)
+
+
+def test_given_a_start_then_the_largest_graphs_are_captured_and_the_others_while_the_engine_is_idle() -> None:
+    with engine_with_graphs(all_graphs=False) as engine:
+        runner = engine._loop.runner
+        assert runner.graphs is not None
+        assert runner.mixed_graphs is not None
+        assert (runner.graphs.sizes, runner.mixed_graphs.sizes) == ([8], [100])
+        engine.warm_up(wait=False)
+        done = threading.Event()
+        while engine._loop.has_idle_work:  # nobody asks for anything
+            assert not done.wait(0.001)
+        assert (runner.graphs.sizes, runner.mixed_graphs.sizes) == ([1, 2, 4, 8], [64, 100])
+
+
+def test_given_requests_before_all_graphs_are_there_then_steps_capture_what_they_need() -> None:
+    assert tokens(engine_with_graphs(all_graphs=False)) == plain()
+
+
+def test_given_an_engine_that_is_warmed_up_then_all_graphs_are_there() -> None:
+    with engine_with_graphs(all_graphs=False) as engine:
+        engine.warm_up()
+        assert engine.graphs.num_graphs == 6
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_given_graphs_that_are_left_then_an_engine_ends_without_them(close: bool) -> None:
+    engine = engine_with_graphs(all_graphs=False)
+    loop, thread = engine._loop, engine._thread
+    asked = threading.Event()
+    loop.use_idle_time = asked.set  # type: ignore[method-assign]
+    engine.warm_up(wait=False)
+    assert asked.wait(60)
+    if close:
+        engine.close()
+    del engine  # an engine without references ends when it is idle
+    assert thread._thread is not None
+    thread._thread.join(60)
+    assert not thread._thread.is_alive()
+
+
+def test_given_no_memory_for_more_graphs_then_the_engine_goes_on_with_those_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = engine_with_graphs(all_graphs=False, recorder=BreakingRecorder(4))
+    engine.warm_up()
+    assert engine.graphs.num_graphs == 4
+    assert "captured when steps need them: no more" in caplog.text
+    assert len(engine.generate([[5]], GREEDY)) == 1
+    engine.close()
+
+
+def test_given_a_capture_that_fails_later_then_its_step_runs_as_it_is_and_graphs_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = FakeRecorder()
+    engine = engine_with_graphs(all_graphs=False, recorder=recorder)
+    recorder.refuses = "another thread waited for the device"
+    assert tokens(engine) == plain()
+    assert "a step runs without its CUDA graph: LlamaForCausalLM cannot be captured: another thread" in caplog.text

@@ -117,6 +117,38 @@ def test_given_buffers_when_batches_change_then_one_plan_after_another_is_right(
 
 
 @interpreted
+@pytest.mark.parametrize("kind", [spec(), spec(window=20, sink_logits=True)], ids=["plain", "window"])
+def test_given_kernels_that_are_compiled_ahead_then_nothing_is_computed(kind: AttentionSpec) -> None:
+    built = Case("step", kind, (1, 8), (70, 8)).build()
+    before = built.cache.k.clone()
+
+    TritonBackend(CPU).compile(kind, built.cache)
+
+    torch.testing.assert_close(built.cache.k, before, rtol=0, atol=0, equal_nan=True)
+    built.check(built.run(TritonBackend(CPU)))
+
+
+@pytest.mark.gpu
+def test_given_kernels_that_are_compiled_ahead_then_no_step_in_a_graph_compiles_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import triton
+
+    kind = spec(8, 2, 128, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16)
+    backend = TritonBackend(torch.device("cuda"))
+    mixed = Case("mixed", kind, (1, 1, 300), (70, 33, 900)).build("cuda")
+    single = Case("single", kind, (1,), (70,)).build("cuda")
+    backend.compile(kind, mixed.cache)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
+    for built, sizes in ((mixed, {"max_sequences": 8, "max_query_tokens": 512}), (single, {"max_sequences": 1})):
+        plan = backend.plan(kind, built.batch, backend.reserve(kind, max_blocks=256, **sizes))
+        q = torch.zeros(sizes.get("max_query_tokens", 1), *built.q.shape[1:], dtype=built.q.dtype, device="cuda")
+        backend.run(q, built.cache, plan)
+    assert compiled == []
+
+
+@interpreted
 def test_given_buffers_for_drafts_then_sequences_may_have_several_queries() -> None:
     backend = TritonBackend(CPU)
     buffers = backend.reserve(spec(window=20), max_sequences=3, max_query_tokens=12, max_blocks=64)

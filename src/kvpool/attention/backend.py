@@ -110,6 +110,10 @@ class AttentionBackend(ABC):
             f"the {self.name} backend cannot be captured in CUDA graphs; use triton or flashinfer"
         )
 
+    def compile(self, spec: AttentionSpec, cache: LayerCache) -> None:
+        """Compiles the kernels for layers like this one before they are needed, where a backend has any to compile."""
+        self.require(spec)
+
     def require_graphs(self, spec: AttentionSpec) -> None:
         """Raises UnsupportedAttentionError if plans of `spec` cannot be captured in CUDA graphs."""
         self.require(spec)

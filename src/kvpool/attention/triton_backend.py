@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.attention import (
+    FEW_MERGES,
     ITEM_FIELDS,
     TILE_FIELDS,
     Partials,
@@ -26,6 +30,7 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.copy import upload
 from kvpool.kernels.layout import LayerCache, current, slopes_on
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
+from kvpool.kernels.quantization import TORCH_DTYPES
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys in one iteration of decoding
@@ -264,6 +269,40 @@ class TritonBackend(AttentionBackend):
             attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
         if partials is not None:
             merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
+
+    def compile(self, spec: AttentionSpec, cache: LayerCache) -> None:
+        """Compiles the kernels of graphs side by side, by launching each of them without work."""
+        self.require(spec)
+        options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
+        q = torch.zeros(256, spec.q_heads, spec.head_dim, **options)
+        out = torch.zeros(256, spec.q_heads, spec.v_dim, **options)
+        sinks = torch.zeros(spec.q_heads, **options) if spec.sink_logits else None
+        nothing = torch.zeros(FEW_MERGES + 1, ITEM_FIELDS, dtype=torch.int32, device=self.device)
+        plan = _TritonPlan(self, spec, len(q), cache.block_size, nothing[0])
+        jobs: list[Callable[[], None]] = []
+        for short in (False, True):  # the slowest first
+            shape = self.tile_shape(spec, short=short)
+            tokens = 1 if short else self.tile_tokens(spec, shape)
+            partials = self.partials(spec, 1, tokens)
+            launch = _Launch(shape, tokens, nothing[:1], nothing[:0], partials)
+            jobs.append(partial(self._launch, launch, q, cache, plan, sinks, out))
+            tiles = nothing.view(-1, TILE_FIELDS)
+            jobs += (
+                partial(merge_partials, spec, tiles[:count], tokens, out, partials, sinks)
+                for count in (1, FEW_MERGES // (tokens * spec.q_heads) + 1)
+            )
+        if self.device.type == "cpu":
+            for job in jobs:
+                job()
+            return
+        stream = torch.cuda.current_stream(self.device)
+
+        def run(job: Callable[[], None]) -> None:
+            with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
+                job()
+
+        with ThreadPoolExecutor(len(jobs), "kvpool-compile") as threads:
+            list(threads.map(run, jobs))
 
     def _divide(
         self,

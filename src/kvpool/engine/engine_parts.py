@@ -92,7 +92,7 @@ def assemble(
         }
         backend = create_backend(settings.attention, where)
         runner = ModelRunner(own, shape, plane, backend, adapters=adapters, num_axes=encoder.num_axes, **options)
-        runner.warm_up()
+        runner.warm_up(all_graphs=False)
         drafts = None
         if drafting is not None:
             drafts = _drafts(drafting, plane, backend, shape.vocab_size, limits, options)
@@ -156,7 +156,7 @@ def _drafts(
     # The first step that guesses may compute two tokens of each sequence
     sizes = {"max_sequences": 2 * limits.max_sequences, "max_drafts": 0}
     runner = ModelRunner(*draft, plane, backend, first_layer=first, **{**options, **sizes})
-    runner.warm_up()
+    runner.warm_up(all_graphs=False)
     return DraftModel(runner, draft.shape, vocab_size, limits)
 
 

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -186,6 +187,7 @@ class StepGraphs(ABC):
         self._recorder = recorder
         self._sizes = list(sizes)
         self._captured: dict[tuple[int, bool], _Captured] = {}  # by size and whether tokens may have adapters
+        self._seconds, self._num_bytes = 0.0, 0
 
     @property
     def sizes(self) -> list[int]:
@@ -193,9 +195,19 @@ class StepGraphs(ABC):
         return sorted({size for size, _ in self._captured})
 
     @property
-    def num_graphs(self) -> int:
-        """All that were captured: for steps without adapters, and for steps with some."""
-        return len(self._captured)
+    def report(self) -> CaptureReport:
+        """What was captured so far, for steps without adapters and for steps with some, and what that cost."""
+        return CaptureReport(len(self._captured), self._seconds, self._num_bytes)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every size is captured."""
+        return next(self._left(), None) is None
+
+    def _left(self) -> Iterator[tuple[int, bool]]:
+        """What is not captured yet, the smallest first."""
+        kinds = (False, True) if self._runner.adapters.stacks.num_bytes else (False,)
+        return (key for key in product(self._sizes, kinds) if key not in self._captured)
 
     def drop_adapted(self) -> None:
         """Forgets the graphs of steps with adapters."""
@@ -213,12 +225,14 @@ class StepGraphs(ABC):
         """The most tokens of such a step whose logits are computed."""
         return self.max_sequences(size)
 
-    def capture_all(self) -> None:
-        """Captures every size, the largest first, so that the others fit into its memory."""
-        for size in reversed(self._sizes):
-            for adapted in (True, False) if self._runner.adapters.stacks.num_bytes else (False,):
-                batches = [_one_token(kind) for kind in self._runner.kinds]
-                self._captured[size, adapted] = self._capture(size, batches, adapted)
+    def capture_largest(self) -> None:
+        """Captures the largest size. It comes before the others, so that they fit into its memory."""
+        self._capture(self._sizes[-1], [_one_token(kind) for kind in self._runner.kinds], False)
+
+    def capture_next(self) -> None:
+        """Captures one of those that are left."""
+        size, adapted = next(self._left())
+        self._capture(size, [_one_token(kind) for kind in self._runner.kinds], adapted)
 
     def run(
         self, plan: BatchPlan, token_ids: Tensor, positions: Int64Array, adapter_slots: Int64Array | None = None
@@ -243,7 +257,7 @@ class StepGraphs(ABC):
     def _graph(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
         captured = self._captured.get((size, adapted))
         if captured is None or not captured.holds(batches):
-            captured = self._captured[size, adapted] = self._capture(size, batches, adapted)
+            captured = self._capture(size, batches, adapted)
         return captured
 
     def _replay(
@@ -286,6 +300,7 @@ class StepGraphs(ABC):
         return logits
 
     def _capture(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
+        began, before = time.perf_counter(), self._recorder.num_bytes()
         runner = self._runner
         device, config = runner.device, runner.plane.config
         token_ids = torch.zeros(size, dtype=torch.int64, device=device)
@@ -332,7 +347,11 @@ class StepGraphs(ABC):
             recorded = self._recorder.record(step)
         except CaptureError as error:
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
-        return _Captured(recorded, token_ids, positions, slots, keep, inputs, adapters, buffers, plans)
+        captured = _Captured(recorded, token_ids, positions, slots, keep, inputs, adapters, buffers, plans)
+        self._captured[size, adapted] = captured
+        self._seconds += time.perf_counter() - began
+        self._num_bytes += self._recorder.num_bytes() - before
+        return captured
 
 
 class DecodeGraphs(StepGraphs):
@@ -465,13 +484,6 @@ def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> i
         if config.max_seq_len is None
         else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
     )
-
-
-def capture(graphs: StepGraphs, recorder: Recorder) -> CaptureReport:
-    """Captures all sizes and says what that cost."""
-    began, before = time.perf_counter(), recorder.num_bytes()
-    graphs.capture_all()
-    return CaptureReport(graphs.num_graphs, time.perf_counter() - began, recorder.num_bytes() - before)
 
 
 def _fill_groups(groups: Tensor, adapter_slots: Int64Array, runner: StepRunner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ from kvpool.engine.graphs import (
     DecodeGraphs,
     MixedGraphs,
     Recorder,
-    capture,
+    StepGraphs,
     decode_sizes,
     mixed_sizes,
 )
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.kernels.lora import group_tokens, tile_size
+from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.model.adapters import AdapterStep, adapting
 from kvpool.model.faster_layers import compile_each_layer
 from kvpool.model.hook import Attend, AttentionCall
@@ -83,9 +85,10 @@ log = logging.getLogger("kvpool")
 class ModelRunner:
     """Runs a model on the blocks of a data plane.
 
-    Every step is one variable-length batch. On a GPU, `warm_up` captures CUDA graphs for steps of up to about 2,048 tokens.
-    Larger steps run without a graph, and so do models and attention that cannot be captured. With `compile_layers`,
-    torch.compile fuses the operations between the matrix products of each decoder layer.
+    Every step is one variable-length batch. On a GPU, steps of up to about 2,048 tokens run from CUDA graphs: the largest
+    are captured by `warm_up`, the others when a step needs them, or before that by `capture_next`. Larger steps run without
+    a graph, and so do models and attention that cannot be captured. With `compile_layers`, torch.compile fuses the
+    operations between the matrix products of each decoder layer.
     """
 
     def __init__(
@@ -131,7 +134,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
-        self.captured = CaptureReport(0, 0.0, 0)
+        self._captures_ahead = True  # until there is no memory for it
+        self._kernels: Future[None] | None = None  # while they are compiled
         self._hidden_source: torch.nn.Module | None = None
         self.graphs_required = cuda_graphs is True
         possible = self.device.type == "cuda" or recorder is not None
@@ -158,35 +162,69 @@ class ModelRunner:
         return True
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Captures all graphs and runs a step without one, so that no request waits for what torch makes on first use.
-
-        On a CPU it does nothing.
+    def warm_up(self, *, all_graphs: bool = True) -> None:
+        """Captures the graphs of the largest steps, or all, and runs a step without one, so that no request waits for what
+        torch makes on first use. On a CPU it does nothing.
         """
-        if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
-            try:
-                self._note(capture(self.mixed_graphs, self._recorder))
-            except (UnsupportedAttentionError, CaptureError) as error:
-                if isinstance(error, CaptureError) and (self.states is None or self.graphs_required):
+        with ThreadPoolExecutor(1, "kvpool-kernels") as threads:
+            if self.device.type == "cuda":
+                self._kernels = threads.submit(self._compile_kernels)
+            if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
+                try:
+                    self.mixed_graphs.capture_largest()
+                except (UnsupportedAttentionError, CaptureError) as error:
+                    if isinstance(error, CaptureError) and (self.states is None or self.graphs_required):
+                        self._give_up_graphs(error)
+                    else:  # modules with a state compute several tokens by other functions than one
+                        log.warning("steps with prompts run without CUDA graphs: %s", error)
+                        self.mixed_graphs = None
+            if self.graphs is not None:
+                try:
+                    self.graphs.capture_largest()
+                except CaptureError as error:
                     self._give_up_graphs(error)
-                else:  # modules with a state compute several tokens by other functions than one
-                    log.warning("steps with prompts run without CUDA graphs: %s", error)
-                    self.mixed_graphs = None
-        if self.graphs is not None:
-            try:
-                self._note(capture(self.graphs, self._recorder))
-            except CaptureError as error:
-                self._give_up_graphs(error)
-        if self.device.type == "cuda":
-            self._run_once()
-        if self.captured.num_graphs:
-            log.info("captured %d CUDA graphs in %.1f s, %d MiB", *self.captured[:2], self.captured.num_bytes >> 20)
+            if self.device.type == "cuda":
+                self._run_once()
+        while all_graphs and self.captures_more:
+            self.capture_next()
 
-    def _note(self, report: CaptureReport) -> None:
-        graphs, seconds, num_bytes = self.captured
-        self.captured = CaptureReport(
-            graphs + report.num_graphs, seconds + report.seconds, num_bytes + report.num_bytes
-        )
+    def _compile_kernels(self) -> None:
+        """Compiles the kernels that write and attend, while the model computes what comes before its first attention."""
+        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
+            for number, kind in enumerate(self.kinds):
+                layer, spec = next(layer for layer, at in self.kind_of_layer.items() if at == number), kind.spec
+                options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
+                k = torch.zeros(16, spec.kv_heads, spec.head_dim, **options)
+                v = None if spec.k_only else torch.zeros(16, spec.kv_heads, spec.v_dim, **options)
+                self.plane.write(torch.full((16,), -1, dtype=torch.int32, device=self.device), k, v, layer)
+                self.backend.compile(spec, self.plane.layer_cache(layer))
+            stream.synchronize()
+
+    def _all_graphs(self) -> list[StepGraphs]:
+        return [graphs for graphs in (self.graphs, self.mixed_graphs) if graphs is not None]
+
+    @property
+    def captured(self) -> CaptureReport:
+        """The graphs so far, and what they cost."""
+        reports = [graphs.report for graphs in self._all_graphs()]
+        return CaptureReport(*(sum(column) for column in zip(CaptureReport(0, 0.0, 0), *reports, strict=True)))
+
+    @property
+    def captures_more(self) -> bool:
+        """Whether graphs are left to be captured."""
+        return self._captures_ahead and not all(graphs.are_all for graphs in self._all_graphs())
+
+    @torch.inference_mode()
+    def capture_next(self) -> None:
+        """Captures one of the graphs that are left, those of decoding first."""
+        try:
+            next(graphs for graphs in self._all_graphs() if not graphs.are_all).capture_next()
+        except (CaptureError, torch.OutOfMemoryError) as error:  # not the model's fault: a larger one was captured
+            log.warning("the other CUDA graphs are captured when steps need them: %s", error)
+            self._captures_ahead = False
+        if not self.captures_more:
+            log.info("captured %d CUDA graphs in %.1f s, %d MiB", *self.captured[:2], self.captured.num_bytes >> 20)
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         """Drops all graphs: a model that cannot be captured in one kind of step cannot be in the other."""
@@ -195,10 +233,15 @@ class ModelRunner:
         log.warning("steps run without CUDA graphs: %s", error)
         self._drop_graphs()
 
+    def _go_on_without(self, error: CaptureError) -> None:
+        """A step runs without its graph. A larger one was captured, so it may work the next time."""
+        if self.graphs_required:
+            raise error
+        log.warning("a step runs without its CUDA graph: %s", error)
+
     def _drop_graphs(self) -> None:
         self.graphs = self.mixed_graphs = None
         self.largest_buffers.clear()
-        self.captured = CaptureReport(0, 0.0, 0)
 
     def drop_adapted_graphs(self) -> None:
         """Forgets graphs with adapters, whose stacks have changed. They are captured again when a step needs them."""
@@ -238,7 +281,7 @@ class ModelRunner:
                 try:
                     return graphs.run(plan, token_ids, where, adapter_slots)
                 except CaptureError as error:
-                    self._give_up_graphs(error)
+                    self._go_on_without(error)
                     break
         slots = self.plane.prepare(plan.slots, plan.batch, plan.states)
         batches = [self.paged_batch(plan, kind) for kind in self.kinds]
@@ -263,7 +306,7 @@ class ModelRunner:
             try:
                 return self.graphs.decode(token_ids, positions, slots, batches)
             except CaptureError as error:
-                self._give_up_graphs(error)
+                self._go_on_without(error)
         keep = torch.arange(len(token_ids), device=self.device)
         return self._run(token_ids, positions, keep, StepSlots(slots), batches, None)
 
@@ -340,6 +383,9 @@ class ModelRunner:
 
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
         """Attention of one layer over the blocks in its plan."""
+        if self._kernels is not None:
+            self._kernels.result()
+            self._kernels = None
         layer = self.layer_of(call)
         plan = plans[self.kind_of_layer[layer]]
         return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks)

@@ -120,6 +120,8 @@ class EngineThread:
                     self._loop.tend()
                     if self._loop.has_work:
                         self._loop.step()
+                    elif self._loop.has_idle_work and not self._inbox:
+                        self._loop.use_idle_time()
         except BaseException as error:
             failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error
@@ -132,6 +134,8 @@ class EngineThread:
         """Waits until there is something to do; False at the end."""
         with self._inbox.changed:
             while not (self._has_work or self.is_closed or (self._abandoned and not self._loop.num_held)):
+                if self._loop.has_idle_work:
+                    return True
                 self._inbox.changed.wait(self._loop.patience)
             return self._has_work and not self.is_closed
 

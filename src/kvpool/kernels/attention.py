@@ -29,7 +29,7 @@ ITEM_FIELDS = 8
 TILE_FIELDS = 4
 # Few merges get many warps a head, to have the parts of a long context read at once. Of many, most have nothing to merge,
 # and ending a program early costs as much for one head as for four: these get four heads, with a warp each.
-_FEW_MERGES = 1024  # heads, over all tiles
+FEW_MERGES = 1024  # heads, over all tiles
 _KINDS = {DType.FP8_E4M3: "e4m3", DType.FP8_E5M2: "e5m2", DType.INT8: "int8", DType.INT4: "int4"}
 
 
@@ -71,6 +71,7 @@ def attend_items(
     k_scale, k_zero = _scales(cache.k_scale, cache.k_zero, q)
     v_scale, v_zero = (k_scale, k_zero) if cache.v is None else _scales(cache.v_scale, cache.v_zero, q)
     nothing = q  # stands in for a pointer that is not used
+    no_partials = items.view(torch.float32)  # of the right type, so that one variant of the kernel does for both cases
     score_scale = spec.scale * cache.k_factor
     softmax_scale = abs(score_scale) if spec.soft_cap is None else spec.soft_cap
     attend_kernel[(programs,)](
@@ -82,8 +83,8 @@ def attend_items(
         k_zero,
         v_zero,
         out,
-        nothing if partials is None else partials.values,
-        nothing if partials is None else partials.weights,
+        no_partials if partials is None else partials.values,
+        no_partials if partials is None else partials.weights,
         nothing if sink_logits is None else sink_logits,
         nothing if spec.slopes is None else slopes_on(spec.slopes, q.device),
         indices,
@@ -133,7 +134,7 @@ def merge_partials(
     spec: AttentionSpec, tiles: Tensor, tile_tokens: int, out: Tensor, partials: Partials, sink_logits: Tensor | None
 ) -> None:
     """Writes the output of every tile (int32 [tiles, 4]) that has partial results."""
-    few = len(tiles) * tile_tokens * spec.q_heads <= _FEW_MERGES
+    few = len(tiles) * tile_tokens * spec.q_heads <= FEW_MERGES
     heads = 1 if few else min(4, 1 << (spec.q_heads - 1).bit_length())
     programs = len(tiles) * tile_tokens * ceil_div(spec.q_heads, heads)
     if programs == 0:

@@ -49,7 +49,7 @@ def _convert(
     tl.store(target + place[:, None] + element[None, :], row.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _convert_kernel(
     k,
     k_stride,

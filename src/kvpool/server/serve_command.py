@@ -172,6 +172,8 @@ def serve(
             any_name=settings.insecure,
             allow_origins=settings.allow_origins,
         )
+        for each in served:
+            each.engine.warm_up(wait=False)
         config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on", **options)
         _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run(sockets)
 
