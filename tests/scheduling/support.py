@@ -25,9 +25,8 @@ def make_engine(
 ) -> ToyEngine:
     """An engine over a scheduler; `config` is that of the scheduler."""
     options: dict[str, Any] = {"max_tokens_per_step": 64, "max_sequences": 8} | config
-    scheduler = Scheduler(
-        manager or make_manager(), SchedulerConfig(**options), costs, clock or Clock(), reports_landings=link_steps > 0
-    )
+    reports = {"reports_landings": True} if link_steps else {}
+    scheduler = Scheduler(manager or make_manager(), SchedulerConfig(**options), costs, clock or Clock(), **reports)
     return ToyEngine(scheduler, depth, drafts, link_steps)
 
 

@@ -101,6 +101,28 @@ def test_given_a_steered_request_then_its_beams_advance_together_and_end_as_alon
     engine.assert_right(beams, other)
 
 
+def test_given_lanes_for_just_the_samples_of_a_request_then_all_of_them_run_when_they_branch() -> None:
+    engine = make_engine(max_sequences=2)
+    add(engine, request("a", 6, 4, n=2))
+    engine.step()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 0)
+
+
+@pytest.mark.parametrize("num_running", [0, 1])
+def test_given_beams_alone_on_the_gpu_then_they_take_blocks_that_others_would_leave_free(num_running: int) -> None:
+    engine = make_engine(make_manager(gpu_blocks=16, watermark=0.8))
+    only = request("beams", 28, 4, n=2, steered=True)
+    add(engine, only)
+    if num_running:
+        while engine.scheduler.num_running < 2:
+            engine.step()
+        engine.scheduler._queues.preempt(engine.scheduler.sequences("beams")[1], 0)
+    plan = engine.step()
+    assert names([*plan.admitted, *plan.resumed]) == ["beams"]
+    engine.drain()
+    engine.assert_right(only)
+
+
 def test_given_two_beam_searches_in_a_pool_for_one_then_they_do_not_wait_for_each_other_for_ever() -> None:
     engine = make_engine(make_manager(gpu_blocks=15))
     requests = [request(f"beams {i}", 6, 12, n=3, steered=True, first=20 * i) for i in range(3)]

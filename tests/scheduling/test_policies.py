@@ -147,6 +147,18 @@ def test_given_fair_share_when_a_tenant_comes_back_from_a_pause_then_it_has_save
     assert order_of_admission(engine)[:6] == ["b3", "e1", "b4", "e2", "b5", "e3"]
 
 
+def test_given_fair_share_when_a_tenant_joins_then_it_begins_where_the_least_served_waiting_tenant_is() -> None:
+    policy = FairShare()
+    engine = make_engine(max_sequences=2, policy=lambda: policy)
+    for tenant, max_new_tokens in (("more", 20), ("less", 8)):
+        add(engine, *(of_tenant(tenant, f"{tenant} {i}", max_new_tokens) for i in range(2)))
+    engine.step()
+    charged = dict(policy.served)
+    assert 0 < charged["less"] < charged["more"]
+    add(engine, of_tenant("new", "new"))
+    assert policy.served == charged | {"new": charged["less"]}
+
+
 def test_given_fair_share_when_a_request_stops_early_then_its_tenant_is_charged_only_what_it_used() -> None:
     policy = FairShare()
     engine = make_engine(max_sequences=1, policy=lambda: policy)
