@@ -112,13 +112,15 @@ class Case:
         if self.layout == "hnd":  # queries as a model hands them over: a view of [head, token, element]
             q = q.transpose(0, 1).contiguous().transpose(0, 1)
         sinks = torch.randn(spec.q_heads, device=device) * 2 if spec.sink_logits else None
-        expected = reference_attention(q, cache, spec, blocks, self.query_lens, self.kv_lens, gaps, sinks)
+        biases = torch.randn(spec.q_heads, spec.biases, device=device) * 2 if spec.biases else None
+        lengths = self.query_lens, self.kv_lens
+        expected = reference_attention(q, cache, spec, blocks, *lengths, gaps, sinks, biases)
         indptr = np.cumsum([0, *(len(block_list) for block_list in blocks)])
         indices = np.concatenate([*blocks, []]).astype(np.int32)
         batch = PagedBatch.build(
             indptr, indices, self.query_lens, self.kv_lens, block_size=size, gaps=np.array(gaps, np.int64)
         )
-        return BuiltCase(self, batch, cache, q, sinks, expected)
+        return BuiltCase(self, batch, cache, q, sinks, expected, biases)
 
 
 @dataclass
@@ -131,6 +133,7 @@ class BuiltCase:
     q: Tensor
     sink_logits: Tensor | None
     expected: Tensor
+    biases: Tensor | None = None
 
     def run(self, backend: AttentionBackend) -> Tensor:
         """What a backend computes, into an output full of poison or one of its own."""
@@ -138,7 +141,7 @@ class BuiltCase:
         out = None
         if self.case.layout == "nhd":
             out = torch.full(self.expected.shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
-        return backend.run(self.q, self.cache, plan, sink_logits=self.sink_logits, out=out)
+        return backend.run(self.q, self.cache, plan, sink_logits=self.sink_logits, biases=self.biases, out=out)
 
     def check(self, out: Tensor) -> None:
         """Fails where `out` differs from the float64 answer by more than its type explains."""
@@ -180,6 +183,8 @@ def feature_cases() -> list[Case]:
         Case("slopes, window, sink tokens", spec(slopes=SLOPES, window=20, sink_tokens=5)),
         Case("slopes, soft cap, negative scale", spec(slopes=SLOPES, soft_cap=2.0, scale=-0.3)),
         Case("slopes over int8", spec(slopes=SLOPES, kv_dtype=DType.INT8)),
+        Case("biases", spec(biases=12)),
+        Case("biases, window, sink tokens", spec(biases=12, window=20, sink_tokens=5)),
         Case("own scale", spec(scale=0.3)),
         Case("negative scale", spec(scale=-0.3)),
         Case("negative scale and soft cap", spec(scale=-0.3, soft_cap=2.0)),

@@ -29,6 +29,7 @@ REFERENCE_CASES = [
     Case("tiles", spec(window=20, sink_tokens=3), (6, 1), (60, 40)),
     Case("sink logits", spec(sink_logits=True, soft_cap=4.0), (1, 3), (100, 40)),
     Case("slopes", spec(slopes=SLOPES, window=20, sink_tokens=3), (1, 3), (100, 40)),
+    Case("biases", spec(biases=12, scale=1.0), (1, 3), (100, 40)),
 ]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the compiled kernels")
 

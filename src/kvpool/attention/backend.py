@@ -89,6 +89,7 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """The attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim]."""
@@ -126,7 +127,13 @@ class AttentionBackend(ABC):
             raise UnsupportedAttentionError(f"the {self.name} backend cannot do {reason}; spec: {spec}")
 
     def check_run(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor | None
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        sink_logits: Tensor | None,
+        biases: Tensor | None,
+        out: Tensor | None,
     ) -> None:
         """Raises InvalidArgumentError if the arguments of `run` do not fit the plan."""
         spec = plan.spec
@@ -160,3 +167,6 @@ class AttentionBackend(ABC):
             )
         if sink_logits is not None and sink_logits.shape != (spec.q_heads,):
             raise InvalidArgumentError(f"sink_logits has shape {tuple(sink_logits.shape)}, needed is ({spec.q_heads},)")
+        if (0 if biases is None else biases.shape[-1]) != spec.biases:
+            given = "none" if biases is None else f"shape {tuple(biases.shape)}"
+            raise InvalidArgumentError(f"biases for {spec.biases} distances were planned, got {given}")

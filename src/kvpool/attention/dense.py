@@ -24,7 +24,7 @@ PACKED_QUERIES = 16  # with up to so many queries per sequence, the heads of a g
 
 def materialises(spec: AttentionSpec) -> bool:
     """Whether scores must be materialised, because torch's fused attention lacks a feature."""
-    return spec.soft_cap is not None or spec.sink_logits or spec.slopes is not None
+    return spec.soft_cap is not None or spec.sink_logits or spec.slopes is not None or spec.biases > 0
 
 
 def attend_with_sums(
@@ -61,13 +61,14 @@ def attend(
     spec: AttentionSpec,
     sink_logits: Tensor | None,
     distances: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """[sequences, queries, query heads, v dim] for dense K and V [sequences, KV heads, keys, dim].
 
-    `distances` [sequences, queries, keys] are positions of keys less those of queries, for slopes.
+    `distances` [sequences, queries, keys] are positions of keys less those of queries, for slopes and biases.
     """
     if materialises(spec):
-        return _attend_openly(q, k, v, mask, triangular, spec, sink_logits, distances)
+        return _attend_openly(q, k, v, mask, triangular, spec, sink_logits, distances, biases)
     sequences, queries = q.shape[:2]
     if sequences == 1 and queries > PACKED_QUERIES:
         grouped = q.view(sequences, queries, spec.kv_heads, spec.group_size, spec.head_dim)
@@ -99,8 +100,9 @@ def _attend_openly(
     spec: AttentionSpec,
     sink_logits: Tensor | None,
     distances: Tensor | None,
+    biases: Tensor | None,
 ) -> Tensor:
-    """The same with soft-capped scores, with slopes, and with sink logits, which only count in the denominator."""
+    """The same with soft-capped scores, with slopes or biases, and with sink logits, which only count in the denominator."""
     sequences, queries = q.shape[:2]
     scores = torch.matmul(_packed(q * spec.scale, spec), k.transpose(-1, -2)).float()
     if spec.soft_cap is not None:
@@ -112,6 +114,10 @@ def _attend_openly(
         assert distances is not None
         slopes = slopes_on(spec.slopes, q.device).view(1, spec.kv_heads, 1, spec.group_size, 1)
         split.add_(slopes * distances[:, None, :, None])
+    if biases is not None:
+        assert distances is not None
+        chosen = biases.float()[:, (-distances).clamp(0, spec.biases - 1)]  # [query heads, sequences, queries, keys]
+        split.add_(chosen.unflatten(0, (spec.kv_heads, spec.group_size)).permute(2, 0, 3, 1, 4))
     if mask is not None:
         split.masked_fill_(~mask[:, None, :, None], -torch.inf)
     highest = split.amax(-1, keepdim=True)

@@ -128,6 +128,7 @@ class FlashInferBackend(AttentionBackend):
             "chunked attention": spec.chunk is not None,
             "sink logits": spec.sink_logits,
             "slopes (ALiBi)": spec.slopes is not None,
+            "biases by distance": spec.biases > 0,
         }
         return next((feature for feature, wanted in unknown.items() if wanted), None)
 
@@ -185,11 +186,12 @@ class FlashInferBackend(AttentionBackend):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Runs the planned wrappers on the current stream. Rows of sequences without keys become zero."""
         assert isinstance(plan, _FlashInferPlan)
-        self.check_run(q, cache, plan, sink_logits, out)
+        self.check_run(q, cache, plan, sink_logits, biases, out)
         if out is None:
             out = q.new_empty(q.shape)
         assert cache.v is not None

@@ -125,10 +125,11 @@ class ChoosingBackend(AttentionBackend):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Runs on the backend that planned."""
-        return plan.backend.run(q, cache, plan, sink_logits=sink_logits, out=out)
+        return plan.backend.run(q, cache, plan, sink_logits=sink_logits, biases=biases, out=out)
 
     def reserve(
         self,

@@ -119,11 +119,12 @@ class TorchBackend(AttentionBackend):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Computes every bucket in turn. Rows of sequences without keys become zero."""
         assert isinstance(plan, _TorchPlan)
-        self.check_run(q, cache, plan, sink_logits, out)
+        self.check_run(q, cache, plan, sink_logits, biases, out)
         spec = plan.spec
         if out is None:
             out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
@@ -140,7 +141,7 @@ class TorchBackend(AttentionBackend):
                 result, part = attend_with_sums(queries, k, v, _mask(spec, bucket, bucket.tiles[0], compute), spec)
                 sums.index_copy_(0, bucket.tokens, part)
             else:
-                result = _attend_tiles(queries, k, v, spec, bucket, sink_logits)
+                result = _attend_tiles(queries, k, v, spec, bucket, sink_logits, biases)
             out.index_copy_(0, bucket.tokens, result.reshape(-1, *result.shape[2:]).to(q.dtype))
         for keys in plan.shared:
             assert sums is not None
@@ -287,7 +288,13 @@ def _distances(bucket: _Bucket, tile: _Tile) -> Tensor:
 
 
 def _attend_tiles(
-    queries: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bucket: _Bucket, sink_logits: Tensor | None
+    queries: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    bucket: _Bucket,
+    sink_logits: Tensor | None,
+    biases: Tensor | None,
 ) -> Tensor:
     """[sequences, queries, query heads, v dim] of a bucket."""
     results = [
@@ -299,7 +306,8 @@ def _attend_tiles(
             tile.triangular,
             spec,
             sink_logits,
-            _distances(bucket, tile) if spec.slopes is not None else None,
+            _distances(bucket, tile) if spec.slopes is not None or spec.biases else None,
+            biases,
         )
         for tile in bucket.tiles
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys in one iteration of decoding
 _WIDE_BYTES = 256  # with more bytes per head, tiles are smaller, to fit shared memory
 _LONG_TILE = TileShape(128, 64, warps=8, stages=3, programs=1)
+_Learned: TypeAlias = tuple[Tensor | None, Tensor | None]  # sink logits and biases of a layer
 
 
 class _Launch(NamedTuple):
@@ -221,11 +222,13 @@ class TritonBackend(AttentionBackend):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Launches the planned kernels on the current stream. Rows of sequences without keys become zero."""
         assert isinstance(plan, _TritonPlan)
-        self.check_run(q, cache, plan, sink_logits, out)
+        self.check_run(q, cache, plan, sink_logits, biases, out)
+        learned = sink_logits, biases
         spec = plan.spec
         if q.stride(2) != 1:
             q = q.contiguous()
@@ -233,14 +236,14 @@ class TritonBackend(AttentionBackend):
             out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
         with current(q.device):
             if len(plan.launches) > 1 and self._beside is not None and torch.cuda.is_current_stream_capturing():
-                self._launch_side_by_side(plan, q, cache, sink_logits, out)
+                self._launch_side_by_side(plan, q, cache, learned, out)
             else:
                 for launch in plan.launches:
-                    self._launch(launch, q, cache, plan, sink_logits, out)
+                    self._launch(launch, q, cache, plan, learned, out)
         return out
 
     def _launch_side_by_side(
-        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, sink_logits: Tensor | None, out: Tensor
+        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, learned: _Learned, out: Tensor
     ) -> None:
         """Runs prompts and decoding at the same time, because a few tiles of a prompt leave most of the GPU idle.
 
@@ -252,12 +255,12 @@ class TritonBackend(AttentionBackend):
         self._beside.wait_stream(stream)
         with torch.cuda.stream(self._beside):
             for launch in many:
-                self._launch(launch, q, cache, plan, sink_logits, out)
-        self._launch(few, q, cache, plan, sink_logits, out)
+                self._launch(launch, q, cache, plan, learned, out)
+        self._launch(few, q, cache, plan, learned, out)
         stream.wait_stream(self._beside)
 
     def _launch(
-        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, sink_logits: Tensor | None, out: Tensor
+        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, learned: _Learned, out: Tensor
     ) -> None:
         """Launches the kernel of one tile shape on the current stream, and the merge after it."""
         shape, tile_tokens, items, tiles, partials = launch
@@ -266,9 +269,9 @@ class TritonBackend(AttentionBackend):
             prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
         else:
             shape = _LONG_TILE if shape == PREFILL_TILE else shape
-            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
+            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, *learned)
         if partials is not None:
-            merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
+            merge_partials(spec, tiles, tile_tokens, out, partials, learned[0])
 
     def compile(self, spec: AttentionSpec, cache: LayerCache) -> None:
         """Compiles the kernels of graphs side by side, by launching each of them without work."""
@@ -277,6 +280,7 @@ class TritonBackend(AttentionBackend):
         q = torch.zeros(256, spec.q_heads, spec.head_dim, **options)
         out = torch.zeros(256, spec.q_heads, spec.v_dim, **options)
         sinks = torch.zeros(spec.q_heads, **options) if spec.sink_logits else None
+        biases = torch.zeros(spec.q_heads, spec.biases, **options) if spec.biases else None
         nothing = torch.zeros(FEW_MERGES + 1, ITEM_FIELDS, dtype=torch.int32, device=self.device)
         plan = _TritonPlan(self, spec, len(q), cache.block_size, nothing[0])
         jobs: list[Callable[[], None]] = []
@@ -285,7 +289,7 @@ class TritonBackend(AttentionBackend):
             tokens = 1 if short else self.tile_tokens(spec, shape)
             partials = self.partials(spec, 1, tokens)
             launch = _Launch(shape, tokens, nothing[:1], nothing[:0], partials)
-            jobs.append(partial(self._launch, launch, q, cache, plan, sinks, out))
+            jobs.append(partial(self._launch, launch, q, cache, plan, (sinks, biases), out))
             tiles = nothing.view(-1, TILE_FIELDS)
             jobs += (
                 partial(merge_partials, spec, tiles[:count], tokens, out, partials, sinks)

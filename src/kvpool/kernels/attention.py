@@ -61,6 +61,7 @@ def attend_items(
     out: Tensor,
     partials: Partials | None,
     sink_logits: Tensor | None,
+    biases: Tensor | None,
 ) -> None:
     """Computes every work item (int32 [items, 8]) into `out` or `partials`. `indices` are the block lists of the batch."""
     heads = max(1, min(spec.group_size, shape.rows // tile_tokens))
@@ -87,6 +88,7 @@ def attend_items(
         no_partials if partials is None else partials.weights,
         nothing if sink_logits is None else sink_logits,
         nothing if spec.slopes is None else slopes_on(spec.slopes, q.device),
+        nothing if biases is None else biases.contiguous(),
         indices,
         items,
         *q.stride()[:2],
@@ -120,6 +122,7 @@ def attend_items(
         NEGATED=spec.soft_cap is None and score_scale < 0,
         SINK_LOGITS=sink_logits is not None,
         SLOPES=spec.slopes is not None,
+        BIASES=spec.biases,
         STORED=stored,
         PARTS=parts,
         K_ONLY=cache.v is None,

@@ -20,8 +20,9 @@ class AttentionSpec:
     tokens, itself included; the first `sink_tokens` stay visible) and `chunk` (its own chunk only). `soft_cap` bounds
     scores to ±soft_cap by tanh. With `sink_logits`, each query head has a learned logit that takes part in the softmax and
     contributes no value (gpt-oss); the tensor itself comes with every call. With `slopes`, one for each query head, a key
-    that is n tokens before the query gets n times the slope less (ALiBi). `dtype` is that of queries and outputs,
-    `kv_dtype` that of the store. In a `k_only` layer V is the first `v_dim` elements of K.
+    that is n tokens before the query gets n times the slope less (ALiBi). With `biases`, each query head has a learned bias
+    for so many distances of a key before the query, from 0 on; keys that are farther away get the last one (T5). The tensor
+    [query heads, biases] comes with every call. `dtype` is that of queries and outputs, `kv_dtype` that of the store. In a `k_only` layer V is the first `v_dim` elements of K.
 
     >>> AttentionSpec(q_heads=32, kv_heads=8, head_dim=128).scale
     0.08838834764831845
@@ -40,6 +41,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sink_logits: bool = False
     slopes: tuple[float, ...] | None = None
+    biases: int = 0
     k_only: bool = False
     dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
@@ -55,6 +57,7 @@ class AttentionSpec:
             if getattr(self, name) is not None:
                 put(self, name, check_int(getattr(self, name), name, 1, MAX_TOKENS))
         put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
+        put(self, "biases", check_int(self.biases, "biases", 0, MAX_TOKENS))
         for name in ("causal", "sink_logits", "k_only"):
             check_bool(getattr(self, name), name)
         put(self, "dtype", DType.parse(self.dtype))
@@ -78,6 +81,8 @@ class AttentionSpec:
             raise ConfigError(f"soft_cap={self.soft_cap} must be positive, or None for no bound")
         if self.slopes is not None:
             self._check_slopes(self.slopes)
+        if self.biases and not self.causal:
+            raise ConfigError("causal=False with biases: these are for keys before a query")
         if self.dtype not in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
             raise ConfigError(f"dtype={self.dtype.value}: queries are float32, float16 or bfloat16; see kv_dtype")
 

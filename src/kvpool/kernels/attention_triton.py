@@ -61,6 +61,7 @@ def attend_kernel(
     partial_weights,
     sink_logits,
     slopes,
+    biases,  # [query head, distance]
     indices,
     items,
     q_token,
@@ -104,6 +105,7 @@ def attend_kernel(
     NEGATED: tl.constexpr,  # queries change their sign, in place of the scale
     SINK_LOGITS: tl.constexpr,
     SLOPES: tl.constexpr,
+    BIASES: tl.constexpr,  # distances that have one
     STORED: tl.constexpr,  # what a word of the store holds: "float", or PARTS elements of "e4m3", "e5m2", "int8" or "int4"
     PARTS: tl.constexpr,
     K_ONLY: tl.constexpr,
@@ -238,6 +240,12 @@ def attend_kernel(
             place = start + key
             distance = (place + tl.where(place >= SINK_SLOTS, gap, 0))[None, :] - query_position[:, None]
             scores += slope[:, None] * distance.to(tl.float32)
+        if BIASES:
+            place = start + key
+            before = query_position[:, None] - (place + tl.where(place >= SINK_SLOTS, gap, 0))[None, :]
+            before = tl.minimum(tl.maximum(before, 0), BIASES - 1)
+            bias = tl.load(biases + head[:, None] * BIASES + before, mask=used[:, None], other=0.0).to(tl.float32)
+            scores += bias * (1.4426950408889634 / softmax_scale)
 
         if start + KEYS > all_see:
             seen = live[None, :]
