@@ -142,12 +142,12 @@ def test_a_window_off_by_one_fails_the_self_check_however_long_it_is(
 ) -> None:
     model = tiny_model("gemma3_text", sliding_window=window, max_position_embeddings=2**13)
     inspect_model(model)
-    honest = self_check._causal_attention
+    honest = self_check.attention
 
     def off_by_one(call: AttentionCall, *qkv: torch.Tensor) -> torch.Tensor:
         return honest(call._replace(window=call.window and call.window - 1), *qkv)
 
-    monkeypatch.setattr(self_check, "_causal_attention", off_by_one)
+    monkeypatch.setattr(self_check, "attention", off_by_one)
     with pytest.raises(UnsupportedModelError, match="fails the self-check"):
         inspect_model(model)
 
@@ -164,8 +164,8 @@ def test_a_mixture_of_neighbouring_tokens_fails_the_self_check() -> None:
 
 
 def test_ignored_sinks_fail_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = self_check._causal_attention
-    monkeypatch.setattr(self_check, "_causal_attention", lambda call, *kv: honest(call._replace(sinks=None), *kv))
+    honest = self_check.attention
+    monkeypatch.setattr(self_check, "attention", lambda call, *kv: honest(call._replace(sinks=None), *kv))
     with pytest.raises(UnsupportedModelError, match="fails the self-check"):
         inspect_model(tiny_model("gpt_oss"))
 

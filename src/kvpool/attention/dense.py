@@ -117,7 +117,7 @@ def _attend_openly(
     if biases is not None:
         assert distances is not None
         chosen = biases.float()[:, (-distances).clamp(0, spec.biases - 1)]  # [query heads, sequences, queries, keys]
-        split.add_(chosen.unflatten(0, (spec.kv_heads, spec.group_size)).permute(2, 0, 3, 1, 4))
+        split.add_(chosen.view(spec.kv_heads, spec.group_size, *chosen.shape[1:]).permute(2, 0, 3, 1, 4))
     if mask is not None:
         split.masked_fill_(~mask[:, None, :, None], -torch.inf)
     highest = split.amax(-1, keepdim=True)

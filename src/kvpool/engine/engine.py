@@ -27,6 +27,7 @@ from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
+from kvpool.engine.encoding import EncoderPrompts
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, tokens_by_tier, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -40,8 +41,8 @@ from kvpool.engine.pictures import (
     chat_images,
     chat_text_tokens,
     check_images,
-    images_of_prompts,
     in_parts,
+    of_prompts,
     processed,
     processor_output,
 )
@@ -102,7 +103,10 @@ class Engine:
         if chosen.draft is not None:
             draft = load_model(chosen.draft, device=self.model.device, dtype=chosen.dtype)
         parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer)
-        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder = parts
+        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
+        self._prompts = None
+        if inputs is not None:
+            self._prompts = EncoderPrompts(self.model, inputs, self.tokenizer, self.processor)
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
         self._closing = threading.Lock()
@@ -161,26 +165,27 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = USUAL,
         *,
         images: Sequence[Sequence[Any]] | None = None,
+        audio: Sequence[Sequence[Any]] | None = None,
         on_chunk: Callable[[int, Chunk], None] | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Completes prompts (texts or token ids), all in one running batch; results in the order of the prompts.
 
-        `params` are for all prompts, or one for each. `images` are a list for each prompt, see `submit`. The engine's thread
-        calls `on_chunk(i, chunk)` after every step of prompt i. Options are those of `submit`. A wrong argument raises before
-        anything runs. If prompts fail later (one never fits, a step fails), the others are completed. Then the error of the
-        first failed prompt is raised; its `results` hold a Completion or an error for each prompt.
+        `params` are for all prompts, or one for each. `images` and `audio` are a list for each prompt, see `submit`. The
+        engine's thread calls `on_chunk(i, chunk)` after every step of prompt i. Options are those of `submit`. A wrong
+        argument raises before anything runs. If prompts fail later (one never fits, a step fails), the others are completed.
+        Then the error of the first failed prompt is raised; its `results` hold a Completion or an error for each prompt.
         """
         chosen = list_of_prompts(prompts, params)
         check_callbacks(on_chunk)
         check_options(options)
-        seen = images_of_prompts(images, len(chosen))
+        seen, heard = (of_prompts(*each, len(chosen)) for each in (("images", images), ("audio", audio)))
         asked: list[NewRequest] = []
         for index, (prompt, wanted) in enumerate(chosen):
             watch = None if on_chunk is None else partial(on_chunk, index)
             try:
-                read = self._read(prompt, seen[index])
-                asked.append(self._requests.make(read.token_ids, wanted, watch, pictures=read.pictures, **options))
+                read = self._read(prompt, seen[index], heard[index])
+                asked.append(self._requests.make(read.token_ids, wanted, watch, **read.beside, **options))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
         return self._complete(asked)
@@ -214,10 +219,11 @@ class Engine:
         `pooling` is "last", the state of the last token, or "mean", that of all tokens. Prompts run in the batch of all
         requests. With "last" they use the prefix cache. With "mean" every token is computed, and nothing of it is kept.
         """
+        self._without_encoder("embeddings")
         check_pooling(pooling)
         as_flag(normalize, "normalize")
         chosen = list_of_prompts(prompts, USUAL)
-        seen = images_of_prompts(images, len(chosen))
+        seen = of_prompts("images", images, len(chosen))
         source = self._thread.ask(self._loop.runner.hidden_source)
         asked: list[NewRequest] = []
         options: dict[str, Any] = {"adapter": adapter, "priority": priority, "scope": scope}
@@ -227,7 +233,7 @@ class Engine:
             try:
                 read = self._read(prompt, seen[index])
                 one = SamplingParams(max_new_tokens=1)
-                made = self._requests.make(read.token_ids, one, pictures=read.pictures, **options)
+                made = self._requests.make(read.token_ids, one, **read.beside, **options)
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
             made.generation.pooled = pooled
@@ -241,6 +247,7 @@ class Engine:
         params: SamplingParams = USUAL,
         *,
         images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
         adapter: str | None = None,
@@ -257,7 +264,9 @@ class Engine:
 
         `images` (Pillow images, arrays, or paths and bytes of files) stand behind the image tokens of a text, in this
         order; the model's processor reads them. A prompt may also be what the processor gave: `input_ids`, `pixel_values`
-        and what the model takes with them.
+        and what the model takes with them. In an encoder-decoder model the prompt is what the encoder reads, or a mapping
+        with `decoder_input_ids` beside it; where the encoder takes sound, `audio` has one clip (an array of samples), and the
+        prompt is what the decoder begins with.
 
         `adapter` names a LoRA adapter of the engine; without it the model answers as it is.
         `deadline` is in seconds from now. `retention` says which of its tokens stay cached longer, `hint` when its
@@ -266,13 +275,13 @@ class Engine:
         say so. A request that can never fit ends with `NeverFitsError`.
         """
         check_options(unknown)
-        read = self._read(prompt, images)
+        read = self._read(prompt, images, audio)
         generation, request = self._requests.make(
             read.token_ids,
             params,
             on_chunk,
             on_end,
-            pictures=read.pictures,
+            **read.beside,
             adapter=adapter,
             priority=priority,
             scope=scope,
@@ -321,7 +330,7 @@ class Engine:
         generation, request = self._requests.make(
             read.token_ids,
             SamplingParams(max_new_tokens=1),
-            pictures=read.pictures,
+            **read.beside,
             on_end=lambda: prefill[0].computed(),
             adapter=adapter,
             priority=priority,
@@ -350,7 +359,7 @@ class Engine:
         assert link is not None
         check_callbacks(on_end)
         read = self._read(prompt)
-        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, pictures=read.pictures)
+        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:
@@ -384,7 +393,9 @@ class Engine:
         options.setdefault("adapter", parent.adapter)
 
         def branch() -> Generation:
-            forked, request = self._requests.make(parent.token_ids, wanted, pictures=parent.pictures, **options)
+            forked, request = self._requests.make(
+                parent.token_ids, wanted, pictures=parent.pictures, source=parent.source, **options
+            )
             forked.goes_on_from(parent)
             self._loop.fork(parent, forked, request)
             return forked
@@ -438,6 +449,7 @@ class Engine:
         An adapter of this name is replaced, unless requests use it. The first adapter with other target modules or a larger
         rank than those before it takes memory of the device, and CUDA graphs for steps with adapters are captured again.
         """
+        self._without_encoder("adapters")
         adapters = self._loop.runner.adapters
         adapter = adapters.read(name, path)
         self._thread.ask(partial(self._loop.add_adapter, name, path, adapter))
@@ -461,11 +473,17 @@ class Engine:
         """The token ids of a prompt, checked against the vocabulary."""
         if isinstance(prompt, PicturedPrompt):
             return prompt.token_ids
+        if self._prompts is not None:
+            return self._prompts.token_ids(prompt)
         ids = processor_output(prompt)[0] if isinstance(prompt, Mapping) else prompt
         return prompt_tokens(ids, self.tokenizer, self.shape.vocab_size)
 
-    def _read(self, prompt: Prompt, images: Sequence[Any] = ()) -> PicturedPrompt:
-        """The token ids of a prompt and its pictures. Raises if they do not belong together."""
+    def _read(self, prompt: Prompt, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
+        """The token ids of a prompt, and its pictures or what an encoder reads. Raises if they do not belong together."""
+        if self._prompts is not None and not len(images):
+            return prompt if isinstance(prompt, PicturedPrompt) else self._prompts.read(prompt, audio)
+        if len(audio):
+            raise InvalidArgumentError(f"{self.shape.family} takes no audio")
         if len(images):
             check_images(self.processor, self._encoder)
             prompt = processed(prompt, images, self.processor)
@@ -474,6 +492,12 @@ class Engine:
         rest = processor_output(prompt)[1] if isinstance(prompt, Mapping) else {}
         tokens = self.token_ids(prompt)
         return PicturedPrompt(tokens, self._encoder.pictures(tokens, rest))
+
+    def _without_encoder(self, what: str) -> None:
+        if self._prompts is not None:
+            raise InvalidArgumentError(
+                f"{self.shape.family} is an encoder-decoder model, which is served without {what}"
+            )
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array | PicturedPrompt:
         """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`.
@@ -500,7 +524,7 @@ class Engine:
         It asks keyed tiers and waits for their answers, for `tier_timeout` at most.
         """
         read = self._read(prompt)
-        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, pictures=read.pictures)
+        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
         match = self.manager.match_prefix(request.prompt, request.scope, request.items)
         media = {} if self._tiers is None else self._tiers.find(request, match.num_blocks)
         return tokens_by_tier(match, media, len(request.prompt), self.config.block_size)
@@ -527,6 +551,8 @@ class Engine:
         The arguments are those of `KVCacheManager.invalidate`, which does not reach tiers. This engine never loads such
         content again, and deletes from its tiers the blocks whose keys it knows. Returns the blocks that left the cache.
         """
+        if prefix is not None:
+            self._without_encoder("invalidating a prefix; name a scope, ReuseScope(encoder=...)")
         ids = None if prefix is None else self.token_ids(prefix)
         drop = partial(self.manager.cache.invalidate, ids, scope=scope, session=session, tenant=tenant)
         if self._tiers is None:

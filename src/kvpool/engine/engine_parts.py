@@ -10,6 +10,7 @@ from kvpool.attention import AttentionBackend, create_backend
 from kvpool.config import KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.drafts import DraftModel, check_vocabulary
+from kvpool.engine.encoding import EncodedInputs, check_settings
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
@@ -21,6 +22,8 @@ from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
+from kvpool.model.encoder_probing import inspect_encoder_decoder
+from kvpool.model.encoders import InputEncoder
 from kvpool.model.faster_layers import choose_products, fuse_norms, join_projections
 from kvpool.model.loading import LoadedModel
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
@@ -42,6 +45,7 @@ class Parts(NamedTuple):
     loop: EngineLoop
     inbox: Inbox
     encoder: ImageEncoder
+    inputs: InputEncoder | None  # of an encoder-decoder model
 
 
 def assemble(
@@ -54,10 +58,14 @@ def assemble(
 ) -> Parts:
     """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
     compile, kv_bytes = settings.compile, settings.kv_bytes
+    has_encoder = bool(model.config.is_encoder_decoder)
+    if has_encoder:
+        check_settings(settings)
     where, own = model.device, private_copy(model)
     # One engine at a time, because each measures how much memory is free.
     with whole_device, current(where), without_callers_state(where):
-        shape = _prepared(own, compile)
+        inputs = InputEncoder(own) if has_encoder else None
+        shape = _prepared(own, compile, inputs)
         encoder = ImageEncoder(own)
         sees = encoder.refusal is None
         adapters = EngineAdapters(own, settings.max_adapters)
@@ -68,7 +76,7 @@ def assemble(
             check_vocabulary(draft, drafting.shape.vocab_size, tokenizer, shape.vocab_size)
         if settings.kv_blocks is None and kv_bytes is None:
             # As much as for the features again is for the work of the encoder.
-            beside = 2 * settings.encoder_bytes if sees else 0
+            beside = 2 * settings.encoder_bytes if sees or has_encoder else 0
             if drafting is not None and where.type == "cuda":
                 beside += step_bytes(*drafting, where, limits)
             kv_bytes = kv_budget(own, shape, where, settings.memory_fraction, limits, beside)
@@ -76,6 +84,8 @@ def assemble(
         if drafting is not None:  # a window would take what the draft computes again out of its sight
             layers += [replace(layer, window=None) for layer in drafting.shape.layer_specs(settings.kv_dtype)]
         fields = settings.cache_fields(shape.max_positions)
+        if inputs is not None and inputs.max_tokens is not None:
+            fields.setdefault("plan_cross_tokens", inputs.max_tokens)
         if drafting is not None:
             _check_positions(drafting.shape.max_positions, fields["max_seq_len"])
         if fields.get("objective") == "seconds":
@@ -111,10 +121,11 @@ def assemble(
             overlap=settings.overlap,
             tiers=tiers,
             pictures=StepPictures(encoder, settings.encoder_bytes, where) if sees else None,
+            encoded=None if inputs is None else EncodedInputs(inputs, settings.encoder_bytes, runner),
             # Now: joining products has moved some
             weights=[SharedWeights(each) for each in (model, *(() if draft is None else (draft.model,)))],
         )
-    return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder)
+    return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder, inputs)
 
 
 class _Draft(NamedTuple):
@@ -169,10 +180,12 @@ def _check_positions(max_positions: int | None, longest: int | None) -> None:
         )
 
 
-def _prepared(model: Any, compile: bool) -> ModelShape:
+def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> ModelShape:
     """Inspects the model and makes its layers faster: fewer kernels on a GPU, the fastest matrix products on a CPU."""
     if model.device.type == "cpu" and not compile:
         choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
+    if inputs is not None:
+        return inspect_encoder_decoder(model, inputs)
     shape = inspect_model(model, with_states=True)
     if model.device.type == "cuda":
         join_projections(model, lambda: run_probe(model))

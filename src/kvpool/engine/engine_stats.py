@@ -27,7 +27,7 @@ class EngineStats(NamedTuple):
     num_running: int
     num_swapped: int
     tiers: TieringStats | None = None
-    encoder: EncoderStats | None = None  # of models that take images
+    encoder: EncoderStats | None = None  # of models that take images, and of encoder-decoder models
     drafts: DraftStats | None = None  # of a draft model
 
 
@@ -50,7 +50,7 @@ def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
         scheduler.num_running,
         scheduler.num_swapped,
         None if tiers is None else tiers.stats(),
-        None if loop.pictures is None else loop.pictures.cache.stats(),
+        None if (encodes := loop.pictures or loop.encoded) is None else encodes.cache.stats(),
         None if loop.drafts is None else loop.drafts.stats(),
     )
 

@@ -20,6 +20,7 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import PromptScores, TokenLogprob
 from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
+from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 
@@ -110,10 +111,12 @@ class Generation:
         cancel: Callable[[Generation], None] | None = None,
         notes: tuple[str, ...] = (),
         pictures: Pictures | None = None,
+        source: EncoderInput | None = None,
     ) -> None:
         self.id = request_id
         self.prompt = prompt
         self.pictures = pictures  # behind placeholders of the prompt
+        self.source = source  # what an encoder reads; then the prompt is the decoder's
         self.params = params
         # tokens that end a sample and are not part of its text
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)

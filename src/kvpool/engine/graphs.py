@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
-from kvpool.config.layers import ceil_div
+from kvpool.config.layers import GroupKind, ceil_div
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.errors import KVPoolError
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -325,7 +325,8 @@ class StepGraphs(ABC):
 
         def attend(call: AttentionCall) -> Tensor:
             layer = runner.layer_of(call)
-            runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
+            if not call.across:
+                runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
             return runner.attention(call, plans)
 
         inputs = states = None
@@ -481,7 +482,7 @@ def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> i
     room = SHARERS * config.pools[group.pool].num_blocks[Tier.GPU]
     return (
         room
-        if config.max_seq_len is None
+        if config.max_seq_len is None or group.kind is GroupKind.CROSS
         else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
+from kvpool.engine.encoding import EncodedInputs
 from kvpool.engine.generation import Generation
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, PlannedCopies
@@ -71,6 +72,7 @@ class EngineLoop:
         overlap: bool | None = None,
         tiers: TierLink | None = None,
         pictures: StepPictures | None = None,
+        encoded: EncodedInputs | None = None,
         weights: Sequence[SharedWeights] = (),
     ) -> None:
         self.scheduler = scheduler
@@ -90,6 +92,7 @@ class EngineLoop:
         self.tiers = tiers
         self.pictures = pictures  # None: the model reads text only
         self.captures_when_idle = False  # CUDA graphs, before a step needs them
+        self.encoded = encoded  # of an encoder-decoder model
         self._weights = weights
         self._weights_checked = False  # since the last step
 
@@ -152,8 +155,9 @@ class EngineLoop:
         if any(weights.changed(compare=compare) for weights in self._weights):
             log.warning("the weights of the model have changed: cached prefixes are forgotten")
             self.forget(remove=False)
-            if self.pictures is not None:
-                self.pictures.cache.clear()
+            for part in (self.pictures, self.encoded):
+                if part is not None:
+                    part.cache.clear()
         self._weights_checked = True
 
     def forget(self, *, remove: bool = True) -> int:
@@ -262,6 +266,8 @@ class EngineLoop:
                 generation.admit(sequence.live_handle().num_cached_tokens)
         for sequence in (*plan.admitted, *plan.resumed):
             self._track(sequence)
+        if self.encoded is not None:
+            self.encoded.write((*plan.admitted, *plan.resumed), self._requests.generations)
         if plan.is_empty:
             return _Launched(plan, began)
         shown = () if self.pictures is None else self.pictures.of(plan, self._requests.generations)

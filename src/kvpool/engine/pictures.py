@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +16,8 @@ from torch import Tensor
 from kvpool.checks import show
 from kvpool.engine.generation import Generation
 from kvpool.errors import InvalidArgumentError
-from kvpool.model.vision import ImageEncoder, Picture, Pictures, Shown
+from kvpool.model.encoders import EncoderInput
+from kvpool.model.vision import ImageEncoder, Pictures, Shown
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.storage.moving import upload
@@ -25,35 +26,35 @@ MAX_PIXELS = 2**26  # of one image; decoded, they take three bytes each
 
 
 class EncoderStats(NamedTuple):
-    """What the cache of encoded pictures holds, and how often it was of use."""
+    """What the cache of encoded pictures, texts or clips holds, and how often it was of use."""
 
     num_pictures: int
     num_bytes: int
     max_bytes: int
     num_encoded: int  # how often the encoder ran
-    num_hits: int  # how often a step found a picture encoded
+    num_hits: int  # how often a step found one encoded
 
 
 class EncoderCache:
-    """Features of pictures by content, at most `max_bytes` of them; the one that was not used for longest goes first."""
+    """What an encoder made of its inputs, by content, at most `max_bytes`; what was not used for longest goes first."""
 
-    def __init__(self, encoder: ImageEncoder, max_bytes: int) -> None:
-        self._encoder = encoder
+    def __init__(self, encode: Callable[[Any], Tensor], max_bytes: int) -> None:
+        self._encode = encode
         self._max_bytes = max_bytes
         self._features: OrderedDict[str, Tensor] = OrderedDict()
         self._num_bytes = self._num_encoded = self._num_hits = 0
 
-    def features(self, picture: Picture) -> Tensor:
-        """The features [layer, placeholder, hidden size] of a picture."""
-        found = self._features.get(picture.key)
+    def features(self, given: Any) -> Tensor:
+        """What the encoder makes of an input, which has a `key`."""
+        found = self._features.get(given.key)
         if found is not None:
-            self._features.move_to_end(picture.key)
+            self._features.move_to_end(given.key)
             self._num_hits += 1
             return found
-        found = self._encoder.encode(picture)
+        found = self._encode(given)
         self._num_encoded += 1
         if found.nbytes <= self._max_bytes:
-            self._features[picture.key] = found
+            self._features[given.key] = found
             self._num_bytes += found.nbytes
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= self._features.popitem(last=False)[1].nbytes
@@ -73,7 +74,7 @@ class StepPictures:
     """What pictures change in steps: positions of tokens, and embeddings of placeholders. Used by the engine's thread."""
 
     def __init__(self, encoder: ImageEncoder, max_bytes: int, device: torch.device) -> None:
-        self.cache = EncoderCache(encoder, max_bytes)
+        self.cache = EncoderCache(encoder.encode, max_bytes)
         self._num_axes = encoder.num_axes
         self._device = device
 
@@ -105,10 +106,19 @@ class StepPictures:
 
 @dataclass(frozen=True, eq=False)
 class PicturedPrompt:
-    """The token ids of a prompt, and the pictures behind its placeholders."""
+    """The token ids of a prompt, and the pictures behind its placeholders.
+
+    In an encoder-decoder model they are those of the decoder, and `source` is what the encoder reads.
+    """
 
     token_ids: Int32Array
     pictures: Pictures | None = None
+    source: EncoderInput | None = None
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What a request has beside its tokens."""
+        return {"pictures": self.pictures, "source": self.source}
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -146,14 +156,14 @@ def _marks(text: str, tokenizer: Any) -> dict[str, bool]:
     return {"add_special_tokens": not (mark and text.startswith(mark))}
 
 
-def images_of_prompts(images: object, num_prompts: int) -> list[Sequence[Any]]:
-    """The images of each prompt."""
-    if images is None:
+def of_prompts(name: str, given: object, num_prompts: int) -> list[Sequence[Any]]:
+    """The images or clips of each prompt."""
+    if given is None:
         return [()] * num_prompts
-    each = list(images) if isinstance(images, Sequence) and not isinstance(images, (str, bytes)) else None
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else None
     if each is None or len(each) != num_prompts or not all(isinstance(some, Sequence) for some in each):
         raise InvalidArgumentError(
-            f"images must be a list of images for each of the {num_prompts} prompts, got {show(images)}"
+            f"{name} must be a list of {name} for each of the {num_prompts} prompts, got {show(given)}"
         )
     return each
 

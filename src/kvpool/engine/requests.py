@@ -19,6 +19,7 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import PromptScores
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.prefix.retention import Retention
@@ -183,6 +184,7 @@ class RequestMaker:
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
         pictures: Pictures | None = None,
+        source: EncoderInput | None = None,
         private: bool = False,
     ) -> NewRequest:
         """A request for all tokens that follow these; the options are those of `Engine.submit`.
@@ -194,7 +196,8 @@ class RequestMaker:
             check_hint(hint)
         looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
-        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes, "pictures": pictures}
+        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
+        told |= {"pictures": pictures, "source": source}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
         generation.adapter = adapter
         if params.prompt_logprobs is not None:
@@ -202,6 +205,8 @@ class RequestMaker:
         generation.is_private = private or generation.scores is not None
         if generation.is_private:
             scope = replace(scope or ReuseScope(), salt=secrets.token_hex())
+        if source is not None:  # keys and values of the decoder depend on it
+            scope = replace(scope or ReuseScope(), encoder=source.key)
         request = Request(
             generation.id,
             tokens,
@@ -216,6 +221,7 @@ class RequestMaker:
             retention=retention,
             hint=ToolCalls(self.tokenizer) if looks else hint,
             multimodal=() if pictures is None else pictures.items,
+            cross_tokens=0 if source is None else source.num_tokens,
         )
         return NewRequest(generation, request)
 
@@ -256,7 +262,7 @@ _INSTEAD = {  # arguments of transformers' `generate`
 
 def check_options(options: Mapping[str, object]) -> None:
     """Refuses options that requests do not have, and says where they belong."""
-    own = ("self", "tokens", "params", "pictures", "private")
+    own = ("self", "tokens", "params", "pictures", "source", "private")
     allowed = [name for name in inspect.signature(RequestMaker.make).parameters if name not in own]
     for name in options.keys() - set(allowed):
         if name in {each.name for each in fields(SamplingParams)}:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.config.layers import ceil_div
+from kvpool.config.layers import GroupKind, ceil_div
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.embedding import source_of
 from kvpool.engine.graphs import (
@@ -119,12 +119,12 @@ class ModelRunner:
         self.max_tokens = max_tokens
         config = plane.config
         # Layers of the cache, by their numbers in the model; those of another model may stand before them
-        self._layer_of = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
+        self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
         states = dict(enumerate(shape.states, first_layer + len(shape.layers)))
         self.states = plane.state_slots(states) if states else None
         self.kinds: list[AttentionKind] = []  # distinct ones
         self.kind_of_layer: dict[int, int] = {}
-        for index, layer in enumerate(self._layer_of.values()):
+        for index, layer in enumerate(self.layer_of_number.values()):
             group = config.groups[config.group_of_layer[layer]]
             kind = AttentionKind(group, shape.attention_spec(index, config.attention_layer(layer).dtype))
             backend.require(kind.spec)
@@ -324,7 +324,8 @@ class ModelRunner:
         plans = [self.backend.plan(kind.spec, batch) for kind, batch in zip(self.kinds, batches, strict=True)]
 
         def attend(call: AttentionCall) -> Tensor:
-            self.plane.write(slots, call.k, call.v, self.layer_of(call))
+            if not call.across:  # those of an encoder were written before
+                self.plane.write(slots, call.k, call.v, self.layer_of(call))
             return self.attention(call, plans)
 
         return self.forward(token_ids, positions, keep, attend, states, shown)
@@ -379,7 +380,7 @@ class ModelRunner:
 
     def layer_of(self, call: AttentionCall) -> int:
         """The layer of the cache that a layer of the model attends over."""
-        return self._layer_of[call.layer]
+        return self.layer_of_number[call.layer]
 
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
         """Attention of one layer over the blocks in its plan."""
@@ -388,12 +389,15 @@ class ModelRunner:
             self._kernels = None
         layer = self.layer_of(call)
         plan = plans[self.kind_of_layer[layer]]
-        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks)
+        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks, biases=call.biases)
 
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
         """The step's sequences as attention over one layer group sees them."""
         csr = plan.batch.csr(kind.group.index)
-        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), plan.kv_lengths)
+        lengths = plan.kv_lengths
+        if kind.group.kind is GroupKind.CROSS:
+            lengths = np.array([handle.encoder_tokens for handle in plan.batch], np.int64)
+        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), lengths)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy of a host array on the device, without waiting for it."""

@@ -96,7 +96,7 @@ def attend_items_reference(
             scores = scores + slopes[..., None] * (positions[None, :] - queries[:, None])[:, None, None]
         if biases is not None:
             chosen = biases.double()[:, _distances(spec, queries, positions)].transpose(0, 1)
-            scores = scores + chosen.unflatten(1, (spec.kv_heads, spec.group_size))
+            scores = scores + chosen.reshape(count, spec.kv_heads, spec.group_size, -1)
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf).flatten(1, 2)
         weight = scores.logsumexp(-1)
         if sink_logits is not None and slot < 0:

@@ -22,7 +22,8 @@ class AttentionSpec:
     contributes no value (gpt-oss); the tensor itself comes with every call. With `slopes`, one for each query head, a key
     that is n tokens before the query gets n times the slope less (ALiBi). With `biases`, each query head has a learned bias
     for so many distances of a key before the query, from 0 on; keys that are farther away get the last one (T5). The tensor
-    [query heads, biases] comes with every call. `dtype` is that of queries and outputs, `kv_dtype` that of the store. In a `k_only` layer V is the first `v_dim` elements of K.
+    [query heads, biases] comes with every call. `dtype` is that of queries and outputs, `kv_dtype` that of the store. In a
+    `k_only` layer V is the first `v_dim` elements of K.
 
     >>> AttentionSpec(q_heads=32, kv_heads=8, head_dim=128).scale
     0.08838834764831845

@@ -30,6 +30,8 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None  # learned logits [query head]
     slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
     chunk: int | None = None  # a query sees its own chunk of so many tokens
+    biases: Tensor | None = None  # learned ones by distance before the query [query head, distance]
+    across: bool = False  # keys and values are those of an encoder's tokens
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
@@ -57,11 +59,7 @@ def use_kvpool_attention(model: Any) -> bool:
 
     From then on the model runs only inside `attending`. `model.set_attn_implementation("sdpa")` undoes it.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    # No mask function is registered under this name, so the model builds no mask.
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(MODULES_NAME, _unused_mask)
+    register()
     if not model._can_set_attn_implementation():
         return False
     set_attention(model, ATTENTION_NAME)
@@ -69,6 +67,15 @@ def use_kvpool_attention(model: Any) -> bool:
         if _is_shared(module) and _note_layer not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_note_layer, with_kwargs=True)
     return True
+
+
+def register() -> None:
+    """Makes the names known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    # No mask function is registered under this name, so the model builds no mask.
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(MODULES_NAME, _unused_mask)
 
 
 def set_attention(model: Any, name: str | None) -> None:
@@ -116,7 +123,8 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls once per layer, with [1, head, token, dim]; it returns [1, token, head, dim]."""
-    if attention_mask is not None or position_bias is not None:
+    across = getattr(module, "attends_across", None)  # of an encoder-decoder model
+    if attention_mask is not None or (position_bias is not None and across is None):
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
         )
@@ -131,6 +139,8 @@ def _attention(
         softcap,
         s_aux,
         chunk=_chunk_of(module),
+        biases=None if position_bias is None or across else position_bias[0, :, 0],
+        across=bool(across),
     )
     return attend_to(call), None
 

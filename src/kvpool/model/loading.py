@@ -79,7 +79,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a causal language model of transformers, or one that takes images beside text.
+    """Loads a language model of transformers: causal, with images beside text, or with an encoder.
 
     `source` is one of: a directory with safetensors; a .gguf file (converted once, see `gguf_conversion`); a configuration
     (mapping, .json file or transformers object), which gets random weights drawn with `seed`; a loaded model, used as
@@ -231,13 +231,19 @@ def _with_random_weights(
 
 def _family_of(config: Any) -> Any:
     """The class that loads a model of this configuration. Raises UnsupportedModelError if it is no language model."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
 
     name = f"{type(config).__name__} (model_type {show(getattr(config, 'model_type', None))})"
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is of an encoder-decoder model (is_encoder_decoder): only decoder-only language models can be run"
-        )
+        for auto in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq):
+            if type(config) in auto._model_mapping:
+                return auto
+        raise UnsupportedModelError(f"{name} is of an encoder-decoder model that generates no text")
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
     if remote or type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
@@ -329,9 +335,10 @@ def _pretrained(
 
 
 def load_processor(loaded: LoadedModel) -> Any:
-    """What turns texts and images into inputs of a model; None if the model came without it, or it cannot be loaded."""
+    """What makes inputs of texts, images and sound; None if the model came without it, or it cannot be loaded."""
     info = loaded.info
-    if not hasattr(loaded.model.config, "vision_config") or info.origin not in ("directory", "hub"):
+    takes_more = hasattr(loaded.model.config, "vision_config") or loaded.model.main_input_name == "input_features"
+    if not takes_more or info.origin not in ("directory", "hub"):
         return None
     if info.path is not None and not any((info.path / name).is_file() for name in _PROCESSOR_FILES):
         return None

@@ -21,6 +21,7 @@ from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
+from kvpool.model.encoders import decode
 from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
 from kvpool.model.own_attention import knows_no_positions, replace_attention, restore_attention
 from kvpool.model.positions import counts_by_itself, own_positions, placed, use_positions
@@ -50,6 +51,8 @@ class LayerShape:
     sinks: bool = False  # whether each query head has a learned sink logit
     slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
     chunk: int | None = None
+    biases: int = 0  # distances of a key before the query that have a learned bias
+    cross: bool = False  # whether it attends to the tokens of an encoder
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ModelShape:
 
         Windowed and chunked layers do not count, because they read only their window or chunk.
         """
-        full = [layer for layer in self.layers if layer.window is None and layer.chunk is None]
+        full = [each for each in self.layers if each.window is None and each.chunk is None and not each.cross]
         pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in full)
         return pairs / (2 * max(num_parameters, 1))
 
@@ -89,6 +92,7 @@ class ModelShape:
                 window=layer.window,
                 chunk=layer.chunk,
                 dtype=dtype,
+                cross_attention=layer.cross,
             )
             for layer in self.layers
         ]
@@ -103,6 +107,7 @@ class ModelShape:
             soft_cap=shape.soft_cap,
             sink_logits=shape.sinks,
             slopes=shape.slopes,
+            biases=shape.biases,
             dtype=self.dtype,
         )
 
@@ -124,6 +129,8 @@ def forward(
     `keep` lists the tokens whose logits are wanted; None: all. `positions` are [axis, token] where a model has several for
     each token. `shown` are pictures behind placeholder tokens. Nothing waits for the device.
     """
+    if model.config.is_encoder_decoder:
+        return decode(model, input_ids, positions, keep, attend)
     tokens = {"input_ids": input_ids.unsqueeze(0)}
     if shown is not None:
         tokens = {"inputs_embeds": embedded(model, input_ids, shown).unsqueeze(0)}
@@ -166,7 +173,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
                 "can serve it; a newer release of transformers may have moved it there"
             )
         use_positions(model)
-        with _errors_of(model):
+        with errors_of(model):
             shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
             rotary.freeze(model)
             check_against_eager(
@@ -188,7 +195,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
 
 
 @contextmanager
-def _errors_of(model: Any) -> Iterator[None]:
+def errors_of(model: Any) -> Iterator[None]:
     """Turns what the model's own code raises into one error, with that as its cause."""
     try:
         yield
@@ -209,7 +216,7 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
     """Refuses a model by its configuration and code, before it runs."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{_name(model)} has an encoder: only decoder-only models can be run")
+        raise UnsupportedModelError(f"{_name(model)} has an encoder: only kvpool.engine runs it")
     if keeps_indexer(model):
         raise UnsupportedModelError(
             f"{_name(model)} keeps an indexer's keys per token, by which its attention chooses the tokens that it sees; the "
@@ -268,8 +275,8 @@ def _shape_of(model: Any, modules: Sequence[StateModule]) -> ModelShape:
     calls.sort(key=lambda call: call.layer)
     return ModelShape(
         family=config.model_type,
-        layers=tuple(_layer_shape(model, call) for call in calls),
-        dtype=_dtype(model, calls),
+        layers=tuple(layer_shape(model, call) for call in calls),
+        dtype=common_dtype(model, calls),
         vocab_size=logits.shape[-1],
         max_positions=rotary.max_positions(config),
         attending=tuple(call.layer for call in calls),
@@ -292,7 +299,8 @@ def _check_one_call_per_layer(model: Any, num_layers: int, calls: list[Attention
         )
 
 
-def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
+def layer_shape(model: Any, call: AttentionCall) -> LayerShape:
+    """The shape of a layer, from its call in a probe."""
     q_heads, kv_heads = call.q.shape[1], call.k.shape[1]
     if call.q.shape[2] != call.k.shape[2] or call.v.shape[1] != kv_heads or q_heads % kv_heads:
         shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("Q", call.q), ("K", call.k), ("V", call.v)))
@@ -314,10 +322,13 @@ def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         sinks=call.sinks is not None,
         slopes=call.slopes,
         chunk=call.chunk,
+        biases=0 if call.biases is None else call.biases.shape[-1],
+        cross=call.across,
     )
 
 
-def _dtype(model: Any, calls: list[AttentionCall]) -> DType:
+def common_dtype(model: Any, calls: list[AttentionCall]) -> DType:
+    """The type in which all layers attend."""
     dtypes = {tensor.dtype for call in calls for tensor in (call.q, call.k, call.v)} or {model.dtype}
     try:
         (dtype,) = {DType.parse(dtype) for dtype in dtypes}

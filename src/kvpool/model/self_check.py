@@ -67,21 +67,27 @@ def check_against_eager(
         longest = _SHORT_WINDOW + 2 * max(windows, default=0)
         lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
         sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
-        _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), cached, sees_all)
+        _require_equal(model, forward, random_texts(model, lengths, [0, 0]), cached, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
         # Last, because a model that does not use position_ids may index outside of its tables there.
         if far and last > 1 and cached.attention:
-            texts = _random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
+            texts = random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
             _require_equal(model, forward, texts, cached, by_position)
 
 
 def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers, reason: str) -> None:
     """Raises UnsupportedModelError with this reason unless flattened steps give the logits of the model by itself."""
-    got = _flattened_logits(model, forward, texts, cached)
+    attending = ContiguousAttention([text.start for text in texts])
+    got = flattened_logits(model, forward, texts, cached, attending)
+    require_close(model, got, _eager_logits(model, texts, cached), reason)
+
+
+def require_close(model: Any, got: Tensor, expected: Tensor, reason: str) -> None:
+    """Raises UnsupportedModelError with this reason unless logits are those of the model by itself."""
     whole = all(weight.dtype == torch.float32 for weight in model.parameters())  # some give float32 logits in any case
     tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
-    differences = _relative_difference(got, _eager_logits(model, texts, cached))
+    differences = _relative_difference(got, expected)
     difference = differences.quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
     if difference != difference:
         raise UnsupportedModelError(
@@ -139,7 +145,8 @@ def _longest_window_in_force(model: Any, forward: Forward) -> int:
     return max(windows)
 
 
-def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> list[_Text]:
+def random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> list[_Text]:
+    """Texts of these lengths that begin at these positions."""
     generator = torch.Generator().manual_seed(_SEED)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     return [
@@ -148,9 +155,10 @@ def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> 
     ]
 
 
-def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers) -> Tensor:
+def flattened_logits(
+    model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers, attention: ContiguousAttention
+) -> Tensor:
     """The logits of all texts, one after another, computed in two steps: a third of each text, then the rest."""
-    attention = ContiguousAttention([text.start for text in texts])
     slots = StateSlots.allocate(cached.states, len(texts), model.device) if cached.states else None
     cuts = [text.length // 3 for text in texts]
     heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
@@ -264,22 +272,29 @@ class ContiguousAttention:
             k, v = torch.cat([kept[0], k]), torch.cat([kept[1], v])
         self._kept[call.layer, sequence] = k, v
         start = self._starts[sequence] if self._starts else 0
-        return _causal_attention(call, q, k, v, start)
+        return attention(call, q, k, v, start)
 
 
-def _causal_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Attention of the last tokens of one sequence over all of it, which begins at position `start`."""
+def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int = 0, *, causal: bool = True) -> Tensor:
+    """Attention of the last tokens of one sequence over all of it, which begins at position `start`.
+
+    If it is not `causal`, tokens attend to all keys.
+    """
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * call.scale
     if call.soft_cap is not None:
         scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
     key_position = torch.arange(start, start + len(k), device=q.device)
-    query_position = key_position[len(k) - len(q) :, None]
+    end = start + len(k)
+    query_position = torch.arange(end - len(q), end, device=q.device)[:, None]
     if call.slopes is not None:
         slopes = torch.tensor(call.slopes, device=q.device)[:, None, None]
         scores = scores + slopes * (key_position - query_position)
-    hidden = key_position > query_position
+    if call.biases is not None:
+        distance = (query_position - key_position).clamp(0, call.biases.shape[1] - 1)
+        scores = scores + call.biases.float()[:, distance]
+    hidden = (key_position > query_position) & causal
     if call.window is not None:
         hidden |= key_position <= query_position - call.window
     if call.chunk is not None:

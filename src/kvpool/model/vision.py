@@ -143,7 +143,7 @@ class ImageEncoder:
         self.check_text(tokens, places)
         ends = np.cumsum(counts)
         pictures = tuple(
-            Picture(_content_hash(part), places[end - count : end], part)
+            Picture(content_hash(part), places[end - count : end], part)
             for (count, part), end in zip(parts, ends.tolist(), strict=True)
         )
         return Pictures(pictures, *self._positions(tokens, inputs))
@@ -265,7 +265,7 @@ def _listed(names: set[str]) -> str:
     return ", ".join(sorted(name for name in names if name))
 
 
-def _content_hash(inputs: Mapping[str, Tensor]) -> str:
+def content_hash(inputs: Mapping[str, Tensor]) -> str:
     """A hash of what the encoder takes: equal inputs have the same one, in every process."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(inputs):
