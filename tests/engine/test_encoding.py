@@ -167,6 +167,19 @@ def test_given_an_end_token_then_the_answer_ends_there(models: dict[str, Any]) -
     assert result.token_ids == own_answer(models["t5"], given, COUNT, eos_token_id=[1, whole[5]])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_given_a_gpu_then_tokens_equal_those_of_transformers(family: str, models: dict[str, Any]) -> None:
+    prompts = several(family)
+    expected = answers(models[family], prompts)
+
+    with engine_of(models[family], device="cuda") as engine:
+        assert served(engine, prompts) == expected
+        assert served(engine, prompts) == expected  # from the cache
+        assert engine.graphs.num_graphs > 0
+        engine.manager.check()
+
+
 # --- what is cached ---------------------------------------------------------------------------------------------------
 
 
