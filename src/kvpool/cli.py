@@ -43,6 +43,7 @@ COMMANDS = {
     "node": Command(
         "kvpool.tiers.node.node_command", "One cache for all engines of a machine: own memory that they share."
     ),
+    "warm": Command("kvpool.engine.warm_command", "Compile and keep what a model needs, so that engines start fast."),
     "doctor": Command(
         "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
     ),

@@ -83,7 +83,7 @@ def bench(
     measurement: Measurement | None = None
     loaded: Any = None
     for caching in (True, False) if compare else (True,):
-        opt.tell("loading the model ..." if loaded is None else "without the prefix cache ...", quiet)
+        opt.tell_loading("loading the model ..." if loaded is None else "without the prefix cache ...", quiet)
         options = engine_options if caching else engine_options.changed(record=None)  # one trace, of the first run
         with options.make_engine(
             loaded,

@@ -59,16 +59,19 @@ from kvpool.engine.requests import (
     rendered_chat,
     results_of,
 )
-from kvpool.engine.settings import as_settings, engine_signature
+from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
+from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.model.faster_layers import import_compiler
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
-from kvpool.scheduling import Request
+from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import ReuseHint, ReuseScope
+from kvpool.tiers.model_tiers import ModelTiers
 
 # The last two have pictures: what a processor gave for one prompt, and what `Engine.chat_prompt` returns.
 Prompt = str | Sequence[int] | Int32Array | Mapping[str, Any] | PicturedPrompt
@@ -91,6 +94,14 @@ class Engine:
         chosen = as_settings(settings)
         check_publishing(chosen.publish)
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
+        if chosen.compile:
+            import_compiler()
+        self._start = Start()
+        with self._start:
+            self._build(model, chosen, limits, model_tiers)
+
+    def _build(self, model: Any, chosen: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> None:
+        self._start.stage("loading the model")
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
         self.model = loaded.model
         self.processor = chosen.processor if chosen.processor is not None else load_processor(loaded)
@@ -102,7 +113,7 @@ class Engine:
         draft = None
         if chosen.draft is not None:
             draft = load_model(chosen.draft, device=self.model.device, dtype=chosen.dtype)
-        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer)
+        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
         self._prompts = None
         if inputs is not None:
@@ -590,6 +601,11 @@ class Engine:
     def memory(self) -> dict[Tier, int]:
         """Bytes allocated for keys and values, per tier."""
         return self.plane.num_bytes
+
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """Where the start of the engine went, by stage."""
+        return self._start.seconds
 
     @property
     def graphs(self) -> CaptureReport:

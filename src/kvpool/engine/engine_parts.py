@@ -18,6 +18,7 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import DRAFT_HEADS, EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
+from kvpool.engine.starting import Start
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
 from kvpool.kernels.layout import current, whole_device
@@ -55,12 +56,14 @@ def assemble(
     model_tiers: ModelTiers,
     draft: LoadedModel | None = None,
     tokenizer: Any = None,
+    start: Start | None = None,
 ) -> Parts:
     """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
-    compile, kv_bytes = settings.compile, settings.kv_bytes
+    compile, kv_bytes, start = settings.compile, settings.kv_bytes, start or Start()
     has_encoder = bool(model.config.is_encoder_decoder)
     if has_encoder:
         check_settings(settings)
+    start.stage("checking the model")
     where, own = model.device, private_copy(model)
     # One engine at a time, because each measures how much memory is free.
     with whole_device, current(where), without_callers_state(where):
@@ -74,6 +77,7 @@ def assemble(
         drafting = None if draft is None else _inspected_draft(draft, compile)
         if draft is not None and drafting is not None:
             check_vocabulary(draft, drafting.shape.vocab_size, tokenizer, shape.vocab_size)
+        start.stage("allocating memory for keys and values")
         if settings.kv_blocks is None and kv_bytes is None:
             # As much as for the features again is for the work of the encoder.
             beside = 2 * settings.encoder_bytes if sees or has_encoder else 0
@@ -100,12 +104,14 @@ def assemble(
             "max_tokens": limits.max_tokens_per_step,
             "compile_layers": compile,
         }
+        start.stage("compiling layers and kernels, and capturing CUDA graphs")
         backend = create_backend(settings.attention, where)
         runner = ModelRunner(own, shape, plane, backend, adapters=adapters, num_axes=encoder.num_axes, **options)
         runner.warm_up(all_graphs=False)
         drafts = None
         if drafting is not None:
             drafts = _drafts(drafting, plane, backend, shape.vocab_size, limits, options)
+        start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         opened = model_tiers.open(model, config, None if draft is None else draft.model)

@@ -19,6 +19,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams, described
 from kvpool.engine.settings import EngineSettings
+from kvpool.engine.starting import Start
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
@@ -234,6 +235,12 @@ def tell_notes(results: Sequence[Completion], quiet: bool) -> None:
     """Prints what the engine changed in the requests, each change once."""
     for note in dict.fromkeys(note for result in results for note in result.notes):
         tell(in_options(note), quiet)
+
+
+def tell_loading(text: str, quiet: bool) -> None:
+    """`tell` before an engine is made: what takes long is told, too."""
+    Start.shown = not quiet
+    tell(text, quiet)
 
 
 def tell(text: str, quiet: bool) -> None:

@@ -49,7 +49,7 @@ def generate(
     check_files(json)
     texts = _read_prompts(prompts, file)
     params = sampling.make_params(max_new_tokens=max_tokens, n=n, num_beams=beams, stop=stop or ())
-    opt.tell("loading the model ...", quiet)
+    opt.tell_loading("loading the model ...", quiet)
     with engine_options.make_engine(
         host_memory=host_memory,
         model_defaults=sampling.model_defaults,
@@ -133,7 +133,7 @@ def chat(
     sampling: opt.SamplingOptions,
 ) -> None:
     """Talk to a model. An empty line or Ctrl-D ends the conversation, Ctrl-C an answer."""
-    opt.tell("loading the model ...", quiet=False)
+    opt.tell_loading("loading the model ...", quiet=False)
     params = sampling.make_params(max_new_tokens=max_tokens)
     with engine_options.make_engine(model_defaults=sampling.model_defaults) as engine:
         opt.tell_sampling(engine, params, quiet=False)

@@ -19,11 +19,15 @@ On GPUs, layers can go through torch.compile. None of this can be undone: it is 
 from __future__ import annotations
 
 import inspect
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -31,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
 from kvpool.errors import UnsupportedModelError
+from kvpool.model.gguf_conversion import cache_directory
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
 Way: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # x [rows, in] and a weight [out, in] give [rows, out]
@@ -343,8 +348,27 @@ def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> l
     return times
 
 
+def layers_folder() -> Path:
+    """Where compiled layers are kept. Torch's own place, in /tmp, does not outlive the machine."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(given) if given else cache_directory() / "layers"
+
+
+@cache
+def import_compiler() -> threading.Thread:
+    """A thread that imports what compiles layers, which takes seconds, while a model is loaded and checked."""
+    thread = threading.Thread(target=import_module, args=("torch._inductor.compile_fx",), name="kvpool-import")
+    thread.start()
+    return thread
+
+
 def compile_each_layer(model: Any, num_layers: int) -> None:
-    """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`)."""
+    """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`).
+
+    What is compiled is kept in `layers_folder`, and found there by the next process.
+    """
+    import_compiler().join()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(layers_folder()))
     # Among the layers of an image encoder may be as many.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]

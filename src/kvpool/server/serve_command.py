@@ -161,7 +161,7 @@ def serve(
         served = []
         with answering(uvicorn, sockets, options):
             for model in models:
-                opt.tell(f"loading {model.name} ...", quiet)
+                opt.tell_loading(f"loading {model.name} ...", quiet)
                 engine = stack.enter_context(model.make_engine())
                 served.append(ServedModel(model.name, engine, model.tool_parser, settings.image_hosts))
         app = create_app(
