@@ -61,6 +61,7 @@ demo: demo-once ## three people talk to a real model on the CPU, with and withou
 	@$(PY) -m kvpool serve --port 0
 
 demo-once: $(VENV)/.stamp-demo ## the same without the server at the end
+	@$(PY) tools/compile_c.py
 	@$(PY) examples/demos/conversation.py $(ARGS)
 
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only

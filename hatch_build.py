@@ -28,9 +28,11 @@ modules = mypycify({arguments!r}, opt_level="3", multi_file=False)
 if os.name == "posix":  # what no other library calls can be called directly, and inlined
     for module in modules:
         module.extra_compile_args = [*module.extra_compile_args, "-fvisibility=hidden"]
+threads = ["-pthread"] if os.name == "posix" else []
 for source in {sources!r}:
     name = source.removesuffix(".c").replace("/", ".")
-    modules.append(Extension(name, [source], extra_compile_args=["-O3"], optional=True))
+    arguments = dict(extra_compile_args=["-O3", *threads], extra_link_args=threads, optional=True)
+    modules.append(Extension(name, [source], **arguments))
 setup(name="kvpool-compiled", ext_modules=modules)
 """
 

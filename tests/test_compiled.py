@@ -12,6 +12,7 @@ import pytest
 
 import kvpool
 from kvpool.cli import version_line
+from tool_files import load_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 hatchling = pytest.importorskip("hatchling", reason="the build backend is not installed here")
@@ -46,6 +47,11 @@ def test_given_the_list_of_the_build_then_every_module_in_it_exists() -> None:
     assert len(compiled_modules()) > 5
     for name in compiled_modules():
         assert (ROOT / "src" / (name.replace(".", "/") + ".py")).exists(), name
+
+
+def test_given_the_list_of_c_modules_then_it_has_all_that_exist() -> None:
+    sources = load_tool("compile_c").c_modules()
+    assert listed_modules("sources") == [str(path.relative_to(ROOT / "src")).replace("/", ".") for path in sources]
 
 
 def test_given_the_list_of_the_border_then_every_module_of_it_is_compiled() -> None:

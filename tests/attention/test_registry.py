@@ -15,6 +15,7 @@ from kvpool.attention import AttentionBackend, AttentionPlan, AttentionSpec, Pag
 from kvpool.attention.registry import ChoosingBackend
 from kvpool.attention.torch_backend import TorchBackend
 from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedAttentionError
+from kvpool.kernels import compiled_attention
 
 CPU = torch.device("cpu")
 
@@ -28,12 +29,14 @@ class NoWindows(TorchBackend):
         return None if spec.window is None else "sliding windows"
 
 
-def test_given_a_cpu_then_auto_plans_with_torch() -> None:
-    built = Case("plain", spec()).build()
+@pytest.mark.parametrize("kv_dtype", ["float32", "int4"])
+def test_given_a_cpu_then_auto_plans_with_what_was_compiled_or_with_torch(kv_dtype: str) -> None:
+    built = Case("plain", spec(kv_dtype=kv_dtype)).build()
 
     backend = create_backend("auto", "cpu")
 
-    assert backend.plan(built.case.spec, built.batch).backend.name == "torch"
+    compiled = compiled_attention() is not None and kv_dtype == "float32"
+    assert backend.plan(built.case.spec, built.batch).backend.name == ("cpu" if compiled else "torch")
     built.check(built.run(backend))
 
 
@@ -57,8 +60,19 @@ def test_given_no_backend_that_can_do_it_then_auto_names_what_each_lacks() -> No
 
 
 def test_given_an_unknown_name_then_the_known_ones_are_listed() -> None:
-    with pytest.raises(ConfigError, match="triton, flashinfer, torch"):
+    with pytest.raises(ConfigError, match="triton, flashinfer, cpu, torch"):
         create_backend("flash", "cpu")
+
+
+def test_given_no_compiled_module_then_the_cpu_backend_says_so_and_auto_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.attention.cpu_backend.compiled_attention", lambda: None)
+    with pytest.raises(UnsupportedAttentionError, match=r"cpu backend was not compiled; .* or use torch"):
+        create_backend("cpu", "cpu")
+    assert create_backend("auto", "cpu").choose(spec()).name == "torch"  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedAttentionError, match="cpu backend needs a CPU, not meta"):
+        create_backend("cpu", "meta")
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])

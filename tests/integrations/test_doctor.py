@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,14 @@ def test_given_everything_then_the_lines_for_engines_can_be_used_as_they_are() -
     assert ConnectorSettings.of(backend["kvpool"]).disk == "/var/cache/kvpool"
     compile(line(lines, "         from kvpool").strip(), "a line of Python", "exec")
     assert len(lines) <= 24
+
+
+def test_given_compiled_attention_or_none_then_the_line_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(instructions=lambda: ("avx2", "sse"))
+    for found, said in ((module, "compiled, avx2"), (None, "by torch; kvpool's own is not compiled")):
+        monkeypatch.setattr("kvpool.integrations.doctor.compiled_attention", lambda found=found: found)
+        assert said in line(diagnosis(having({})), "  yes  attention on CPUs")
+        assert not [each for each in diagnosis(having({}, without="torch")) if "attention on CPUs" in each]
 
 
 def test_given_nothing_then_each_part_says_what_to_install() -> None:

@@ -3,13 +3,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
-import os
-import shutil
 import struct
-import subprocess
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +15,7 @@ from hypothesis import strategies as st
 from kvpool.errors import InvalidArgumentError
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import ReuseScope
+from tool_files import load_tool
 
 ROOT = root_digest(ReuseScope())
 
@@ -91,15 +87,11 @@ def test_strided_and_read_only_tokens_give_the_same_digests() -> None:
 @pytest.fixture(scope="module")
 def hash_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes, bytes, int], list[bytes]]:
     """What wheels have compiled for runs of blocks, built from its source."""
-    source = Path(__file__).resolve().parents[2] / "src/kvpool/prefix/_sha256_chain.c"
-    compiler, include = shutil.which("cc"), sysconfig.get_path("include")
-    if compiler is None or os.name != "posix" or not Path(include, "Python.h").exists():
-        pytest.skip("no C compiler was found")
-    built = tmp_path_factory.mktemp("chain") / f"_sha256_chain{sysconfig.get_config_var('EXT_SUFFIX')}"
-    dynamic = ["-undefined", "dynamic_lookup"] if sysconfig.get_platform().startswith("macosx") else []
-    subprocess.run(
-        [compiler, "-O1", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(built), *dynamic], check=True
-    )
+    tool = load_tool("compile_c")
+    if problem := tool.missing():
+        pytest.skip(problem)
+    (source,) = (path for path in tool.c_modules() if path.stem == "_sha256_chain")
+    built = tool.compile_module(source, tmp_path_factory.mktemp("chain"), ["-O1"])
     spec = importlib.util.spec_from_file_location("_sha256_chain", built)
     assert spec is not None
     assert spec.loader is not None

@@ -44,6 +44,13 @@ def _create_flashinfer(device: torch.device) -> AttentionBackend:
     return FlashInferBackend(device)
 
 
+@register_backend("cpu")
+def _create_cpu(device: torch.device) -> AttentionBackend:
+    from kvpool.attention.cpu_backend import CpuBackend
+
+    return CpuBackend(device)
+
+
 @register_backend("torch")
 def _create_torch(device: torch.device) -> AttentionBackend:
     from kvpool.attention.torch_backend import TorchBackend
@@ -59,8 +66,8 @@ def _require(package: str, device: torch.device) -> None:
 
 
 def create_backend(name: str = "auto", device: torch.device | str | None = None) -> AttentionBackend:
-    """The backend of this name. "auto" takes, for each kind of attention, the first of triton, flashinfer and torch that
-    works on the device and can do it. FlashInfer comes second: it is as fast, and its first start compiles for minutes.
+    """The backend of this name. "auto" takes, for each kind of attention, the first of triton, flashinfer, cpu and torch
+    that works on the device and can do it. FlashInfer is as fast as triton, and its first start compiles for minutes.
 
     >>> create_backend("torch", "cpu").name
     'torch'

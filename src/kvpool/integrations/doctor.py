@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpool.errors import ConfigError
 from kvpool.integrations.llama_identity import check_version
 from kvpool.integrations.vllm_versions.installed import adapter_name, installed_version, version_of
+from kvpool.kernels import compiled_attention
 from kvpool.version import __version__, compiled
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def diagnosis(find: VersionOf = version_of) -> list[str]:
         f"kvpool {__version__} ({kind}), Python {platform.python_version()}, numpy {find('numpy')}",
         "",
         *(_feature_line(feature, find) for feature in FEATURES),
+        *([] if find("torch") is None else [_attention_line()]),
         "",
         "Inside other engines:",
         *_vllm_lines(find),
@@ -77,6 +79,13 @@ def _feature_line(feature: Feature, find: VersionOf) -> str:
     if missing := [package for package, version in found if version is None]:
         return f"  no   {feature.name}: {_listed(missing)} not installed; pip install 'kvpool[{feature.extra}]'"
     return f"  yes  {feature.name} ({', '.join(f'{package} {version}' for package, version in found)})"
+
+
+def _attention_line() -> str:
+    module = compiled_attention()
+    if module is None:
+        return "  yes  attention on CPUs (by torch; kvpool's own is not compiled, which needs a C compiler)"
+    return f"  yes  attention on CPUs (compiled, {module.instructions()[0]})"
 
 
 def _first_found(package: str, find: VersionOf) -> tuple[str, str | None]:
