@@ -24,7 +24,7 @@ from tool_files import load_tool
 
 CPU = torch.device("cpu")
 READ = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8)
-CASES = [case for case in feature_cases() + shape_cases() if case.spec.kv_dtype in READ]
+CASES = [case for case in feature_cases() + shape_cases() if case.spec.kv_dtype in READ and not case.spec.biases]
 
 
 @pytest.fixture(scope="module")
@@ -195,5 +195,6 @@ def test_given_blocks_that_the_layer_does_not_have_then_nothing_is_read(backends
 
 def test_given_what_it_does_not_do_then_it_says_so(module: Any, backends: list[CpuBackend]) -> None:
     assert backends[0].missing(spec(kv_dtype=DType.INT4)) == "K and V stored as int4"
+    assert backends[0].missing(spec(biases=4)) == "learned biases by distance"
     with pytest.raises(UnsupportedAttentionError, match="this processor has no mmx; it has"):
         CpuBackend(CPU, "mmx", module)

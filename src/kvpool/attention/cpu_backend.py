@@ -71,7 +71,9 @@ class CpuBackend(AttentionBackend):
         self._module = found
 
     def missing(self, spec: AttentionSpec) -> str | None:
-        """It reads floats and int8."""
+        """It reads floats and int8, and knows no learned biases."""
+        if spec.biases:
+            return "learned biases by distance"
         return None if spec.kv_dtype in _KINDS else f"K and V stored as {spec.kv_dtype.value}"
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
@@ -89,11 +91,12 @@ class CpuBackend(AttentionBackend):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Computes all pieces and merges their results. Rows of sequences without keys become zero."""
         assert isinstance(plan, _CpuPlan)
-        self.check_run(q, cache, plan, sink_logits, out)
+        self.check_run(q, cache, plan, sink_logits, biases, out)
         if plan.highest_block >= cache.num_blocks:
             raise InvalidArgumentError(f"block {plan.highest_block} is listed, but the layer has {cache.num_blocks}")
         spec, work = plan.spec, plan.work
