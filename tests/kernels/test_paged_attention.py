@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -105,7 +106,7 @@ def test_given_buffers_when_batches_change_then_one_plan_after_another_is_right(
     buffers = backend.reserve(spec(), max_sequences=6, max_blocks=64)
     addresses = set()
 
-    for lengths in ((70, 3, 33), (16, 80, 1, 5, 0), (90,)):
+    for lengths in ((70, 3, 33), (71, 5, 34), (16, 80, 1, 5, 0), (90,), (91,)):
         built = Case("step", spec(), (1,) * len(lengths), lengths).build()
         plan = backend.plan(spec(), built.batch, buffers)
         q = torch.randn(6, 4, 64)
@@ -150,9 +151,31 @@ def test_given_kernels_that_are_compiled_ahead_then_no_step_in_a_graph_compiles_
 
 
 @interpreted
-def test_given_buffers_for_drafts_then_sequences_may_have_several_queries() -> None:
+def test_given_sequences_that_grow_then_their_keys_are_divided_as_from_the_beginning() -> None:
     backend = TritonBackend(CPU)
-    buffers = backend.reserve(spec(window=20), max_sequences=3, max_query_tokens=12, max_blocks=64)
+    backend.num_sms = 132
+    kept = backend.reserve(spec(), max_sequences=4, max_blocks=1024)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = random.integers(1, 3000, 3)
+        for more in range(4):
+            needed = -(-(lengths + more) // 16)
+            indptr = np.append(0, np.cumsum(needed))
+            batch = PagedBatch.build(indptr, np.arange(indptr[-1]), [1] * 3, lengths + more, block_size=16)
+            fresh = backend.reserve(spec(), max_sequences=4, max_blocks=1024)
+            backend.plan(spec(), batch, kept)
+            backend.plan(spec(), batch, fresh)
+            items = [buffers.launches[0].items.numpy() for buffers in (kept, fresh)]
+            ways = [np.unique(each[each[:, 0] < 3], axis=0).tolist() for each in items]  # without padding
+            assert ways[0] == ways[1]
+            assert torch.equal(kept.launches[0].tiles, fresh.launches[0].tiles)
+
+
+@interpreted
+@pytest.mark.parametrize("most", [3, 12])
+def test_given_buffers_for_drafts_then_sequences_may_have_several_queries(most: int) -> None:
+    backend = TritonBackend(CPU)
+    buffers = backend.reserve(spec(window=20), max_sequences=most, max_query_tokens=12, max_blocks=64)
     built = Case("drafts", spec(window=20), (4, 1, 4), (70, 3, 33)).build()
     q = torch.randn(12, 4, 64)
     q[:9] = built.q

@@ -68,6 +68,28 @@ class _TritonPlan(AttentionPlan):
         self.launches: list[_Launch] = []
 
 
+class _Decoded(NamedTuple):
+    """How the keys of single queries were divided, for a step soon after, in which each sequence has a few tokens more."""
+
+    lengths: Int64Array  # keys that each query sees
+    units: Int64Array
+    work: Work
+
+    def longer(self, batch: PagedBatch, units: Int64Array) -> Work | None:
+        """The same division for longer sequences; None if it would be another one."""
+        if not np.array_equal(self.units, units):
+            return None
+        items = self.work.items.copy()
+        real = np.flatnonzero(items[:, 0] < len(units))  # the others fill the buffers up
+        row = items[real, 0]
+        items[real, 2] = batch.kv_lens[row] - 1
+        items[real, 3] = batch.indptr[row]
+        for bound in (5, 6):  # what began or ended behind the last key still does: some items are empty
+            at_end = items[real, bound] == self.lengths[row]
+            items[real[at_end], bound] = batch.kv_lens[row[at_end]]
+        return self.work._replace(items=items)
+
+
 class _TritonBuffers(PlanBuffers):
     """Launches of fixed size. Every query is its own tile; if sequences may have many, there are larger tiles, too."""
 
@@ -88,6 +110,7 @@ class _TritonBuffers(PlanBuffers):
         self.memory = torch.zeros(sum(sizes) + max_blocks, dtype=torch.int32, device=backend.device)
         *parts, self.indices = torch.split(self.memory, [*sizes, max_blocks])
         self.rooms = rooms
+        self.decoded: _Decoded | None = None  # the last plan, if it had one query for each sequence
         self.launches: list[_Launch] = []
         for number, room in enumerate(rooms):
             items, tiles = parts[2 * number].view(-1, ITEM_FIELDS), parts[2 * number + 1].view(-1, TILE_FIELDS)
@@ -331,18 +354,15 @@ class TritonBackend(AttentionBackend):
 
     def _plan_into(self, buffers: _TritonBuffers, batch: PagedBatch) -> AttentionPlan:
         buffers.check(buffers.spec, batch)
-        batch = batch.padded(buffers.max_query_tokens)
+        works = self._works(buffers, batch)
         num_blocks = int(batch.indptr[-1])
         fixed = len(buffers.memory) - len(buffers.indices)
         host = self._host(fixed + num_blocks)
         target = host.numpy()
         target[:fixed] = 0  # items and tiles that are not used have no queries
         target[fixed:] = batch.indices[:num_blocks]
-        single = batch.query_lens == 1
-        rows = [np.arange(len(batch))] if len(buffers.rooms) == 1 else [np.flatnonzero(single), np.flatnonzero(~single)]
         at = 0
-        for room, chosen in zip(buffers.rooms, rows, strict=True):
-            work = self._divide(buffers.spec, batch, chosen, room.shape, room.tile_tokens, room.partials)
+        for room, work in zip(buffers.rooms, works, strict=True):
             for array, size in ((work.items, room.items * ITEM_FIELDS), (work.tiles, room.tiles * TILE_FIELDS)):
                 target[at : at + array.size] = array.ravel()
                 at += size
@@ -350,6 +370,26 @@ class TritonBackend(AttentionBackend):
         plan = _TritonPlan(self, buffers.spec, buffers.max_query_tokens, batch.block_size, buffers.indices)
         plan.launches.extend(buffers.launches)
         return plan
+
+    def _works(self, buffers: _TritonBuffers, batch: PagedBatch) -> list[Work]:
+        """The work of each launch of the buffers."""
+        spec, whole = buffers.spec, batch.padded(buffers.max_query_tokens)
+        if len(buffers.rooms) > 1:
+            single = whole.query_lens == 1
+            chosen = [np.flatnonzero(single), np.flatnonzero(~single)]
+            return [
+                self._divide(spec, whole, rows, room.shape, room.tile_tokens, room.partials)
+                for room, rows in zip(buffers.rooms, chosen, strict=True)
+            ]
+        (room,) = buffers.rooms
+        reads_all = spec.causal and spec.window is None and spec.chunk is None and not batch.gaps.any()
+        decodes = reads_all and bool((batch.query_lens == 1).all())
+        units = ceil_div(batch.kv_lens, room.shape.keys)
+        work = buffers.decoded.longer(batch, units) if decodes and buffers.decoded is not None else None
+        if work is None:
+            work = self._divide(spec, whole, np.arange(len(whole)), room.shape, room.tile_tokens, room.partials)
+        buffers.decoded = _Decoded(batch.kv_lens.copy(), units, work) if decodes else None
+        return [work]
 
     def _send(self, arrays: list[Int32Array]) -> list[Tensor]:
         """Copies arrays to the device, through one pinned buffer and with one copy."""

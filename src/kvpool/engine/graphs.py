@@ -40,7 +40,8 @@ DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320
 # Matrix products are computed in tiles of 64 or 128 rows, so rows up to the next multiple cost little. Above the largest
 # size, the GPU takes longer than launching does.
 MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
-DRAFT_SIZES = (16, 32, *MIXED_SIZES)  # of steps with a few drafts
+DRAFT_SIZES = (16, 32, 48, *MIXED_SIZES)  # of steps with a few drafts
+MOST_SINGLE = 48  # tokens of a step that attend one by one: several queries of a sequence, but none has many
 # Where layers keep a state, kernels compute the tokens of a sequence one after another (about a microsecond for a token and
 # layer on an H200, against 20 ms of launches for a step without a graph). Chunks of prompts are computed together, without.
 STEPPED_SIZES = (16, 32, 64, 128)
@@ -414,7 +415,9 @@ class MixedGraphs(StepGraphs):
         return len(plan.logits_indices) <= self.max_logits(self._size_for(plan))
 
     def max_sequences(self, size: int) -> int:
-        """Fewer than tokens, so that attention is prepared for sequences with many tokens."""
+        """Fewer than tokens, so that attention is prepared for sequences with many tokens; as many in small steps."""
+        if size <= MOST_SINGLE and size < self._sizes[-1]:
+            return size
         return min(self._max_sequences, size - 1)
 
     def max_logits(self, size: int) -> int:

@@ -380,31 +380,28 @@ class EngineLoop:
         drafts = plan.num_drafts[rows]
         if not drafts.any() and not plan.is_steered.any():
             return tokens, counts, np.arange(len(tokens))
-        firsts = plan.first_samples
-        picked: list[Int64Array] = []
-        chosen: list[Int32Array] = []
+        if plan.num_drafts.any():
+            accepted = num_accepted(plan, tokens)
+            if self.drafts is not None:
+                self.drafts.length.verified(int((accepted - 1).sum()), int(np.minimum(accepted, drafts).sum()))
+            counts = np.where(drafts > 0, accepted, counts)
+        samples_at = np.repeat(plan.first_samples, counts) + _within(counts)
+        if not plan.is_steered.any():
+            return tokens[samples_at], counts, samples_at
         for search, ranking in launched.rankings:
             search.advance(ranking)
         searches = launched.searches()
-        right = tried = 0
+        pieces = np.split(samples_at, np.cumsum(counts)[:-1])
+        picked, chosen = list[Int64Array](), list[Int32Array]()
         for at, row in enumerate(rows.tolist()):
-            sequence = plan.sequences[row]
+            sequence, indices = plan.sequences[row], pieces[at]
+            next_tokens = tokens[indices]
             if plan.is_steered[row]:
                 next_tokens = searches[sequence].continuations(sequence)
-                indices = np.full(len(next_tokens), firsts[at])
-            else:
-                first, num_taken = int(firsts[at]), int(counts[at])
-                if drafts[at]:
-                    num_taken = _num_accepted(plan, row, tokens[first : first + int(drafts[at]) + 1])
-                    if self.drafts is not None:
-                        right, tried = right + num_taken - 1, tried + min(num_taken, int(drafts[at]))
-                indices = np.arange(first, first + num_taken)
-                next_tokens = tokens[indices]
+                indices = np.full(len(next_tokens), plan.first_samples[at])
             counts[at] = len(next_tokens)
             picked.append(indices)
             chosen.append(next_tokens)
-        if self.drafts is not None:
-            self.drafts.length.verified(right, tried)
         return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)
 
     def _hand_out(
@@ -516,10 +513,31 @@ class EngineLoop:
                 self.scheduler.propose(sequence, guess)
 
 
-def _num_accepted(plan: BatchPlan, row: int, samples: Int32Array) -> int:
-    """How many samples of a row with drafts count: the first and one after each correct draft, none after a stop token."""
-    end = int(plan.query_start[row + 1])
-    guesses = plan.token_ids[end - len(samples) + 1 : end]
-    stops = np.isin(samples[:-1], list(plan.sequences[row].request.stop_ids))
-    last = (guesses != samples[:-1]) | stops
-    return int(last.argmax()) + 1 if last.any() else len(samples)
+def num_accepted(plan: BatchPlan, samples: Int32Array) -> Int64Array:
+    """How many samples of each sampling row with drafts count: the first, one behind each right draft, none behind a stop.
+
+    For rows with several samples, which have no drafts, it is 1.
+    """
+    rows = plan.sampling_rows
+    drafts = plan.num_drafts[rows]
+    counts = drafts + 1
+    number = _within(counts)
+    taken = samples[np.repeat(plan.first_samples, counts) + number]
+    is_last = number == np.repeat(drafts, counts)
+    verified = plan.token_ids[np.where(is_last, 0, plan.logits_indices + 1)]
+    ends = np.where(is_last | (taken != verified), number, plan.num_tokens)
+    starts = np.cumsum(counts) - counts
+    accepted: Int64Array = np.minimum.reduceat(ends, starts) + 1
+    for at in np.flatnonzero(accepted > 1).tolist():
+        stops = plan.sequences[int(rows[at])].request.stop_ids
+        tokens = taken[starts[at] : starts[at] + accepted[at]].tolist()
+        if not stops.isdisjoint(tokens):
+            accepted[at] = 1 + next(place for place, token in enumerate(tokens) if token in stops)
+    return accepted
+
+
+def _within(counts: Int64Array) -> Int64Array:
+    """0, 1, ... inside each run of so many."""
+    ends = np.cumsum(counts)
+    index: Int64Array = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+    return index

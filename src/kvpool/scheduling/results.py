@@ -250,5 +250,7 @@ def _is_over(sequence: ScheduledSequence) -> bool:
 
 def _until_stop(sequence: ScheduledSequence, samples: Int32Array) -> Int32Array:
     """Accepted drafts up to the first stop token, that one included."""
-    stops = np.flatnonzero(np.isin(samples, list(sequence.request.stop_ids)))
-    return samples[: int(stops[0]) + 1] if len(stops) else samples
+    stops, ids = sequence.request.stop_ids, samples.tolist()
+    if stops.isdisjoint(ids):
+        return samples
+    return samples[: 1 + next(at for at, token in enumerate(ids) if token in stops)]

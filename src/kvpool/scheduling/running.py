@@ -145,6 +145,7 @@ class DecodeSet:
         self._manager = manager
         self._members: dict[ScheduledSequence, None] = {}
         self._rows: tuple[ScheduledSequence, ...] | None = None
+        self._places: list[tuple[KVCacheHandle, int, int]] = []  # of the batch: handles, their rows, lanes
         self._lanes: Int64Array = np.empty(0, np.int64)
         self._batch: SequenceBatch | None = None
 
@@ -168,7 +169,10 @@ class DecodeSet:
         if self._rows is None or self._batch is None:
             # In the order of the manager's rows: neighbouring rows are addressed as slices.
             members = sorted(self._members, key=lambda sequence: sequence.live_handle().row)
-            self._rows, self._lanes, self._batch = make_rows(self._manager, members)
+            places = [(handle := each.live_handle(), handle.row, each.lane) for each in members]
+            if self._batch is None or self._places != places:  # sequences with drafts leave for a step and come back
+                _, self._lanes, self._batch = make_rows(self._manager, members)
+            self._rows, self._places = tuple(members), places
         return self._rows, self._lanes, self._batch
 
 
