@@ -21,7 +21,6 @@ from paged_cases import poisoned_layer, spec
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
-from kvpool.kernels import lora_triton
 from kvpool.kernels.convolution_triton import convolve_one_triton, convolve_triton
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
 from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates, SteppedStates
@@ -152,7 +151,6 @@ def main() -> None:
     driver.set_active(HopperWithoutOne())
     run = JITFunction.run
     JITFunction.run = compile_only
-    lora_triton._can_start_early = lambda device: True
     case = "copies"
     copy()
     case = "adapters"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
@@ -43,23 +44,37 @@ def max_groups(num_tokens: int, num_slots: int) -> int:
     return min(num_tokens, num_tokens // tile_size(num_tokens) + num_slots)
 
 
-def add_lora(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor) -> None:
-    """`out[token, part] += scale * b @ (a @ x[token])` with the weights of each token's adapter.
+def start_lora(
+    x: Tensor, weights: LoraWeights, groups: Tensor, side: torch.cuda.Stream | None
+) -> Callable[[Tensor], None]:
+    """Starts to compute what adapters add for inputs `x`; the function it returns adds that to an output, in place.
 
-    `x` is [token, in], `out` is [token, out of all parts]; `groups` is what `group_tokens` gives, on the device. Rows with
-    slot -1 do nothing. Slots and tokens are trusted.
+    See `add_lora_reference`. On a GPU the first product runs on the stream `side`, beside what is launched until that
+    function is called. May be captured in a graph.
     """
-    if x.is_cuda:
-        from kvpool.kernels.lora_triton import add_lora_triton
+    if side is None:
+        return lambda out: add_lora_reference(out, x, weights, groups)
+    from kvpool.kernels.lora_triton import expand_triton, shrink_triton
 
+    with current(x.device):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            low = shrink_triton(x, weights, groups)
+
+    def finish(out: Tensor) -> None:
         with current(x.device):
-            add_lora_triton(out, x, weights, groups)
-    else:
-        add_lora_reference(out, x, weights, groups)
+            torch.cuda.current_stream().wait_stream(side)
+            expand_triton(out, low, weights, groups)
+
+    return finish
 
 
 def add_lora_reference(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor) -> None:
-    """What `add_lora` does, with torch. It computes in float32, because some CPUs are slow with 16-bit types."""
+    """`out[token, part] += scale * b @ (a @ x[token])` with the weights of each token's adapter, in torch.
+
+    `x` is [token, in], `out` is [token, out of all parts]; `groups` is what `group_tokens` gives, on the device. Rows with
+    slot -1 do nothing. Slots and tokens are trusted. It computes in float32, because some CPUs are slow with 16-bit types.
+    """
     ends = list(accumulate(weights.sizes))
     for group in groups:
         slot, tokens = int(group[0]), group[1:][group[1:] >= 0].long()

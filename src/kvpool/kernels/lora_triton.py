@@ -1,8 +1,8 @@
-"""`add_lora` as two Triton kernels: from inputs to ranks, and from ranks to outputs.
+"""What adapters add, as two Triton kernels: from inputs to ranks, and from ranks to outputs.
 
 A program owns a group of tokens that share an adapter. The first kernel divides the inputs among programs, which leave
 partial sums in float32; the second one adds these up, so that nothing is added atomically and results are the same every
-time. From Hopper on the second kernel starts early and loads all but these sums while the first one runs.
+time.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
@@ -40,10 +40,7 @@ def _shrink_kernel(
     TILE: tl.constexpr,
     RANKS: tl.constexpr,
     INPUTS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     group, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(groups + group * (TILE + 1))
     if slot >= 0:
@@ -83,7 +80,6 @@ def _expand_kernel(
     RANKS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     group, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(groups + group * (TILE + 1))
@@ -104,66 +100,72 @@ def _expand_kernel(
         for start in tl.static_range(0, RANK, RANKS):
             rank = start + tl.arange(0, RANKS)
             factors = tl.load(weights[None, :] + rank[:, None], mask=inside & (start < num_ranks), other=0.0)
-            if EARLY and start == 0:
-                tl.extra.cuda.gdc_wait()
             sums = tl.sum(tl.load(low + place + part * RANK + rank, mask=start < num_ranks, other=0.0), axis=0)
             total = tl.dot(sums.to(factors.dtype), factors, total, input_precision="ieee")
         if num_ranks > 0:
             tl.store(at, (before + total * scale).to(out.dtype.element_ty), mask=there)
-    elif EARLY:
-        tl.extra.cuda.gdc_wait()
+
+
+def shrink_triton(x: Tensor, weights: LoraWeights, groups: Tensor) -> Tensor:
+    """Partial sums [split, token of a group, rank of all parts] of the first product, for `expand_triton`."""
+    num_groups, tile = groups.shape[0], groups.shape[1] - 1
+    _, parts, rank, num_inputs = weights.a.shape
+    ranks = min(rank, _RANKS)
+    blocks = parts * (rank // ranks)
+    most = _PROGRAMS // max(1, num_groups * blocks)
+    wanted = max(1, min(most, num_inputs // _LEAST_INPUTS, _SUMS // (tile * ranks)))
+    splits = 1 << (wanted.bit_length() - 1)
+    inputs_each = triton.cdiv(triton.cdiv(num_inputs, splits), _INPUTS) * _INPUTS
+    low = torch.empty(splits, num_groups * tile, parts * rank, dtype=torch.float32, device=x.device)
+    if num_groups:
+        _shrink_kernel[(num_groups, blocks, splits)](
+            x,
+            x.stride(0),
+            groups,
+            weights.a,
+            weights.ranks,
+            low,
+            num_inputs,
+            inputs_each,
+            PARTS=parts,
+            RANK=rank,
+            TILE=tile,
+            RANKS=ranks,
+            INPUTS=_INPUTS,
+            num_warps=4,
+        )
+    return low
+
+
+def expand_triton(out: Tensor, low: Tensor, weights: LoraWeights, groups: Tensor) -> None:
+    """Adds the second product to `out`."""
+    num_groups, tile = groups.shape[0], groups.shape[1] - 1
+    _, parts, rank, _ = weights.a.shape
+    of_parts = _blocks(weights.sizes, out.device)
+    if num_groups:
+        _expand_kernel[(num_groups, len(of_parts))](
+            low,
+            groups,
+            weights.b,
+            weights.scales,
+            weights.ranks,
+            of_parts,
+            out,
+            out.stride(0),
+            out.shape[1],
+            PARTS=parts,
+            RANK=rank,
+            TILE=tile,
+            RANKS=min(rank, _RANKS),
+            OUTPUTS=_OUTPUTS,
+            SPLITS=len(low),
+            num_warps=8,
+        )
 
 
 def add_lora_triton(out: Tensor, x: Tensor, weights: LoraWeights, groups: Tensor) -> None:
-    """What `add_lora` does. May be captured in a graph, which then reads the groups and weights of each replay."""
-    num_groups, tile = groups.shape[0], groups.shape[1] - 1
-    _, parts, rank, num_inputs = weights.a.shape
-    if not num_groups:
-        return
-    ranks = min(rank, _RANKS)
-    blocks = parts * (rank // ranks)
-    wanted = max(1, min(_PROGRAMS // (num_groups * blocks), num_inputs // _LEAST_INPUTS, _SUMS // (tile * ranks)))
-    splits = 1 << (wanted.bit_length() - 1)
-    inputs_each = triton.cdiv(triton.cdiv(num_inputs, splits), _INPUTS) * _INPUTS
-    early = _can_start_early(x.device)
-    low = torch.empty(splits, num_groups * tile, parts * rank, dtype=torch.float32, device=x.device)
-    shape = {"PARTS": parts, "RANK": rank, "TILE": tile, "RANKS": ranks, "EARLY": early}
-    _shrink_kernel[(num_groups, blocks, splits)](
-        x,
-        x.stride(0),
-        groups,
-        weights.a,
-        weights.ranks,
-        low,
-        num_inputs,
-        inputs_each,
-        INPUTS=_INPUTS,
-        num_warps=4,
-        **shape,
-    )
-    of_parts = _blocks(weights.sizes, out.device)
-    _expand_kernel[(num_groups, len(of_parts))](
-        low,
-        groups,
-        weights.b,
-        weights.scales,
-        weights.ranks,
-        of_parts,
-        out,
-        out.stride(0),
-        out.shape[1],
-        OUTPUTS=_OUTPUTS,
-        SPLITS=splits,
-        num_warps=8,
-        launch_pdl=early,
-        **shape,
-    )
-
-
-@cache
-def _can_start_early(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front of it has ended, and wait for it later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    """What `add_lora_reference` does. May be captured in a graph, which then reads the groups and weights of each replay."""
+    expand_triton(out, shrink_triton(x, weights, groups), weights, groups)
 
 
 @cache

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.layout import LoraWeights
-from kvpool.kernels.lora import add_lora, empty_weights, padded_rank
+from kvpool.kernels.lora import empty_weights, padded_rank, start_lora
 from kvpool.model.faster_layers import JoinedProduct, ProjectionPart
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -176,7 +176,8 @@ class _Product:
     module: nn.Module
     names: tuple[str, ...]  # of its parts, in the model
     weights: LoraWeights
-    hook: Any  # how the module is told to call us; removed with the stacks
+    hooks: tuple[Any, Any]  # before and behind a call of the module; removed with the stacks
+    finish: Callable[[Tensor], None] | None = None  # adds what the adapters of the call under way add
 
 
 class AdapterStacks:
@@ -192,6 +193,7 @@ class AdapterStacks:
         self._modules = dict(model.named_modules())
         self._products: dict[nn.Module, _Product] = {}
         self._rank = 0
+        self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
@@ -252,8 +254,8 @@ class AdapterStacks:
         names = {module: name for name, module in self._modules.items()}
         for module in missing:
             parts = tuple(names[part] for part in _parts(module))
-            hook = module.register_forward_hook(self._add)
-            self._products[module] = _Product(module, parts, made[module], hook)
+            hooks = module.register_forward_pre_hook(self._start), module.register_forward_hook(self._finish)
+            self._products[module] = _Product(module, parts, made[module], hooks)
         self._rank = rank
         return True
 
@@ -278,7 +280,8 @@ class AdapterStacks:
     def close(self) -> None:
         """The model forgets the stacks."""
         for product in self._products.values():
-            product.hook.remove()
+            for hook in product.hooks:
+                hook.remove()
         self._products.clear()
 
     def _empty(self, module: nn.Module, rank: int) -> LoraWeights:
@@ -307,12 +310,18 @@ class AdapterStacks:
                     f"the adapter targets {name}, which does not compute every token in one product; this is not served"
                 )
 
-    def _add(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        step = _STEP.get()
+    def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        step, product = _STEP.get(), self._products[module]
+        product.finish = None
         if step is not None and step.stacks is self:
-            weights = self._products[module].weights
-            x = args[0].reshape(-1, weights.a.shape[-1])
-            add_lora(output.view(-1, output.shape[-1]), x, weights, step.groups)
+            x = args[0].reshape(-1, product.weights.a.shape[-1])
+            product.finish = start_lora(x, product.weights, step.groups, self._side)
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        product = self._products[module]
+        if product.finish is not None:
+            product.finish(output.view(-1, output.shape[-1]))
+            product.finish = None
 
 
 def _is_linear(module: nn.Module) -> bool:
