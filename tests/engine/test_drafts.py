@@ -19,6 +19,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.engine.drafts import DraftLength  # noqa: E402
+from kvpool.engine.graphs import CaptureReport  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.errors import ConfigError, UnsupportedModelError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -149,6 +150,20 @@ def test_given_a_step_with_drafts_then_what_the_host_does_before_it_counts_too(
     with Engine(model, kv_blocks=128, draft=model) as engine:
         engine.generate(PROMPTS[:1], GREEDY)
     assert set(seen) == {2}  # the clock is read when a step is launched and when it is over
+
+
+def test_given_a_step_that_captures_a_graph_then_its_time_does_not_count(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(DraftLength, "observe", lambda self, num, drafts, seconds: seen.append(seconds))
+    numbers = itertools.count()
+    captured = property(lambda self: CaptureReport(next(numbers), 0.0, 0))
+    monkeypatch.setattr(ModelRunner, "captured", captured)
+    with Engine(model, kv_blocks=128, draft=model) as engine:
+        engine.generate(PROMPTS[:1], GREEDY)
+    assert next(numbers) > 8
+    assert not seen
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

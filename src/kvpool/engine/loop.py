@@ -87,6 +87,7 @@ class EngineLoop:
         self._broken: list[Generation] = []  # requests whose grammar failed in this step
         self._copies = PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
+        self._num_graphs = -1  # when the last step was over
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and (drafts is not None or not num_draft_tokens) if overlap is None else overlap
         self.tiers = tiers
@@ -358,9 +359,15 @@ class EngineLoop:
             self._end(done)
 
     def _observe(self, launched: _Launched) -> None:
-        """Tells the cost model how long a step took: since it began, or since the one before it was over."""
+        """Tells the cost model how long a step took: since it began, or since the one before it was over.
+
+        A step during which a graph was captured took much longer than others like it will.
+        """
         now = time.perf_counter()
-        if launched.sampled is not None and not launched.plan.copies:
+        runners = [self.runner] if self.drafts is None else [self.runner, self.drafts.runner]
+        num_graphs = sum(runner.captured.num_graphs for runner in runners)
+        captured, self._num_graphs = num_graphs != self._num_graphs, num_graphs
+        if launched.sampled is not None and not launched.plan.copies and not captured:
             seconds = now - max(launched.began, self._last_finish)
             self.scheduler.observe(launched.plan, seconds)
             if self.tiers is not None:
