@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvariantError
 from kvpool.prefix.node import Node
-from managers import FULL
+from managers import FULL, cached, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 
@@ -98,7 +99,7 @@ def commit_more_than_is_written(manager: KVCacheManager) -> None:
 
 
 def give_a_swapped_request_a_gpu_block(manager: KVCacheManager) -> None:
-    manager._state.rows.tables[0][manager.get("swapped").row, 0] = 1
+    manager._state.rows.tables[0][manager.get("swapped").row, 0] = 0
 
 
 def forget_a_request(manager: KVCacheManager) -> None:
@@ -191,6 +192,42 @@ def root_of(manager: KVCacheManager) -> Any:
     return tip(manager).root
 
 
+def publish_more_than_its_table_has(manager: KVCacheManager) -> None:
+    rows, row = manager._state.rows, live_row(manager)
+    rows.num_blocks[row] = rows.reserved[row] = rows.written[row] = rows.committed[row] = tip(manager).end - 1
+
+
+def empty_a_run(manager: KVCacheManager) -> None:
+    cached_nodes(manager)[0].num_blocks = 0
+
+
+def hang_a_child_elsewhere(manager: KVCacheManager) -> None:
+    node = cached_nodes(manager)[-1]
+    dict.__setitem__(node.parent.children, b"elsewhere", dict.pop(node.parent.children, node.key))
+
+
+def detach_an_unread_run(manager: KVCacheManager) -> None:
+    next(node for node in cached_nodes(manager) if not node.pins).detached = True
+
+
+def keep_an_empty_root(manager: KVCacheManager) -> None:
+    manager._state.cache.tree.root_for(ReuseScope(tenant="nobody"))
+
+
+def free_a_published_block(manager: KVCacheManager) -> None:
+    manager._state.gpu_pools[0]._free[0] = cached_nodes(manager)[0].ids[0][0]
+
+
+def free_a_swapped_block(manager: KVCacheManager) -> None:
+    swapped = manager.get("swapped").swapped
+    assert swapped is not None
+    manager._state.pool(0, Tier.HOST)._free[0] = swapped.ids[0][0]
+
+
+def track_a_row_without_a_request(manager: KVCacheManager) -> None:
+    manager._state.in_flight.rows_by_block[tip(manager), b"nobody"] = len(manager._state.rows.handles) - 1
+
+
 DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (lose_a_free_block, "belong to nobody"),
     (free_a_block_twice, "free twice"),
@@ -232,6 +269,18 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (read_a_published_block, "published block .* has 1 references"),
     (miscount_readers_in_a_window, "of group 1 has 1 references, 0 readers"),
     (publish_a_private_block, "are private and published"),
+    (publish_more_than_its_table_has, "4 published blocks, 3 in its table"),
+    (empty_a_run, "is empty"),
+    (hang_a_child_elsewhere, "not among its parent's children"),
+    (detach_an_unread_run, "detached and unread but not freed"),
+    (keep_an_empty_root, "is empty and unused"),
+    (free_a_published_block, "free and in use"),
+    (free_a_swapped_block, "pool 0 on HOST: blocks .* are free and in use"),
+    (track_a_row_without_a_request, "in flight"),
+    (set_attribute(lambda m: m._state.pool(0, Tier.HOST), "num_cached", 1), "pool 0 on HOST: .* cached"),
+    (set_attribute(lambda m: m._state.pool(0, Tier.HOST), "num_pinned", 1), "pool 0 on HOST: .* pinned"),
+    (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", -1), "cached"),
+    (set_attribute(lambda m: m._state.cache.tree, "num_runs", -1), "runs are in the tree"),
 ]
 
 
@@ -243,9 +292,10 @@ def test_a_broken_invariant_is_found_and_named(damage: Callable[[KVCacheManager]
         manager.check()
 
 
-def test_a_quota_that_was_miscounted_is_found() -> None:
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_quota_that_was_miscounted_is_found(change: int) -> None:
     manager = busy_manager()
-    manager._state.cache.orders.quotas["t"].cached[0] += 1
+    manager._state.cache.orders.quotas["t"].cached[0] += change
     with pytest.raises(InvariantError, match="tenant 't'"):
         manager.check()
 
@@ -255,6 +305,41 @@ def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
     producer = manager.allocate("producer", list(range(900, 912)))
     manager._state.in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
     with pytest.raises(InvariantError, match="in flight"):
+        manager.check()
+
+
+def remainder(manager: KVCacheManager) -> Node:
+    return next(node for node in manager._state.cache.tree.nodes() if node.is_remainder)
+
+
+def lengthen_a_remainder(manager: KVCacheManager) -> None:
+    remainder(manager).num_blocks = 2
+
+
+def fill_a_remainder(manager: KVCacheManager) -> None:
+    remainder(manager).tokens = np.arange(4, dtype=np.int32)
+
+
+def give_a_remainder_a_digest(manager: KVCacheManager) -> None:
+    remainder(manager).digests = [b"digest"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lengthen_a_remainder, "is a remainder of 2 blocks"),
+        (fill_a_remainder, "is a remainder of 4 tokens"),
+        (set_attribute(remainder, "active", 1), "somebody builds on a remainder"),
+        (set_attribute(remainder, "pins", 1), "somebody builds on a remainder"),
+        (give_a_remainder_a_digest, "an unfilled block has a digest"),
+    ],
+)
+def test_a_broken_remainder_is_found_and_named(damage: Callable[[KVCacheManager], None], named: str) -> None:
+    manager = make_manager(cache_unfilled_blocks=True)
+    cached(manager, 6)
+    manager.check()
+    damage(manager)
+    with pytest.raises(InvariantError, match=named):
         manager.check()
 
 
@@ -297,6 +382,18 @@ def share_a_host_copy(manager: KVCacheManager) -> None:
     first[0][0] = second[0][0]
 
 
+def swap_to_a_host_copy(manager: KVCacheManager) -> None:
+    swapped = manager.allocate("swapped", [7] * 4)
+    manager.commit(swapped)
+    manager.swap_out(swapped)
+    assert swapped.swapped is not None
+    swapped.swapped.ids[0][0] = host_copies_of(manager)[0][0][0]
+
+
+def free_a_host_copy(manager: KVCacheManager) -> None:
+    manager._state.pool(0, Tier.HOST)._free[0] = host_copies_of(manager)[0][0][0]
+
+
 def miscount_host_copies(manager: KVCacheManager) -> None:
     manager._state.context.host_copies.num_blocks[0] += 1
 
@@ -309,6 +406,8 @@ def miscount_host_copies(manager: KVCacheManager) -> None:
         (shorten_a_host_copy, "1 ids in group 0 for 2 blocks"),
         (leave_a_hole_in_a_host_copy, "host copy of the node at block 0: group 0 has"),
         (share_a_host_copy, "is another's too"),
+        (swap_to_a_host_copy, "are host copies and something else"),
+        (free_a_host_copy, "are free and in use"),
         (miscount_host_copies, "blocks of host copies booked"),
     ],
 )

@@ -56,7 +56,9 @@ def test_a_block_that_does_not_exist_is_refused(block_id: int) -> None:
 
 def test_groups_that_share_a_pool_are_counted_apart() -> None:
     manager = KVCacheManager(KVCacheConfig([FULL, SLIDING], block_size=2, gpu_blocks=16))
-    manager.free(_committed(manager, "a", 8))
+    first = _committed(manager, "a", 8)
+    assert [group.referenced for group in manager.stats().groups] == [4, 2]  # the block with the number 0 among them
+    manager.free(first)
     running = _committed(manager, "b", 4, first=100)
     full, sliding = manager.stats().groups
     assert (full.referenced, full.cached) == (2, 4)

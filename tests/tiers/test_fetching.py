@@ -12,10 +12,11 @@ from kvpool.testing import key, value
 from kvpool.tiers import MemoryTier
 from kvpool.tiers.transport.block_keys import PromptKeys, cached_groups
 from kvpool.tiers.transport.chain import TierChain
-from kvpool.tiers.transport.deciding import Decider
+from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider
 from kvpool.tiers.transport.fetching import Fetch, Fetcher
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
+from managers import Clock
 
 SECONDS = 30.0
 SIZE = 4
@@ -80,4 +81,25 @@ def test_given_staging_memory_then_one_prompt_takes_at_most_a_quarter_of_it(room
     assert (done[0].num_blocks, done[0].is_part) == (fetched, 0 < fetched < 3)
     assert fetcher.stats().no_memory == (fetched == 0)
     done[0].release()
+    storer.close(SECONDS)
+
+
+def test_given_a_second_tier_that_was_too_slow_then_it_is_measured_with_a_few_blocks_and_the_first_is_not() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    keys, tiers, memory, clock = [key(0), key(1)], [MemoryTier(2**20), MemoryTier(2**20)], StagingMemory(2**20), Clock()
+    block_bytes = groups[0].spec.block_bytes
+    tiers[1].store(keys, [value(number, block_bytes) for number in range(2)])
+    decider = Decider(2, clock)
+    decider.observe_prompt(SIZE, 1e-6)
+    for index in range(2):
+        decider.observe_load(index, block_bytes, 10.0)
+    clock.now = PROBE_SECONDS
+    chain = TierChain(tiers)
+    storer, done = Storer(chain.watched, memory), []
+    now = time.monotonic()
+    Fetcher(chain, groups, SIZE, decider, memory, storer).run(
+        Fetch(PromptKeys(2 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append
+    )
+    assert (done[0].num_blocks, decider.stats().probes, memory.lent_bytes) == (0, 1, 0)
+    assert [speed.count for speed in decider.speeds] == [1, 2]
     storer.close(SECONDS)
