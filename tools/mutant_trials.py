@@ -351,20 +351,29 @@ class _Trials:
             self.say(mutant=number, result=result, seconds=seconds, killer=killer, num_tests=int(num_tests or 0))
 
     def tests_of(self, change: Change) -> list[str]:
-        """Those that call the function, or something of the module, or any if nothing of it is called."""
+        """Those that call the function, or something of the module, or any if nothing of it is called.
+
+        A default value is part of no function: the tests that look at all of them are always among those of its module.
+        """
         around = function_around((self.root / change.path).read_bytes(), change.start)
         first, last = around or (0, sys.maxsize)
         chosen = {test for line, test in self.callers.get(change.path, ()) if first <= line <= last}
         if not chosen and around is None:
             chosen = {test for test, usual in self.usual.items() if usual.passes}
+        if around is None:
+            chosen |= {
+                test for test, usual in self.usual.items() if usual.passes and test.startswith(self.task["always"])
+            }
         path = Path(change.path)
         return self.within_limit(chosen, f"tests/{path.parts[2]}/", f"/test_{path.stem}.py::")
 
     def within_limit(self, tests: set[str], own: str, namesake: str) -> list[str]:
         """As many as a mutant may meet: those named like its module first, then those of its package, quick ones first."""
+        always: str = self.task["always"]
 
-        def order(test: str) -> tuple[bool, bool, float, str]:
-            return namesake not in test, not test.startswith(own), self.usual[test].seconds, test
+        def order(test: str) -> tuple[bool, bool, bool, float, str]:
+            is_other = not test.startswith(own)
+            return not test.startswith(always), namesake not in test, is_other, self.usual[test].seconds, test
 
         chosen, seconds = [], 0.0
         for test in sorted(tests, key=order):

@@ -47,6 +47,7 @@ GENERAL = (  # tests of the whole manager
     *("manager", "sequences", "prefix", "pools", "events", "eviction/test_order_of_eviction.py", "test_rules.py"),
     *("test_stats.py", "stateful/test_wild_machine.py"),
 )
+DEFAULTS = "test_defaults.py"  # looks at every default of the public interface, and calls none of it
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
 SECONDS = 20.0  # of tests for one mutant, as they take without it
 
@@ -253,7 +254,7 @@ def _chosen_lines(path: str, inner: str, modules: Sequence[str]) -> set[int] | N
 def places_of(root: Path, paths: Iterable[str]) -> list[str]:
     """Folders and files of tests for these modules: those of their packages, and those of the whole manager."""
     packages = dict.fromkeys(Path(path).parts[2].removesuffix(".py") for path in paths)
-    places = [place for package in packages for place in (package, *APART.get(package, GENERAL))]
+    places = [place for package in packages for place in (package, *APART.get(package, GENERAL), DEFAULTS)]
     names = [f"tests/{place}" for place in dict.fromkeys(places)]
     found = [name for name in names if (root / name).exists()]
     return found or ["tests"]
@@ -278,10 +279,19 @@ def run_all(
         words = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
         words += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow"]
         words += ["-p", "mutant_trials"]
+        always = f"tests/{DEFAULTS}::"
         changes = [(m.path, m.start, m.end, m.new.decode()) for m in mutants]
         task.write_text(
             json.dumps(
-                dict(root=str(root), words=words, out=str(out), mutants=changes, processes=processes, limit=limit)
+                dict(
+                    root=str(root),
+                    words=words,
+                    out=str(out),
+                    mutants=changes,
+                    processes=processes,
+                    limit=limit,
+                    always=always,
+                )
                 | dict(minutes=minutes, seconds=seconds, measured=measured and str(measured.resolve()))
             )
         )
