@@ -34,6 +34,7 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, Grammars
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
+from kvpool.engine.leading import Leader
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
 from kvpool.engine.pictures import (
@@ -63,7 +64,7 @@ from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
 from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
-from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.model.faster_layers import import_compiler
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
@@ -96,13 +97,27 @@ class Engine:
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
         if chosen.compile:
             import_compiler()
+        self._leader = Leader(model, chosen) if chosen.is_divided else None
         self._start = Start()
-        with self._start:
-            self._build(model, chosen, limits, model_tiers)
+        try:
+            with self._start:
+                self._build(model, chosen if self._leader is None else self._leader.settings, limits, model_tiers)
+        except BaseException as error:
+            if self._leader is None:
+                raise
+            failure = None if isinstance(error, KVPoolError) else self._leader.fail(error)
+            self._leader.close()
+            if failure is None:
+                raise
+            raise failure from error
 
     def _build(self, model: Any, chosen: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> None:
         self._start.stage("loading the model")
-        loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
+        leader = self._leader
+        sharding = None if leader is None else leader.sharding
+        loaded = load_model(model, device=chosen.device, dtype=chosen.dtype, sharding=sharding)
+        if leader is not None:
+            leader.loaded()
         self.model = loaded.model
         self.processor = chosen.processor if chosen.processor is not None else load_processor(loaded)
         own = loaded.tokenizer if loaded.tokenizer is not None else getattr(self.processor, "tokenizer", None)
@@ -113,7 +128,8 @@ class Engine:
         draft = None
         if chosen.draft is not None:
             draft = load_model(chosen.draft, device=self.model.device, dtype=chosen.dtype)
-        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start)
+        agree = None if leader is None else leader.agree
+        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start, agree)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
         self._prompts = None
         if inputs is not None:
@@ -125,6 +141,10 @@ class Engine:
         self._requests = self._make_requests()
         self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
+        if leader is not None:
+            self._loop.leader = leader
+            leader.start(self.plane, self._loop.runner, partial(_stop, self._thread))
+            weakref.finalize(self, _end_ranks, self._thread, leader).atexit = False
 
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
 
@@ -167,6 +187,10 @@ class Engine:
             partial(_now, self._loop),
             partial(_cancel, self._thread, self._loop),
         )
+
+    def _refuse_ranks(self, what: str) -> None:
+        if self._leader is not None:
+            raise ConfigError(f"{what} with tensor_parallel: this works on one device only")
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -231,6 +255,7 @@ class Engine:
         requests. With "last" they use the prefix cache. With "mean" every token is computed, and nothing of it is kept.
         """
         self._without_encoder("embeddings")
+        self._refuse_ranks("embed")
         check_pooling(pooling)
         as_flag(normalize, "normalize")
         chosen = list_of_prompts(prompts, USUAL)
@@ -461,6 +486,7 @@ class Engine:
         rank than those before it takes memory of the device, and CUDA graphs for steps with adapters are captured again.
         """
         self._without_encoder("adapters")
+        self._refuse_ranks("adapters")
         adapters = self._loop.runner.adapters
         adapter = adapters.read(name, path)
         self._thread.ask(partial(self._loop.add_adapter, name, path, adapter))
@@ -640,6 +666,8 @@ class Engine:
             self.plane.close()
             self._loop.runner.close()
             self._loop.runner.adapters.close()
+            if self._leader is not None:
+                self._leader.close()
             if self._loop.drafts is not None:
                 self._loop.drafts.runner.close()
 
@@ -653,6 +681,22 @@ class Engine:
 def _now(loop: EngineLoop) -> float:
     """The time of deadlines."""
     return loop.scheduler.clock()
+
+
+def _end_ranks(thread: EngineThread, leader: Leader) -> None:
+    """Ends the ranks of an engine without references; where it has a thread, that ends them after the last request."""
+    if not thread.has_started:
+        leader.close()
+
+
+def _stop(thread: EngineThread, failure: KVPoolError) -> None:
+    """Ends an engine because one of its ranks has."""
+
+    def stop() -> None:
+        raise failure
+
+    with suppress(SequenceStateError):  # it has ended
+        thread.tell(stop, lambda error: None)
 
 
 def _cancel(thread: EngineThread, loop: EngineLoop, generation: Generation) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,8 +57,12 @@ def assemble(
     draft: LoadedModel | None = None,
     tokenizer: Any = None,
     start: Start | None = None,
+    agree: Callable[[int], int] | None = None,
 ) -> Parts:
-    """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
+    """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model.
+
+    Ranks of a divided model `agree` on how many bytes each has for keys and values.
+    """
     compile, kv_bytes, start = settings.compile, settings.kv_bytes, start or Start()
     has_encoder = bool(model.config.is_encoder_decoder)
     if has_encoder:
@@ -84,6 +88,7 @@ def assemble(
             if drafting is not None and where.type == "cuda":
                 beside += step_bytes(*drafting, where, limits)
             kv_bytes = kv_budget(own, shape, where, settings.memory_fraction, limits, beside)
+            kv_bytes = kv_bytes if agree is None else agree(kv_bytes)
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
         if drafting is not None:  # a window would take what the draft computes again out of its sight
             layers += [replace(layer, window=None) for layer in drafting.shape.layer_specs(settings.kv_dtype)]
@@ -107,7 +112,7 @@ def assemble(
         start.stage("compiling layers and kernels, and capturing CUDA graphs")
         backend = create_backend(settings.attention, where)
         runner = ModelRunner(own, shape, plane, backend, adapters=adapters, num_axes=encoder.num_axes, **options)
-        runner.warm_up(all_graphs=False)
+        runner.warm_up(all_graphs=agree is not None)  # ranks capture at the same time or not at all
         drafts = None
         if drafting is not None:
             drafts = _drafts(drafting, plane, backend, shape.vocab_size, limits, options)

@@ -24,6 +24,7 @@ from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
 from kvpool.engine.encoding import EncodedInputs
 from kvpool.engine.generation import Generation
+from kvpool.engine.leading import Leader
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, PlannedCopies
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
@@ -96,6 +97,7 @@ class EngineLoop:
         self.encoded = encoded  # of an encoder-decoder model
         self._weights = weights
         self._weights_checked = False  # since the last step
+        self.leader: Leader | None = None  # of the ranks that the model is divided between
 
     @property
     def has_work(self) -> bool:
@@ -214,6 +216,8 @@ class EngineLoop:
             self.tiers.fail(error)
             self.tiers.close()
         self._copies.clear()
+        if self.leader is not None:
+            self.leader.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +246,9 @@ class EngineLoop:
             self._end(done)
 
     def _give_up(self, plan: BatchPlan, error: Exception) -> None:
-        """A step could not be launched: ends its requests. The others go on, unless the device is lost."""
+        """A step could not be launched: ends its requests. The others go on, unless the device or a rank is lost."""
+        if self.leader is not None:  # ranks may be at different places of the step
+            raise self.leader.fail(error) from error
         self._catch_up()
         if plan.is_empty:  # no request caused it, so the next step would fail like this one
             raise error

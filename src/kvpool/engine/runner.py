@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -117,6 +117,9 @@ class ModelRunner:
         self.adapters = EngineAdapters(model) if adapters is None else adapters
         self.device = plane.device
         self.max_tokens = max_tokens
+        self.mirror: Callable[[BatchPlan, Tensor, bool, Int64Array | None], None] | None = (
+            None  # tells other ranks a step
+        )
         config = plane.config
         # Layers of the cache, by their numbers in the model; those of another model may stand before them
         self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
@@ -275,6 +278,8 @@ class ModelRunner:
         runs without a graph, and so does one that is to `launch` each operation, or to `keep` the logits of other tokens.
         """
         where = plan.positions if positions is None else positions
+        if self.mirror is not None:
+            self.mirror(plan, token_ids, launch, keep)
         adapter_slots = self.adapters.slots_of(plan)
         for graphs in (self.graphs, self.mixed_graphs):
             if graphs is not None and shown is None and keep is None and not launch and graphs.fits(plan):

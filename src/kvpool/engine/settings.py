@@ -52,6 +52,9 @@ class EngineSettings:
     `adapters` are directories of LoRA adapters by name, for `generate(adapter=NAME)`. At most `max_adapters` are on the
     device at once: docs/adapters.md.
 
+    `tensor_parallel` divides the model between so many ranks, each with a GPU and a process: docs/engine.md. `kv_bytes` and
+    `host_bytes` are then those of each rank.
+
     `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached: docs/cluster.md.
     """
 
@@ -67,6 +70,7 @@ class EngineSettings:
     kv_blocks: int | None = None
     memory_fraction: float | None = None
     host_bytes: int = 0
+    tensor_parallel: Any = _shown(None, "Divide the model between so many GPUs.", int)
     attention: str = "auto"
     cuda_graphs: bool | None = None
     overlap: bool | None = None
@@ -103,6 +107,7 @@ class EngineSettings:
                     f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}"
                 )
         self._check_drafts()
+        self._check_ranks()
         if self.overlap and self.draft_tokens and self.draft is None:
             raise ConfigError(
                 "overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know"
@@ -156,6 +161,22 @@ class EngineSettings:
             raise ConfigError(
                 f"draft={self.draft!r}: heads that come with a model cannot draft; give a smaller model with its vocabulary"
             )
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel is None:
+            return
+        if isinstance(self.tensor_parallel, int):
+            check_int(self.tensor_parallel, "tensor_parallel", 1, 64)
+        elif not isinstance(getattr(self.tensor_parallel, "size", None), int):
+            raise ConfigError(f"tensor_parallel must be a number of ranks, or Ranks, got {show(self.tensor_parallel)}")
+        for name in () if not self.is_divided else ("draft", "adapters", "compile", "disk", "remote", "tiers"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} with tensor_parallel: this works on one device only; drop one of them")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks share the model."""
+        return self.tensor_parallel not in (None, 1)
 
     @property
     def num_drafts(self) -> int:

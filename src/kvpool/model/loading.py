@@ -24,6 +24,7 @@ from kvpool.errors import (
 )
 from kvpool.model.gguf_conversion import converted
 from kvpool.model.private_copy import check_model, private_copy
+from kvpool.model.sharding import Sharding
 
 log = logging.getLogger("kvpool")
 
@@ -78,6 +79,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    sharding: Sharding | None = None,
 ) -> LoadedModel:
     """Loads a language model of transformers: causal, with images beside text, or with an encoder.
 
@@ -87,7 +89,7 @@ def load_model(
     for SmolLM2-135M-Instruct.
 
     `device` is by default the GPU, if there is one. `dtype` is by default that of the files; for GGUF files and random
-    weights it is bfloat16 on a GPU and float32 elsewhere.
+    weights it is bfloat16 on a GPU and float32 elsewhere. With `sharding`, the model has the weights of one rank.
 
     >>> load_model({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}).info.random_weights  # doctest: +SKIP
     True
@@ -102,23 +104,30 @@ def load_model(
     trust = {"trust_remote_code": trust_remote_code}
 
     if isinstance(source, torch.nn.Module):
+        if sharding is not None:
+            raise InvalidArgumentError(
+                f"tensor_parallel={sharding.size} with a loaded model: every rank loads its own part; give the directory or "
+                "the configuration of the model"
+            )
         return _adopt(source, None if device is None else where, wanted)
     if isinstance(source, (Mapping, transformers.PretrainedConfig)):
-        return _with_random_weights(_config(source), where, wanted or usual, seed, trust)
+        return _with_random_weights(_config(source), where, wanted or usual, seed, trust, sharding)
     if source is None or source == "default":
-        return _from_directory(default_model_directory(), (DEFAULT_NAME, "gguf"), where, wanted or usual, trust)
+        return _from_directory(
+            default_model_directory(), (DEFAULT_NAME, "gguf"), where, wanted or usual, trust, sharding
+        )
     if not isinstance(source, (str, Path)):
         raise InvalidArgumentError(
             f"model={show(source)} is a {type(source).__name__}; give a path, a name, a configuration or a loaded model"
         )
     path = Path(source).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return _from_directory(converted(path), (path.stem, "gguf"), where, wanted or usual, trust)
+        return _from_directory(converted(path), (path.stem, "gguf"), where, wanted or usual, trust, sharding)
     if path.suffix == ".json" and path.is_file():
-        return _with_random_weights(_config(_read_json(path)), where, wanted or usual, seed, trust)
+        return _with_random_weights(_config(_read_json(path)), where, wanted or usual, seed, trust, sharding)
     if path.is_dir():
-        return _from_directory(path, (path.resolve().name, "directory"), where, wanted or "auto", trust)
-    return _from_hub(str(source), where, wanted or "auto", trust)
+        return _from_directory(path, (path.resolve().name, "directory"), where, wanted or "auto", trust, sharding)
+    return _from_hub(str(source), where, wanted or "auto", trust, sharding)
 
 
 def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -213,9 +222,16 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _with_random_weights(
-    config: Any, device: torch.device, dtype: torch.dtype, seed: int, trust: Mapping[str, bool]
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    trust: Mapping[str, bool],
+    sharding: Sharding | None = None,
 ) -> LoadedModel:
     family = _family_of(config)
+    if sharding is not None:
+        sharding.begin(family, config)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
@@ -226,6 +242,8 @@ def _with_random_weights(
                 f"no causal language model can be built from this {type(config).__name__}: {type(error).__name__}: "
                 f"{_one_line(error)}"
             ) from error
+    if sharding is not None:
+        model = sharding.cut(model)
     return LoadedModel(_at_rest(model), None, ModelInfo(config.model_type, "config", random_weights=True))
 
 
@@ -258,7 +276,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _from_directory(
-    path: Path, named: tuple[str, str], device: torch.device, dtype: torch.dtype | str, trust: Mapping[str, bool]
+    path: Path,
+    named: tuple[str, str],
+    device: torch.device,
+    dtype: torch.dtype | str,
+    trust: Mapping[str, bool],
+    sharding: Sharding | None = None,
 ) -> LoadedModel:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
@@ -271,21 +294,27 @@ def _from_directory(
         )
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     with _loading(str(path)):
-        model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust)
+        model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust, sharding)
     return LoadedModel(model, tokenizer, ModelInfo(*named, path=path))
 
 
-def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: Mapping[str, bool]) -> LoadedModel:
+def _from_hub(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    trust: Mapping[str, bool],
+    sharding: Sharding | None = None,
+) -> LoadedModel:
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json"))
     if looks_like_path:
         raise ModelLoadError(f"there is no file or directory {name}")
     with _loading(name):
         try:
             try:  # a model that was fetched before needs no network
-                model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
+                model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True}, sharding)
             except OSError:
                 _ask_hub(name)
-                model, tokenizer = _pretrained(name, device, dtype, True, trust)
+                model, tokenizer = _pretrained(name, device, dtype, True, trust, sharding)
         except OSError as error:  # transformers' and the hub's own errors are of this kind
             raise _not_given(name, error) from error
     return LoadedModel(model, tokenizer, ModelInfo(name, "hub"))
@@ -322,16 +351,25 @@ def _not_given(name: str, error: Exception) -> ModelLoadError:
 
 
 def _pretrained(
-    name: str, device: torch.device, dtype: torch.dtype | str, has_tokenizer: bool, options: Mapping[str, bool]
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    has_tokenizer: bool,
+    options: Mapping[str, bool],
+    sharding: Sharding | None = None,
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
-    family = _family_of(AutoConfig.from_pretrained(name, **options))
+    config = AutoConfig.from_pretrained(name, **options)
+    family = _family_of(config)
+    if sharding is not None:
+        sharding.begin(family, config)
     is_local = Path(name).is_dir() or options.get("local_files_only", False)
     with _no_progress_bars() if is_local else nullcontext():  # a download takes long, so it shows its progress
-        model = family.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
+        read = family.from_pretrained if sharding is None else partial(sharding.read, family)
+        model = read(name, dtype=dtype, use_safetensors=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
-    return _at_rest(model.to(device)), tokenizer
+    return _at_rest(model if sharding is not None else model.to(device)), tokenizer
 
 
 def load_processor(loaded: LoadedModel) -> Any:

@@ -1,0 +1,341 @@
+"""Ranks: processes that compute one model together. Read this first.
+
+The process of the `Engine` is rank 0. It has the only control plane: it plans steps, sends each to the other ranks as one
+message (`step_message`), and samples. The others (`rank_process`) have a part of the weights and the same part of every
+block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo otherwise.
+
+Every rank has a socket to rank 0. A rank that dies closes it, one that fails says why on it, and one that hangs lets a
+collective or a message run out of time. Each of these ends the engine, because no rank can compute alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from kvpool.checks import check_int, check_number, show
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, RankError, SequenceStateError
+from kvpool.model.loading import torch_device
+
+RANK_SECONDS = 60.0  # a collective or a message that takes longer ends the engine
+START_SECONDS = 1800.0  # the same for loading weights
+_END_SECONDS = 5.0
+_REPORT_SECONDS = 1.0
+_MOST_RANKS = 64
+_LENGTH = struct.Struct("<I")
+STEP, END, ERROR, OK = b"S", b"E", b"X", b"K"  # what a message is, in its first byte
+
+
+class Hello(NamedTuple):
+    """The first message to a rank."""
+
+    rank: int
+    size: int
+    device: str
+    backend: str
+    directory: str  # where ranks find each other
+    seconds: float
+    num_threads: int
+
+
+class Channel:
+    """Messages over a socket: a length, a letter, and bytes."""
+
+    def __init__(self, connection: socket.socket, seconds: float | None) -> None:
+        self.socket = connection
+        self.socket.settimeout(seconds)
+
+    def send(self, kind: bytes, content: bytes = b"") -> None:
+        self.socket.sendall(_LENGTH.pack(len(content)) + kind + content)
+
+    def receive(self) -> tuple[bytes, bytearray]:
+        """The next message; raises EOFError if the other side is gone."""
+        head = self._read(_LENGTH.size + 1)
+        return bytes(head[-1:]), self._read(_LENGTH.unpack_from(head)[0])
+
+    def _read(self, count: int) -> bytearray:
+        read = bytearray(count)
+        view = memoryview(read)
+        while len(view):
+            got = self.socket.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return read
+
+
+class Ranks:
+    """The processes of ranks 1 to `size - 1`, for one engine after another: `Engine(model, tensor_parallel=Ranks(2))`.
+
+    `Engine(model, tensor_parallel=2)` makes ranks of its own. On GPUs each rank has one, unless `device` names a GPU by its
+    number: then all share it. A rank that does not answer for `seconds` ends the engine. Close them, or use `with`.
+    """
+
+    def __init__(self, size: int, *, device: Any = None, seconds: float = RANK_SECONDS) -> None:
+        self.size = check_int(size, "size", 2, _MOST_RANKS)
+        self.seconds = check_number(seconds, "seconds", "a number of seconds")
+        self.devices = rank_devices(device, size)
+        self.backend = "nccl" if len(set(self.devices)) > 1 else "gloo"
+        if torch.distributed.is_initialized():
+            raise ConfigError(
+                f"tensor_parallel={size}: this process is in a process group of torch.distributed already (of torchrun, or "
+                "of another engine); use a process of its own"
+            )
+        self.mesh: Any = None
+        self.failure: KVPoolError | None = None
+        self.in_use = False
+        self._lock = threading.Lock()
+        self._ending = False
+        self._ended = threading.Event()
+        self._directory = tempfile.mkdtemp(prefix="kvpool-ranks-")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.channels: list[Channel] = []
+        try:
+            for rank in range(1, size):
+                self._start(rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "kvpool.engine.rank_process", str(theirs.fileno())]
+        with theirs:
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            )
+        self.channels.append(Channel(ours, START_SECONDS))
+        hello = Hello(
+            rank,
+            self.size,
+            str(self.devices[rank]),
+            self.backend,
+            self._directory,
+            self.seconds,
+            torch.get_num_threads(),
+        )
+        self.channels[-1].send(OK, pickle.dumps(hello))
+
+    def connect(self) -> None:
+        """Waits until all ranks are there, and joins them."""
+        if self.mesh is None:
+            self.each_answers()
+            self.mesh = join_ranks(0, self.size, self.devices[0], self.backend, self._directory, self.seconds)
+
+    def each_answers(self) -> list[bytearray]:
+        """Waits for one answer of every rank."""
+        answers = []
+        for rank, channel in enumerate(self.channels, 1):
+            try:
+                kind, content = channel.receive()
+            except TimeoutError:
+                raise self.fail(f"rank {rank} did not answer within {channel.socket.gettimeout():g} s") from None
+            except (EOFError, OSError):
+                raise self.fail() from None
+            if kind == ERROR:
+                raise self.fail(_said(rank, content))
+            answers.append(content)
+        return answers
+
+    def tell_all(self, kind: bytes, content: bytes = b"") -> None:
+        """Sends a message to every rank."""
+        for rank, channel in enumerate(self.channels, 1):
+            try:
+                channel.send(kind, content)
+            except TimeoutError:
+                raise self.fail(f"rank {rank} took no message for {channel.socket.gettimeout():g} s") from None
+            except OSError:
+                raise self.fail() from None
+
+    def set_seconds(self, seconds: float) -> None:
+        """How long `tell_all` and `each_answers` wait for one rank."""
+        for channel in self.channels:
+            channel.socket.settimeout(seconds)
+
+    def fail(self, reason: str = "", error: BaseException | None = None) -> KVPoolError:
+        """Ends all ranks and returns why: the first reason that was found counts."""
+        if self._may_end():
+            found = reason or self._reason(error)
+            self._end(RankError(f"{found}; no rank can go on without the others"), 0.0)
+        self._ended.wait()
+        assert self.failure is not None
+        return self.failure
+
+    def _may_end(self) -> bool:
+        """Whether the caller is the first who ends the ranks: the only one who may."""
+        with self._lock:
+            first, self._ending = not self._ending, True
+        return first
+
+    def _reason(self, error: BaseException | None) -> str:
+        """What the ranks say and how they ended; otherwise the error of rank 0."""
+        late = error is not None and "peer" not in str(error) and _is_late(str(error))
+        due = time.monotonic() + (0.0 if late else _REPORT_SECONDS)  # a rank may be about to say why
+        said: list[str] = []
+        for rank, channel in enumerate(self.channels, 1):
+            with suppress(OSError, EOFError):
+                channel.socket.settimeout(max(0.001, due - time.monotonic()))
+                kind, content = channel.receive()
+                if kind == ERROR:
+                    said.append(_said(rank, content))
+        ended: list[str] = []
+        for rank, process in enumerate(self.processes, 1):
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(max(0.001, due - time.monotonic()))
+                ended.append(f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} has ended")
+        # Other ranks say only that they have lost the one with the error.
+        causes = [what for what in ended if "signal" in what] + [what for what in said if not _is_late(what)]
+        if late and not causes:
+            who = "rank 1" if self.size == 2 else f"one of the ranks 1 to {self.size - 1}"
+            return f"{who} did not answer within {self.seconds:g} s"
+        causes += said + ended
+        if causes:
+            return causes[0]
+        return "ranks cannot be reached" if error is None else f"rank 0 failed: {type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Ends the processes. May be called twice."""
+        if self._may_end():
+            self._end(SequenceStateError("these ranks are closed"), _END_SECONDS)
+        self._ended.wait()
+        mesh, self.mesh = self.mesh, None
+        if mesh is not None:
+            leave_ranks()
+
+    def _end(self, failure: KVPoolError, seconds: float) -> None:
+        self.failure = failure
+        for channel in self.channels:
+            with suppress(OSError):
+                channel.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for it, too
+            channel.socket.close()
+        for process in self.processes:
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._ended.set()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _is_late(message: str) -> bool:
+    """Whether a message of torch.distributed is about another rank."""
+    return any(words in message.lower() for words in ("timed out", "timeout", "peer"))
+
+
+def _said(rank: int, content: bytearray) -> str:
+    return f"rank {rank} failed: {content.decode(errors='replace')}"
+
+
+def rank_devices(device: Any, size: int) -> list[torch.device]:
+    """The device of each rank. Raises if there are fewer GPUs than ranks."""
+    first = torch_device(device)
+    if first.type == "cpu" or first.index is not None:
+        return [first] * size
+    count = torch.cuda.device_count()
+    if count < size:
+        raise InvalidArgumentError(
+            f"tensor_parallel={size} needs {size} GPUs, but torch finds {count}; use fewer ranks, or device='cpu'"
+        )
+    return [torch.device("cuda", rank) for rank in range(size)]
+
+
+def join_ranks(rank: int, size: int, device: torch.device, backend: str, directory: str, seconds: float) -> Any:
+    """Makes this process a rank of torch.distributed; returns the mesh that transformers divides models by."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed: Any = torch.distributed  # which does not say that it exports them
+    store = distributed.FileStore(os.path.join(directory, "store"), size)
+    with _on_this_machine():
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        )
+        return distributed.init_device_mesh(device.type, (size,))
+
+
+def leave_ranks() -> None:
+    """The opposite of `join_ranks`."""
+    with suppress(Exception):  # whatever is left of a group whose ranks are dead
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """Has gloo listen on the loopback interface, unless the environment names another one."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+class Watch:
+    """A thread that waits for a rank to end or to fail between two steps, and tells about it."""
+
+    def __init__(self, ranks: Ranks, tell: Callable[[KVPoolError], None]) -> None:
+        self._ranks = ranks
+        self._tell = tell
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="kvpool-ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        sockets = [channel.socket for channel in self._ranks.channels]
+        try:
+            ready, _, _ = select.select([self._woken, *sockets], [], [])
+        except (OSError, ValueError):  # they are closed: the engine has failed, and knows
+            return
+        if self._woken not in ready:
+            self._tell(self._ranks.fail())
+
+    def close(self) -> None:
+        """Stops to watch."""
+        self._wake.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._woken.close()
+
+
+def as_ranks(asked: Any, device: Any) -> Ranks:
+    """What `tensor_parallel` means: a number of ranks, which are started, or ranks that are there."""
+    if isinstance(asked, Ranks):
+        if asked.failure is not None:
+            raise asked.failure
+        if asked.in_use:
+            raise SequenceStateError("these ranks compute for another engine; close it first")
+        if device is not None and torch_device(device).type != asked.devices[0].type:
+            raise ConfigError(f"device={show(str(device))}, but the ranks are on {asked.devices[0].type}")
+        return asked
+    return Ranks(asked, device=device)

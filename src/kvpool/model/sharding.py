@@ -1,0 +1,193 @@
+"""Splits a model over several ranks by the plan that transformers has for its family. Each rank computes with its heads.
+
+The plan says which weights are cut in which direction and where ranks add up their results. Everything that a model cannot
+do is refused from its configuration, before weights are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvpool.errors import ConfigError, UnsupportedModelError
+from kvpool.model.states import modules_with_state
+
+_GATHERED = ("colwise_gather_output", "colwise_rep")  # every rank gets the whole result
+_BY_ROWS = ("colwise", "packed_colwise", *_GATHERED)  # outputs are divided
+_BY_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")  # inputs are divided
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the weights of one model are divided between `size` ranks: transformers' plan, and the KV heads it cannot cut."""
+
+    styles: Mapping[str, str]  # by module, layer numbers as *
+    size: int
+    kv_heads: int  # of the whole model
+    whole: frozenset[str] = (
+        frozenset()
+    )  # projections of K and V of which each rank keeps one head: there are fewer than ranks
+
+    def loading(self, mesh: Any) -> dict[str, Any]:
+        """Arguments of `from_pretrained`, which then reads the weights of this rank only."""
+        from transformers.distributed import DistributedConfig
+
+        return {
+            "distributed_config": DistributedConfig(tp_size=self.size, tp_plan=dict(self.styles)),
+            "device_mesh": mesh,
+        }
+
+    def cut(self, model: Any, mesh: Any) -> Any:
+        """Keeps the part of this rank of a model whose weights are all in memory."""
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        model.tp_plan = dict(self.styles)
+        return apply_tensor_parallelism(model, mesh)
+
+    def finish(self, model: Any, rank: int) -> Any:
+        """Makes a divided model ready: weights are plain tensors, which are faster than distributed ones, and a rank has one
+        head of K and V where there are fewer heads than ranks.
+        """
+        from torch.distributed.tensor import DTensor
+
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, nn.Linear):
+                continue  # embeddings look up rows through a distributed tensor
+            for key, weight in list(module._parameters.items()):
+                if isinstance(weight, DTensor):
+                    module._parameters[key] = nn.Parameter(weight.to_local(), requires_grad=False)
+            if _generic(name) in self.whole:
+                self._keep_head(module, rank * self.kv_heads // self.size)
+                attention = model.get_submodule(name.rpartition(".")[0])
+                if name.endswith("k_proj") and hasattr(
+                    attention, "num_key_value_groups"
+                ):  # eager attention repeats by it
+                    attention.num_key_value_groups //= self.size // self.kv_heads
+        return model
+
+    def _keep_head(self, module: nn.Linear, head: int) -> None:
+        for key, weight in list(module._parameters.items()):
+            if weight is not None:
+                rows = weight.detach().view(self.kv_heads, -1, *weight.shape[1:])[head].clone()
+                module._parameters[key] = nn.Parameter(rows, requires_grad=False)
+        module.out_features //= self.kv_heads
+
+
+class Sharding:
+    """The part of a model that this rank loads. `join` is called once the model is known to be divisible; it returns the mesh
+    of all ranks.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, join: Callable[[], Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._join = join
+        self._plan: ShardPlan | None = None
+        self._mesh: Any = None
+
+    def begin(self, family: Any, config: Any) -> None:
+        """Before weights are read."""
+        self._plan = shard_plan(family, config, self.size)
+        if self._mesh is None:
+            self._mesh = self._join()
+
+    def read(self, family: Any, name: str, **options: Any) -> Any:
+        """`from_pretrained`, which reads the weights of this rank only."""
+        assert self._plan is not None
+        with _local_rank(self._device.index or 0):
+            model = family.from_pretrained(name, **self._plan.loading(self._mesh), **options)
+        return self._plan.finish(model, self.rank)
+
+    def cut(self, model: Any) -> Any:
+        """Keeps the part of this rank of a model whose weights are all in memory."""
+        assert self._plan is not None
+        return self._plan.finish(self._plan.cut(model, self._mesh), self.rank)
+
+
+def shard_plan(family: Any, config: Any, size: int) -> ShardPlan:
+    """The plan for a model of this configuration on `size` ranks. Raises if it cannot be divided so."""
+    text = config.get_text_config()
+    name = f"{type(config).__name__} (model_type {config.model_type!r})"
+    asked = f"tensor_parallel={size}"
+    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
+        raise UnsupportedModelError(f"{asked}: {name} has an encoder; only text decoders are divided between ranks")
+    with torch.device("meta"):
+        model = family.from_config(config)
+    names = {_generic(name) for part in (model.named_modules(), model.named_parameters()) for name, _ in part}
+    styles = {key: style for key, style in (getattr(model, "tp_plan", None) or {}).items() if key in names}
+    if any(True for _ in modules_with_state(model)):
+        raise UnsupportedModelError(f"{asked}: layers of {name} keep a state, which is not divided between ranks")
+    if not any("layers" in key for key in styles):
+        raise UnsupportedModelError(
+            f"{asked}: transformers has no tensor-parallel plan for {name}; serve it on one device, without tensor_parallel"
+        )
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    whole: frozenset[str] = frozenset()
+    if any(style == "colwise" and _is_query(key) for key, style in styles.items()):  # ranks have heads of their own
+        if heads % size:
+            raise ConfigError(
+                f"{asked} does not divide the {heads} attention heads of {name}; use a divisor of {heads}"
+            )
+        if kv_heads % size:
+            if size % kv_heads:
+                raise ConfigError(
+                    f"{asked}: the {kv_heads} KV heads of {name} can be divided between ranks, or copied to an equal number "
+                    f"of ranks each, but {size} is neither a divisor nor a multiple of {kv_heads}"
+                )
+            whole = frozenset(key for key in styles if key.endswith((".k_proj", ".v_proj")))
+    for key in whole:
+        del styles[key]
+    _check_sizes(model, styles, size, f"{asked}: {name}")
+    return ShardPlan(styles, size, kv_heads, whole)
+
+
+def _generic(name: str) -> str:
+    """The name of a module in plans, where the numbers of layers are *."""
+    from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
+
+    generic: str = replace_layer_number_by_wildcard(name)
+    return generic
+
+
+def _is_query(key: str) -> bool:
+    return "attn" in key.split(".")[-2] or "attention" in key.split(".")[-2] if "." in key else False
+
+
+def _check_sizes(model: Any, styles: dict[str, str], size: int, what: str) -> None:
+    """Refuses a layer that cannot be cut into equal parts. A vocabulary that cannot be is left whole."""
+    uneven: dict[str, int] = {}
+    for name, module in model.named_modules():
+        key = _generic(name)
+        if isinstance(module, nn.Linear) and key in styles:
+            divided = module.out_features if styles[key] in _BY_ROWS else module.in_features
+            if styles[key] in (*_BY_ROWS, *_BY_COLUMNS) and divided % size:
+                uneven[key] = divided
+    for key, divided in uneven.items():
+        if "layers" in key:
+            raise ConfigError(f"{what} has {divided} rows or columns in {key}, which {size} ranks cannot share equally")
+    if uneven:
+        embeddings = [key for key, style in styles.items() if style == "embedding_rowwise"]  # tied to the head
+        for key in (*uneven, *embeddings):
+            del styles[key]
+
+
+@contextmanager
+def _local_rank(index: int) -> Iterator[None]:
+    """Tells transformers the device of this rank, which it reads from the environment."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(index)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before

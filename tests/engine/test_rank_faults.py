@@ -1,0 +1,77 @@
+"""A rank that dies or hangs ends its engine with one error, and nothing of the ranks is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import random_prompt, tiny_config
+
+from kvpool.engine import Engine, Generation, SamplingParams
+from kvpool.engine.ranks import Ranks
+from kvpool.errors import KVPoolError, RankError
+
+LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+PROMPT = random_prompt(20).tolist()
+
+
+def engine(**settings: object) -> Engine:
+    return Engine(tiny_config("llama"), **{"device": "cpu", "kv_blocks": 64, **settings})
+
+
+def running(made: Engine, and_then: Callable[[], None]) -> Generation:
+    """A request that decodes. `and_then` is called after its first token, in the engine's thread."""
+    calls = iter([and_then])
+    return made.submit(PROMPT, LONG, on_chunk=lambda chunk: next(calls, lambda: None)())
+
+
+def check_that_nothing_is_left(ranks: Ranks) -> None:
+    assert all(process.returncode is not None for process in ranks.processes)
+    assert all(channel.socket.fileno() < 0 for channel in ranks.channels)
+    assert not Path(ranks._directory).exists()
+    assert not torch.distributed.is_initialized()
+    assert "kvpool-ranks" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_given_four_ranks_then_tokens_are_equal_and_a_killed_one_ends_the_engine() -> None:
+    short = SamplingParams(max_new_tokens=8)
+    with engine() as one:
+        expected = one.generate([PROMPT], short)[0].token_ids
+    with engine(tensor_parallel=4) as four:
+        assert (four.shape.layers[0].q_heads, four.shape.layers[0].kv_heads) == (1, 1)  # each KV head is on two ranks
+        assert four.generate([PROMPT], short)[0].token_ids == expected
+        ranks = four._leader.ranks
+        generation = running(four, lambda: ranks.processes[1].send_signal(signal.SIGKILL))
+        with pytest.raises(KVPoolError, match="RankError: rank 2 was killed by signal 9; no rank can go on"):
+            generation.result()
+        assert four.is_closed
+        with pytest.raises(KVPoolError, match="rank 2 was killed"):
+            four.submit(PROMPT)
+    check_that_nothing_is_left(ranks)
+
+
+def test_given_a_rank_that_hangs_then_the_engine_ends_within_the_deadline() -> None:
+    with Ranks(2, device="cpu", seconds=8.0) as ranks:
+        with engine(tensor_parallel=ranks) as two:
+            generation = running(two, lambda: os.kill(ranks.processes[0].pid, signal.SIGSTOP))
+            with pytest.raises(KVPoolError, match="rank 1 did not answer within 8 s"):
+                generation.result()
+        with pytest.raises(RankError, match="did not answer"):
+            engine(tensor_parallel=ranks)
+    check_that_nothing_is_left(ranks)
+
+
+def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed() -> None:
+    two = engine(tensor_parallel=2)
+    ranks = two._leader.ranks
+    ranks.processes[0].kill()
+    assert two._thread._inbox.closed.wait(60)
+    with pytest.raises(KVPoolError, match="rank 1 was killed by signal 9"):
+        two.generate([PROMPT])
+    two.close()
+    check_that_nothing_is_left(ranks)
