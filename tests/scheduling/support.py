@@ -23,8 +23,8 @@ def make_engine(
     link_steps: int = 0,
     **config: Any,
 ) -> ToyEngine:
-    """An engine over a scheduler; `config` is that of the scheduler."""
-    options: dict[str, Any] = {"max_tokens_per_step": 64, "max_sequences": 8} | config
+    """An engine over a scheduler that serves in order of arrival; `config` is that of the scheduler."""
+    options: dict[str, Any] = {"max_tokens_per_step": 64, "max_sequences": 8, "policy": "fcfs"} | config
     reports = {"reports_landings": True} if link_steps else {}
     scheduler = Scheduler(manager or make_manager(), SchedulerConfig(**options), costs, clock or Clock(), **reports)
     return ToyEngine(scheduler, depth, drafts, link_steps)

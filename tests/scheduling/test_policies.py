@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support import add, make_engine, names, request
 from toy_engine import ToyEngine, expected_output
@@ -83,15 +85,44 @@ def test_given_soonest_first_token_then_what_is_on_the_gpu_goes_before_what_is_o
     assert order_of_admission(engine) == ["warm", "below", "cold"]
 
 
-def test_given_soonest_first_token_when_one_has_waited_long_enough_then_nobody_overtakes_it_any_more() -> None:
-    clock = Clock()
-    engine = with_prefixes_on_both_tiers(policy=lambda: SoonestFirstToken(patience=10.0), clock=clock)
-    add(engine, request("cold", 12, first=200), request("colder", 16, first=300))
-    clock.now += 9.0
-    add(engine, request("warm", 12), request("warmer", 10))
-    assert names(engine.step().admitted) == ["warmer"]
-    clock.now += 1.0
-    assert order_of_admission(engine) == ["cold", "colder", "warm"]
+def test_given_no_choice_then_the_soonest_first_token_goes_first() -> None:
+    engine = make_engine(max_sequences=1, policy=SchedulerConfig().policy)
+    add(engine, request("long", 40, 1), request("short", 4, 1, first=100))
+    assert order_of_admission(engine) == ["short", "long"]
+
+
+def overtakers_of_a_long_prompt(num_ahead: int, **options: Any) -> int:
+    """How many requests go before a long prompt that finds so many waiting, while short ones keep coming."""
+    engine = make_engine(max_sequences=1, policy=lambda: SoonestFirstToken(**options))
+    add(engine, *(request(f"ahead {number}", 20, 1, first=100 * number) for number in range(num_ahead)))
+    add(engine, request("long", 40, 1, first=10_000))
+    before: list[str] = []
+    for number in range(100):
+        add(engine, request(f"short {number}", 4, 1, first=20_000 + 100 * number))
+        before += names(engine.step().admitted)
+        if "long" in before:
+            return before.index("long")
+    raise AssertionError("it starved")
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3, 10])
+@pytest.mark.parametrize(("patience", "grace"), [(0.0, 0), (1.0, 4), (3.0, 8)])
+def test_given_short_prompts_without_end_then_a_long_one_waits_for_a_multiple_of_those_before_it(
+    num_ahead: int, patience: float, grace: int
+) -> None:
+    overtakers = overtakers_of_a_long_prompt(num_ahead, patience=patience, grace=grace)
+    assert patience * num_ahead + grace <= overtakers <= (patience + 1) * num_ahead + grace
+
+
+def test_given_requests_that_end_early_then_only_admissions_count_as_overtaking() -> None:
+    policy = SoonestFirstToken(grace=1)
+    engine = make_engine(max_sequences=1, policy=lambda: policy)
+    add(engine, request("long", 40, 1))
+    for name in ("a", "b", "c"):
+        add(engine, request(name, 4, 1, first=100))
+        engine.scheduler.cancel(name)
+    add(engine, request("short", 4, 1, first=100), request("shorter", 3, 1, first=200))
+    assert order_of_admission(engine) == ["shorter", "long", "short"]
 
 
 def test_given_soonest_first_token_with_a_window_of_one_then_it_is_first_come_first_served() -> None:
@@ -100,7 +131,7 @@ def test_given_soonest_first_token_with_a_window_of_one_then_it_is_first_come_fi
     assert order_of_admission(engine) == ["cold", "warm"]
 
 
-@pytest.mark.parametrize("options", [{"patience": 0.0}, {"patience": "long"}, {"window": 0}])
+@pytest.mark.parametrize("options", [{"patience": -1.0}, {"patience": "long"}, {"grace": -1}, {"window": 0}])
 def test_given_a_wrong_option_of_soonest_first_token_then_it_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         SoonestFirstToken(**options)  # type: ignore[arg-type]

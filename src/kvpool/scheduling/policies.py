@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
-from heapq import heapify, heappop, heapreplace
-from itertools import islice, takewhile
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
 from typing import Any, Protocol
 
-from kvpool.checks import check_int, check_seconds
+from kvpool.checks import check_int, check_number
 from kvpool.errors import ConfigError
 from kvpool.scheduling.request import ScheduledSequence
 
@@ -153,23 +153,52 @@ class LongestPrefixMatch(FirstComeFirstServed):
 class SoonestFirstToken(FirstComeFirstServed):
     """The request that would have its first token soonest goes first, among the `window` that have waited longest.
 
-    The cost model says how long loading from a lower tier and computing take. A request that has waited for `patience`
-    seconds is not overtaken any more.
+    The cost model says how long loading from a lower tier and computing take. A request is overtaken until as many others
+    were admitted as waited when it came, times `patience`, and `grace` more; then it goes in order of arrival. So at most
+    `patience + 1` times as many go before it as in order of arrival, and `grace` more.
     """
 
-    def __init__(self, patience: float = 4.0, window: int = 64) -> None:
+    def __init__(self, patience: float = 3.0, grace: int = 8, window: int = 64) -> None:
         super().__init__()
-        check_seconds(patience, "patience")
+        if check_number(patience, "patience", "0 or more") < 0:
+            raise ConfigError(f"patience={patience} must be 0 or more")
+        check_int(grace, "grace", 0, MAX_WINDOW)
         check_int(window, "window", 1, MAX_WINDOW)
         self.patience = patience
+        self.grace = grace
         self.window = window
+        self._num_admitted = 0
+        self._due: dict[ScheduledSequence, float] = {}  # when so many were admitted it is not overtaken any more
+
+    def push(self, sequence: ScheduledSequence) -> None:
+        self._due[sequence] = self._num_admitted + self.patience * len(self._queue) + self.grace
+        super().push(sequence)
+
+    def remove(self, sequence: ScheduledSequence) -> None:
+        super().remove(sequence)
+        del self._due[sequence]
+
+    def charge(self, sequence: ScheduledSequence, num_tokens: int) -> None:
+        self._num_admitted += num_tokens > 0  # what it did not use is given back later
 
     def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
         oldest = list(islice(self._queue, max(limit, self.window)))
-        looked_at = oldest[: self.window]
-        overdue = list(takewhile(lambda sequence: cached_tokens.waited_seconds(sequence) >= self.patience, looked_at))
-        others = sorted(looked_at[len(overdue) :], key=cached_tokens.first_token_seconds)
-        return [*overdue, *others, *oldest[self.window :]][:limit]
+        if len(oldest) < 2:
+            return oldest
+        return [*self._in_turn(oldest[: self.window], cached_tokens), *oldest[self.window :]][:limit]
+
+    def _in_turn(self, waiting: list[ScheduledSequence], cached_tokens: CachedTokens) -> list[ScheduledSequence]:
+        """As if each one were admitted before the next is chosen."""
+        by_due = sorted((self._due[sequence], place) for place, sequence in enumerate(waiting))
+        num_due, due = 0, list[int]()  # places of those that are not overtaken any more, a heap
+        chosen: dict[ScheduledSequence, None] = {}
+        for soonest in sorted(waiting, key=cached_tokens.first_token_seconds):
+            while soonest not in chosen:
+                while num_due < len(by_due) and by_due[num_due][0] <= self._num_admitted + len(chosen):
+                    heappush(due, by_due[num_due][1])
+                    num_due += 1
+                chosen[waiting[heappop(due)] if due else soonest] = None
+        return list(chosen)
 
 
 class FairShare(SchedulingPolicy):

@@ -42,7 +42,7 @@ class SchedulerConfig:
     max_chunk_tokens: int | None = None  # of one prompt in one step; None: as many as the step allows
     # Of a step in which sequences decode: prompts get the time that is left, by the cost model. None: no limit.
     max_step_seconds: float | None = None
-    policy: str | Callable[[], SchedulingPolicy] = "fcfs"
+    policy: str | Callable[[], SchedulingPolicy] = "soonest_first_token"
     capacity: CapacityMode | str = CapacityMode.MAX_UTILISATION
     preemption: PreemptionMode | str = PreemptionMode.AUTO
     max_draft_tokens: int = 0  # of one sequence in one step (speculative decoding)
