@@ -1,4 +1,4 @@
-"""Attention over paged memory: the Triton backend beside FlashInfer, and the torch backend beside dense attention.
+"""Attention over paged memory: the Triton backend beside FlashInfer, and that of CPUs beside dense attention.
 
     python benchmarks/data_plane_attention.py [--json FILE] [--check] [--quick] [--only WORD]
 
@@ -7,7 +7,8 @@ block-first store. A figure is the bytes of K and V that must be read, over the 
 layers (one for very long prompts), timed with events, so that launch gaps are not in it. FlashInfer reads the same kind of
 store in the same run.
 On a CPU: the time of one layer, beside `scaled_dot_product_attention` on K and V that are dense already (which no paged
-system has); the difference is the price of gathering. CPU figures are for one thread.
+system has), and beside the torch backend, which gathers them. CPU figures are for one thread. kvpool is what `auto` takes:
+its own C code where that was compiled (`python tools/compile_c.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times, argument_parser, main
+from harness import Bar, Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times, argument_parser, main
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch, create_backend
 from kvpool.config.layers import DType, LayerSpec
+from kvpool.kernels import compiled_attention
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
 
@@ -46,9 +48,17 @@ GPU_PREFILL = (
 GPU_DECODE = ((64, 4096), (256, 1024), (8, 32768), (1, 131072))
 QUANTISED = ((DType.FP8_E4M3, 3.6), (DType.INT8, 3.3), (DType.INT4, 2.4))  # and the bar on an H200, TB/s
 RAGGED = "ragged"  # 128 sequences of 1 to 8,192 tokens
-CPU_DECODE = {
-    "SmolLM2 16x512": (AttentionSpec(9, 3, 64, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32), 16, 512),
-    "8 KV heads 8x1024": (AttentionSpec(32, 8, 128, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32), 8, 1024),
+SMOLLM2 = AttentionSpec(9, 3, 64, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)
+WIDE = AttentionSpec(32, 8, 128, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)
+CPU = {  # sequences, queries of each, keys of each
+    "decode SmolLM2 16x512": (SMOLLM2, 16, 1, 512),
+    "decode 8 KV heads 8x1024": (WIDE, 8, 1, 1024),
+    "decode a head each 8x1024": (replace(SMOLLM2, q_heads=16, kv_heads=16), 8, 1, 1024),
+    "prompt SmolLM2 1x450": (SMOLLM2, 1, 450, 450),
+    "prompts SmolLM2 4x60 behind 400": (SMOLLM2, 4, 60, 460),
+    "prompt 8 KV heads 1x1024": (WIDE, 1, 1024, 1024),
+    "decode SmolLM2 16x512 bfloat16": (replace(SMOLLM2, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16), 16, 1, 512),
+    "decode SmolLM2 16x512 over int8": (replace(SMOLLM2, kv_dtype=DType.INT8), 16, 1, 512),
 }
 
 
@@ -167,12 +177,12 @@ def gpu_plan(name: str, params: Mapping[str, Any]) -> Runner:
     return run
 
 
-def cpu_decode(params: Mapping[str, Any]) -> Runner:
-    """CPU milliseconds of one layer through the torch backend, planned once."""
-    spec, batch, context = CPU_DECODE[params["shape"]]
+def cpu_attention(name: str, params: Mapping[str, Any]) -> Runner:
+    """CPU milliseconds of one layer through a backend, planned once."""
+    spec, batch, queries, context = CPU[params["shape"]]
     torch.set_num_threads(1)
-    problem = make_problem(spec, [1] * batch, [context] * batch, "cpu")
-    backend = create_backend("torch", "cpu")
+    problem = make_problem(spec, [queries] * batch, [context] * batch, "cpu")
+    backend = create_backend(name, "cpu")
     plan = backend.plan(spec, problem.batch)
     return cpu_runner(lambda n: backend.run(problem.q, problem.layers[n], plan))
 
@@ -236,15 +246,46 @@ class DenseTorch:
 
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
         self._runner = None
-        if case != "cpu decode":
-            raise NoPartError(f"dense SDPA has no part in {case}")
-        spec, batch, context = CPU_DECODE[params["shape"]]
+        spec, batch, queries, context = CPU[params["shape"]] if case == "cpu" else (LLAMA, 0, 0, 0)
+        if case != "cpu" or spec.kv_dtype is not DType.FLOAT32:
+            raise NoPartError(
+                f"dense SDPA has no part in {case}: without instructions for a type it takes many times as long"
+            )
         torch.set_num_threads(1)
-        # The heads of a group stand in the rows of one pass over K: faster here than `enable_gqa`, which repeats K and V.
-        q = torch.randn(batch, spec.kv_heads, spec.group_size, spec.head_dim)
         k, v = (torch.randn(LAYERS, batch, spec.kv_heads, context, spec.head_dim) for _ in range(2))
+        options: dict[str, Any] = {"scale": spec.scale}
+        if queries == 1:  # the heads of a group in the rows of one pass over K: faster here than `enable_gqa`
+            q = torch.randn(batch, spec.kv_heads, spec.group_size, spec.head_dim)
+        else:
+            q = torch.randn(batch, spec.q_heads, queries, spec.head_dim)
+            mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
+            options |= {"enable_gqa": True, **({"is_causal": True} if queries == context else {"attn_mask": mask})}
         attend = torch.nn.functional.scaled_dot_product_attention
-        self._runner = cpu_runner(lambda n: attend(q, k[n], v[n], scale=spec.scale))
+        self._runner = cpu_runner(lambda n: attend(q, k[n], v[n], **options))
+
+    def repeat(self) -> Sequence[float]:
+        assert self._runner is not None
+        return self._runner()
+
+    def close(self) -> None:
+        self._runner = None
+
+
+@dataclass
+class Gathered:
+    """The torch backend, which gathers K and V first."""
+
+    name: str = "torch backend"
+    _runner: Runner | None = None
+
+    def start(self) -> str:
+        return str(torch.__version__)
+
+    def setup(self, case: str, params: Mapping[str, Any]) -> None:
+        self._runner = None
+        if case != "cpu":
+            raise NoPartError(f"the torch backend has no part in {case}")
+        self._runner = cpu_attention("torch", params)
 
     def repeat(self) -> Sequence[float]:
         assert self._runner is not None
@@ -272,10 +313,11 @@ def attention_cases() -> list[Case]:
             params = {"batch": batch, "chunk": chunk, "prefix": prefix}
             name = f"prefill attention {batch}x{chunk} behind {prefix}"
             cases.append(_gpu_case(name, "TFLOP/s", "prefill", gpu_prefill, params, 0.9))
-    for shape in CPU_DECODE:
+    for shape, (spec, *_) in CPU.items():
         params = {"shape": shape}
-        runner = partial(cpu_decode, params)
-        cases.append(Case(f"decode attention cpu {shape}", "ms", "lower", runner, (), PeerCase("cpu decode", params)))
+        bars: tuple[Bar, ...] = (Times(1 / 1.1, "dense SDPA"),) if spec.kv_dtype is DType.FLOAT32 else ()
+        runner = partial(cpu_attention, "auto", params)
+        cases.append(Case(f"attention cpu, {shape}", "ms", "lower", runner, bars, PeerCase("cpu", params)))
     return cases
 
 
@@ -291,14 +333,20 @@ def _gpu_case(
     return Case(name, unit, "higher", partial(make, "triton", params), bars, PeerCase(kind, params), repeats=repeats)
 
 
+def created_for_cpu() -> str:
+    """What computes attention on this CPU."""
+    module = compiled_attention()
+    return "torch" if module is None else f"compiled ({module.instructions()[0]})"
+
+
 def attention_peers() -> list[Peer]:
     """Who is measured beside the cases above."""
-    return [FlashInfer(), DenseTorch()]
+    return [FlashInfer(), DenseTorch(), Gathered()]
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the attention rows alone."""
-    versions = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__), "attention": created_for_cpu()}
     if torch.cuda.is_available():
         versions["device"] = torch.cuda.get_device_name()
     return main(attention_cases(), attention_peers(), options, versions)

@@ -15,6 +15,7 @@
 #define ints NAME(ints)
 #define words NAME(words)
 #define halves NAME(halves)
+#define shorts NAME(shorts)
 #define bytes NAME(bytes)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
@@ -22,6 +23,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 INLINE vec NAME(load)(const float *from) {
@@ -83,7 +85,8 @@ INLINE vec NAME(from_float16)(const void *from) {
 INLINE vec NAME(from_int8)(const void *from) {
     bytes stored;
     memcpy(&stored, from, sizeof stored);
-    return __builtin_convertvector(__builtin_convertvector(stored, ints), vec);
+    const shorts wider = __builtin_convertvector(stored, shorts); /* in one step GCC 12 converts one by one */
+    return __builtin_convertvector(__builtin_convertvector(wider, ints), vec);
 }
 
 INLINE void NAME(copy_row)(const void *row, int kind, long dim, float *copy) {
@@ -348,6 +351,7 @@ static const Kernel NAME(kernel) = {LANES, NAME(copy_tile), NAME(attend_many), N
 #undef ints
 #undef words
 #undef halves
+#undef shorts
 #undef bytes
 #undef INLINE
 #undef LANES
