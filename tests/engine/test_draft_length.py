@@ -39,6 +39,16 @@ def test_given_fewer_right_ones_then_fewer_are_chosen() -> None:
     assert 1 <= max(set(numbers), key=numbers.count) <= 3
 
 
+def test_given_a_first_draft_that_costs_more_then_the_best_number_is_found_between_others() -> None:
+    """With 6 of 10 right, 2 drafts give 1.09 tokens a second, 3 give 1.12 and 4 give 1.10."""
+    length, numbers = DraftLength(5), []
+    for _ in range(100):
+        numbers.append(length.choose(1))
+        length.observe(1, numbers[-1], 1.5 + 0.15 * numbers[-1] if numbers[-1] else 1.0)
+        length.verified(6, 10)
+    assert numbers[-50:].count(3) >= 45
+
+
 def test_given_drafts_that_do_not_pay_then_none_are_chosen_and_they_are_tried_again_now_and_then() -> None:
     numbers = chosen_after(0.1, 0.2, steps=1000)[100:]
     assert set(numbers) == {0, 1}
@@ -59,7 +69,7 @@ def test_given_drafts_that_become_right_then_they_are_chosen_again() -> None:
     for _ in range(200):
         length.verified(0, 1)
     assert length.choose(1) == 0
-    for _ in range(200):
+    for _ in range(1000):
         length.verified(1, 1)
     assert length.choose(1) == 5
 

@@ -31,7 +31,8 @@ from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
 from kvpool.sequences.batch import CSRTable, SequenceBatch
 
 PROBE_STEPS = 32  # behind so many, the other choice is measured
-MOST_PROBE_STEPS = 256  # while drafts do not pay
+MOST_PROBE_STEPS = 256  # while the choice stays
+FORGETTING = 0.997  # how much less each draft counts than the next one, for how often they are right
 MARGIN = 1.05  # drafts must give so many times the tokens a second: beginning and ending with them costs some, too
 CATCH_UP_STEPS = 16  # without drafts; behind so many, the draft computes what these have added
 MOST_MISSING = 2048  # tokens that the draft catches up with; if it lacks more, it waits for other sequences
@@ -49,7 +50,7 @@ class DraftLength:
     """Chooses how many tokens a step drafts for a sequence: as many as give most tokens a second.
 
     If each draft is right with probability p, given that those before it are, n drafts give 1 + p + ... + p^n tokens. Seconds
-    are measured for each n, in batches of similar size; those of other n are estimated from the nearest one.
+    are measured for each n, in batches of similar size; those of other n are estimated from the nearest ones.
     """
 
     def __init__(self, most: int) -> None:
@@ -63,7 +64,7 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
-        """How likely a draft is right if those before it are, by the last hundred steps or so."""
+        """How likely a draft is right if those before it are, by the last few hundred of them."""
         return self._right / self._tried
 
     def choose(self, num_sequences: int) -> int:
@@ -74,23 +75,21 @@ class DraftLength:
                 self.chosen = number
                 return number
         best = max(range(1, self.most + 1), key=lambda number: self._rate(number, seconds))
-        self.chosen = best if self._rate(best, seconds) > MARGIN * self._rate(0, seconds) else 0
+        before, self.chosen = self.chosen, best if self._rate(best, seconds) > MARGIN * self._rate(0, seconds) else 0
         self._since_probe += 1
-        if self.chosen:
+        if bool(before) != bool(self.chosen):
             self._interval = PROBE_STEPS
         if self._since_probe <= self._interval:
             return self.chosen
-        if self._since_probe == self._interval + (PLAIN_STEPS if self.chosen else 1):
+        if self._since_probe >= self._interval + (PLAIN_STEPS if self.chosen else 1):
             self._since_probe = 0
-            self._interval = PROBE_STEPS if self.chosen else min(2 * self._interval, MOST_PROBE_STEPS)
+            self._interval = min(2 * self._interval, MOST_PROBE_STEPS)
         return 0 if self.chosen else 1
 
     def _rate(self, number: int, seconds: Mapping[int, float]) -> float:
         """Tokens a second of one sequence with so many drafts."""
-        nearest = min((other for other in seconds if other), key=lambda other: abs(other - number))
-        estimate = seconds[0] + (seconds[nearest] - seconds[0]) * number / nearest
         tokens = sum(self.acceptance**power for power in range(number + 1))
-        return tokens / max(seconds.get(number, estimate), 1e-9)
+        return tokens / max(seconds[number] if number in seconds else _estimate(number, seconds), 1e-9)
 
     def observe(self, num_sequences: int, number: int, seconds: float) -> None:
         """A step that only decoded took so long with so many drafts of each sequence."""
@@ -103,8 +102,17 @@ class DraftLength:
 
     def verified(self, right: int, tried: int) -> None:
         """Of the drafts of a step, `tried` were compared with the model's token, up to the first wrong one."""
-        self._right = 0.98 * self._right + right
-        self._tried = 0.98 * self._tried + tried
+        kept = FORGETTING**tried
+        self._right = kept * self._right + right
+        self._tried = kept * self._tried + tried
+
+
+def _estimate(number: int, seconds: Mapping[int, float]) -> float:
+    """The seconds of a step with so many drafts, from those of other numbers. The first draft costs more than the others."""
+    nearest = sorted((other for other in seconds if other), key=lambda other: abs(other - number))[:2]
+    one, other = nearest if len(nearest) > 1 else (nearest[0], 0)
+    slope = (seconds[one] - seconds[other]) / (one - other)
+    return max(seconds[0], seconds[one] + slope * (number - one))
 
 
 class DraftModel:
