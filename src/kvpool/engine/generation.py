@@ -160,6 +160,11 @@ class Generation:
         return None if self._first_token is None else self._first_token - self._submitted
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the prompt, and those that an encoder reads."""
+        return len(self.prompt) + (0 if self.source is None else self.source.num_tokens)
+
+    @property
     def token_ids(self) -> Int32Array:
         """The prompt and what its first sample has so far."""
         first = self.samples.get(0)

@@ -37,6 +37,11 @@ def inspect_encoder_decoder(model: Any, encoder: InputEncoder) -> ModelShape:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no language-model head; load it with AutoModelForSeq2SeqLM"
             )
+        if model.main_input_name != ("input_features" if encoder.hears else "input_ids"):
+            raise UnsupportedModelError(
+                f"the encoder of {type(model).__name__} takes {model.main_input_name}; it must be text, or "
+                "Whisper's sound"
+            )
         sources = [_random_source(model, encoder, seed) for seed in range(len(_SOURCE_LENGTHS))]
         prepare(model, sources[0])
         shape = _shape_of(model)

@@ -139,6 +139,11 @@ def _placed(model: Any, positions: Tensor) -> Iterator[dict[str, Tensor]]:
     if table is None:  # distances are all that counts
         yield {}
         return
+    if "position_ids" not in inspect.signature(table.forward).parameters:
+        raise UnsupportedModelError(
+            f"the decoder of {type(model).__name__} ({model.config.model_type}) finds out positions by itself "
+            f"({type(table).__name__}): sequences cannot share a step"
+        )
 
     def place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, {**kwargs, "position_ids": positions}

@@ -331,7 +331,7 @@ def finish(reason: str | None) -> str | None:
 
 
 def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
-    prompt = sum(len(generation.prompt) for generation in generations)
+    prompt = sum(generation.num_prompt_tokens for generation in generations)
     cached = sum(generation.num_cached_tokens for generation in generations)
     written = sum(len(sample.token_ids) for generation in generations for sample in generation.samples.values())
     return {

@@ -156,7 +156,7 @@ class Latencies:
         samples = [sample for one in generations for sample in one.samples.values()]
         counts = self._tenants.setdefault(tenant, Counter())
         counts["requests"] += 1
-        counts["prompt_tokens"] += sum(len(one.prompt) for one in generations)
+        counts["prompt_tokens"] += sum(one.num_prompt_tokens for one in generations)
         counts["cached_tokens"] += sum(one.num_cached_tokens for one in generations)
         counts["generated_tokens"] += sum(len(sample.token_ids) for sample in samples)
 

@@ -362,7 +362,7 @@ class MessageAnswer:
         cached = generation.num_cached_tokens
         created = max(0, self._num_marked - cached)
         return {
-            "input_tokens": len(generation.prompt) - cached - created,
+            "input_tokens": generation.num_prompt_tokens - cached - created,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": created,
             "output_tokens": sum(len(sample.token_ids) for sample in generation.samples.values()),

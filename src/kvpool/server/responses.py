@@ -315,9 +315,9 @@ def _logprobs(kind: str) -> dict[str, Any]:
 def _usage(generation: Generation) -> dict[str, Any]:
     written = sum(len(sample.token_ids) for sample in generation.samples.values())
     return {
-        "input_tokens": len(generation.prompt),
+        "input_tokens": generation.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": generation.num_cached_tokens},
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": len(generation.prompt) + written,
+        "total_tokens": generation.num_prompt_tokens + written,
     }

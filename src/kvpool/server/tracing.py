@@ -93,7 +93,10 @@ class RequestTrace:
         """The answer is over: one span each for waiting, for the prompt and for the tokens after the first."""
         now, span = time.time_ns(), self._span
         samples = [sample for one in generations for sample in one.samples.values()]
-        prompts, cached = sum(len(one.prompt) for one in generations), sum(one.num_cached_tokens for one in generations)
+        prompts, cached = (
+            sum(one.num_prompt_tokens for one in generations),
+            sum(one.num_cached_tokens for one in generations),
+        )
         generated = sum(len(sample.token_ids) for sample in samples)
         reasons = [sample.finish_reason or "" for sample in samples]
         for names, value in (
@@ -119,7 +122,7 @@ class RequestTrace:
             return
         self._span.set_attribute("kvpool.queue_seconds", waited)
         told = now if first is None else self._began + int(first * 1e9)
-        tokens = {"kvpool.prompt_tokens": len(one.prompt), "kvpool.cached_tokens": one.num_cached_tokens}
+        tokens = {"kvpool.prompt_tokens": one.num_prompt_tokens, "kvpool.cached_tokens": one.num_cached_tokens}
         self._tracing.part(self._span, "prompt", admitted, told, tokens)
         if first is not None:
             self._span.set_attribute("kvpool.first_token_seconds", first)
