@@ -180,6 +180,21 @@ def test_given_a_gpu_then_tokens_equal_those_of_transformers(family: str, models
         engine.manager.check()
 
 
+def test_given_tokens_that_the_model_must_not_write_then_it_does_not(models: dict[str, Any]) -> None:
+    given = source("whisper", 1)
+    (plain,) = answers(models["whisper"], [given])
+    model = encoder_model("whisper")
+    model.generation_config.suppress_tokens = plain[2:4]
+    model.generation_config.begin_suppress_tokens = plain[:1]
+    (expected,) = answers(model, [given])
+    assert expected != plain
+
+    with engine_of(model) as engine:
+        assert served(engine, [given]) == [expected]
+    with engine_of(model, model_defaults=False) as engine:
+        assert served(engine, [given]) == [plain]
+
+
 # --- what is cached ---------------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.leading import Leader
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
+from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, sampling_defaults
 from kvpool.engine.pictures import (
     PicturedPrompt,
     chat_images,
@@ -123,6 +123,7 @@ class Engine:
         own = loaded.tokenizer if loaded.tokenizer is not None else getattr(self.processor, "tokenizer", None)
         self.tokenizer = chosen.tokenizer if chosen.tokenizer is not None else own
         self.sampling_defaults = sampling_defaults(self.model) if chosen.model_defaults else USUAL
+        self._not_first = not_first(self.model) if chosen.model_defaults else ()
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
         draft = None
@@ -186,6 +187,7 @@ class Engine:
             eos_token_ids(self.model),
             partial(_now, self._loop),
             partial(_cancel, self._thread, self._loop),
+            self._not_first,
         )
 
     def _refuse_ranks(self, what: str) -> None:

@@ -14,6 +14,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 MODEL_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
+_NEVER = -1e4  # the bias of a token that a model must not write
 _KINDS: dict[str, type] = {
     "logit_bias": Mapping,
     "stop": Iterable,
@@ -141,7 +142,9 @@ class SamplingParams:
         if self.num_beams > 1:
             return self
         open_fields = {name: getattr(defaults, name) for name in MODEL_FIELDS if getattr(self, name) is None}
-        taken = {name: value for name, value in open_fields.items() if value is not None}
+        taken: dict[str, Any] = {name: value for name, value in open_fields.items() if value is not None}
+        if defaults.logit_bias:
+            taken["logit_bias"] = {**defaults.logit_bias, **self.logit_bias}
         return replace(self, **taken) if taken else self
 
     @property
@@ -190,6 +193,7 @@ def sampling_defaults(model: Any) -> SamplingParams:
     samples = bool(getattr(config, "do_sample", None))
     counted = MODEL_FIELDS if samples else ("repetition_penalty",)
     named: dict[str, Any] = {name: getattr(config, name, None) for name in counted}
+    named["logit_bias"] = dict.fromkeys(getattr(config, "suppress_tokens", None) or (), _NEVER)
     if samples and named["temperature"] is None:
         named["temperature"] = 1.0
     try:
@@ -198,6 +202,12 @@ def sampling_defaults(model: Any) -> SamplingParams:
         raise ConfigError(
             f"the model's generation configuration: {error}; mend it, or use Engine(model_defaults=False)"
         ) from error
+
+
+def not_first(model: Any) -> tuple[int, ...]:
+    """The tokens that the model's own `generate` begins no answer with."""
+    config = getattr(model, "generation_config", None)
+    return tuple(getattr(config, "begin_suppress_tokens", None) or ())
 
 
 def described(params: SamplingParams) -> str:

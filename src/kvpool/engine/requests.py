@@ -154,6 +154,18 @@ class NewRequest(NamedTuple):
     request: Request
 
 
+class NotFirst(NamedTuple):
+    """A logits processor: an answer behind so many tokens does not begin with some."""
+
+    tokens: Sequence[int]
+    num_before: int
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] == self.num_before:
+            scores[:, list(self.tokens)] = -math.inf
+        return scores
+
+
 @dataclass
 class RequestMaker:
     """Makes the requests of one engine."""
@@ -166,6 +178,7 @@ class RequestMaker:
     eos_ids: frozenset[int]
     clock: Callable[[], float]
     cancel: Callable[[Generation], None]
+    not_first: Sequence[int] = ()  # tokens that no answer begins with
     _ids: Any = field(default_factory=itertools.count)
 
     def make(
@@ -196,6 +209,9 @@ class RequestMaker:
             check_hint(hint)
         looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
+        if self.not_first and params.num_beams == 1:
+            begins = NotFirst(self.not_first, len(tokens))
+            params = replace(params, logits_processors=(begins, *params.logits_processors))
         told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
         told |= {"pictures": pictures, "source": source}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
