@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, LayerSpec
+from kvpool import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec
 from kvpool.testing import key, value
 from kvpool.tiers import MemoryTier
 from kvpool.tiers.transport.block_keys import PromptKeys, cached_groups
@@ -80,6 +80,28 @@ def test_given_staging_memory_then_one_prompt_takes_at_most_a_quarter_of_it(room
     fetcher.run(Fetch(PromptKeys(3 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append)
     assert (done[0].num_blocks, done[0].is_part) == (fetched, 0 < fetched < 3)
     assert fetcher.stats().no_memory == (fetched == 0)
+    assert done[0].decision.option.num_blocks == (fetched or 3)
+    done[0].release()
+    storer.close(SECONDS)
+
+
+def test_given_staging_memory_for_a_part_then_it_goes_up_to_the_last_state_that_fits() -> None:
+    state = StateSpec((StatePart("state", (1024,), DType.FLOAT32),))
+    config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=64), state], block_size=SIZE, gpu_blocks=8)
+    groups = cached_groups(config)
+    per_block = sum(group.spec.block_bytes for group in groups)
+    assert all(group.spec.block_bytes % 4096 == 0 for group in groups)
+    tier, memory = MemoryTier(2**24), StagingMemory(4 * 2 * per_block)
+    keys = tuple([key(10 * number + column) for column in range(3)] for number in range(2))
+    for group, of_group in zip(groups, keys, strict=True):
+        tier.store(of_group, [value(column, group.spec.block_bytes) for column in range(3)])
+    chain = TierChain([tier])
+    storer, done = Storer(chain.watched, memory), []
+    now = time.monotonic()
+    Fetcher(chain, groups, SIZE, Decider(1), memory, storer).run(
+        Fetch(PromptKeys(3 * SIZE + 1, keys), 0, now, now + SECONDS), done.append
+    )
+    assert (done[0].num_blocks, done[0].is_part) == (2, True)
     done[0].release()
     storer.close(SECONDS)
 

@@ -585,6 +585,24 @@ def test_given_a_client_that_says_something_wrong_then_it_is_cut_off_alone(folde
         sound(server)
 
 
+def test_given_a_mistake_of_the_node_then_it_costs_one_client_and_is_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise RuntimeError("a mistake")
+
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        store(tier, [1])
+        raw = RawClient(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(server.service, "handle", broken)
+            raw.socket.send(b"\1\3\0\0" + bytes(8))
+            assert raw.is_cut_off()
+        assert load(tier, [1]) == ([Outcome.OK], [value(1)])
+    assert "failed" in caplog.text
+    assert "RuntimeError: a mistake" in caplog.text
+
+
 def test_given_random_packets_then_the_node_goes_on_and_holds_nothing(folder: Path) -> None:
     import random
 

@@ -208,6 +208,17 @@ def test_given_worths_then_values_of_low_priority_go_first_also_after_a_restart(
     assert [(value.priority, value.start) for value in found if value is not None] == [(90, at) for at in range(10)]
 
 
+def test_given_many_slabs_when_one_is_divided_then_the_others_stay_as_they_are(folder: Path) -> None:
+    region = Region(folder, 20 * MEGABYTE)
+    sizes = [PAGE * (slab + 1) for slab in range(region.num_slabs)]
+    assert len(sizes) == 20
+    for slab, slot_bytes in enumerate(sizes):
+        region.divide(slab, slot_bytes)
+    assert [region.slot_bytes(slab) for slab in range(20)] == sizes
+    region.divide(9, PAGE)
+    assert [region.slot_bytes(slab) for slab in range(20)] == [*sizes[:9], PAGE, *sizes[10:]]
+
+
 def test_given_a_slab_with_a_value_of_high_priority_then_values_of_another_size_do_not_take_it(folder: Path) -> None:
     region = Region(folder, 2 * MEGABYTE)
     index, holder = NodeIndex(region, "priority"), Holder(1)
