@@ -15,8 +15,8 @@ image_library = pytest.importorskip("PIL.Image")
 from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
 from models import tiny_model  # noqa: E402
 from vision_models import (  # noqa: E402
+    BOTH_WAYS,
     IMAGE,
-    REFUSED,
     SERVED,
     VIDEO,
     own_answer,
@@ -28,7 +28,7 @@ from vision_models import (  # noqa: E402
 from kvpool.engine import Engine, SamplingParams, pictures  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.engine.text_commands import Conversation  # noqa: E402
-from kvpool.errors import InvalidArgumentError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, NeverFitsError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -72,7 +72,6 @@ def several(family: str) -> list[dict[str, Any]]:
 
 
 def answers(model: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
-    model.set_attn_implementation("sdpa")
     return [own_answer(model, given, COUNT) for given in prompts]
 
 
@@ -84,12 +83,13 @@ def served(engine: Engine, prompts: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def test_given_images_then_tokens_equal_those_of_transformers(family: str, models: dict[str, Any]) -> None:
-    """With steps of 7 tokens, prompts are cut inside of pictures."""
+    """With steps of 7 tokens, prompts are cut inside of pictures, unless the tokens of a picture see one another."""
     prompts = several(family)
     expected = answers(models[family], prompts)
     assert len({*map(tuple, expected)}) == len(prompts)  # images change the answer
 
-    with engine_of(models[family], scheduler=SchedulerConfig(max_tokens_per_step=7, max_sequences=4)) as engine:
+    num_tokens = 48 if family == "paligemma" else 7  # a whole prompt goes into a step
+    with engine_of(models[family], scheduler=SchedulerConfig(num_tokens, max_sequences=4)) as engine:
         assert served(engine, prompts) == expected
         assert served(engine, prompts) == expected  # from the cache
         engine.manager.check()
@@ -104,14 +104,14 @@ def test_given_large_steps_then_several_prompts_with_images_share_one(models: di
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("family_name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("family_name", ["llava", "qwen2_vl", "gemma3"])
 def test_given_too_little_memory_then_preempted_requests_end_with_the_same_tokens(
     mode: str, family_name: str, models: dict[str, Any]
 ) -> None:
     prompts = [prompt(family_name, [number], number, BEHIND) for number in range(20, 26)]
     expected = answers(models[family_name], prompts)
     limits = SchedulerConfig(max_tokens_per_step=32, max_sequences=8, preemption=mode)
-    blocks = 30 if family_name == "llava" else 16
+    blocks = {"llava": 30, "qwen2_vl": 16, "gemma3": 12}[family_name]
     memory = {"kv_blocks": blocks, "host_bytes": 2**20, "cache": {"watermark": 0.0}}
 
     with engine_of(models[family_name], scheduler=limits, **memory) as engine:
@@ -168,6 +168,50 @@ def test_given_graphs_then_steps_without_pictures_replay_with_the_positions_of_t
         engine._loop.runner = runner
         assert served(engine, prompts) == expected
     assert recorder.num_replays >= COUNT - 1
+
+
+# --- attention in both directions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family_name", BOTH_WAYS)
+def test_given_no_token_types_then_attention_is_causal_and_shares_nothing_with_the_other_kind(
+    family_name: str, models: dict[str, Any]
+) -> None:
+    both = [prompt(family_name, BEFORE, seed, BEHIND) for seed in (5, 15, 16)]
+    causal = [{name: value for name, value in given.items() if name != "token_type_ids"} for given in both]
+    expected = answers(models[family_name], [*both, *causal])
+    assert expected[:3] != expected[3:]
+
+    steps = SchedulerConfig(26 if family_name == "paligemma" else 7, max_sequences=4)
+    with engine_of(models[family_name], scheduler=steps, kv_blocks=96) as engine:
+        assert [*served(engine, both), *served(engine, causal)] == expected
+        assert served(engine, both) == expected[:3]
+
+
+def test_given_a_prefix_that_ends_among_such_tokens_then_the_others_are_computed_at_once(
+    models: dict[str, Any],
+) -> None:
+    given = prompt("paligemma", BEFORE, 5, BEHIND)
+    (expected,) = answers(models["paligemma"], [given])
+
+    with engine_of(models["paligemma"]) as engine:
+        engine.generate([given], SamplingParams(max_new_tokens=1))
+        engine.manager.cache.evict(3)
+        result = engine.generate([given], GREEDY)[0]
+    assert 0 < result.num_cached_tokens < given["input_ids"].shape[1] - 1
+    assert result.token_ids == expected
+
+
+def test_given_a_prefix_of_both_directions_then_only_the_same_prompt_finds_it(models: dict[str, Any]) -> None:
+    given, other = prompt("paligemma", BEFORE, 5, BEHIND), prompt("paligemma", BEFORE, 5, [7, 8, 9, 11])
+    expected = answers(models["paligemma"], [given, other])
+    text = prompt("paligemma", [1, 2, 3, 4, 5])
+    text_expected = answers(models["paligemma"], [text])
+
+    with engine_of(models["paligemma"]) as engine:
+        results = [engine.generate([each], GREEDY)[0] for each in (given, other, given, text, text)]
+    assert [result.token_ids for result in results] == [*expected, expected[0], *text_expected * 2]
+    assert [result.num_cached_tokens for result in results] == [0, 0, given["input_ids"].shape[1] - 1, 0, 4]
 
 
 # --- the encoder and the prefix cache ---------------------------------------------------------------------------------
@@ -398,18 +442,27 @@ def test_given_wrong_inputs_then_the_error_names_them(models: dict[str, Any]) ->
         assert engine.generate([given], GREEDY)[0].token_ids  # it goes on
 
 
-@pytest.mark.parametrize("family_name", REFUSED)
-def test_given_attention_in_both_directions_then_texts_are_served_and_images_refused_by_name(
-    family_name: str, models: dict[str, Any]
-) -> None:
-    text = prompt(family_name, [1, 2, 3, 4])
-    with engine_of(models[family_name]) as engine:
-        assert len(engine.generate([text], GREEDY)[0].token_ids) == COUNT
-        for given in (prompt(family_name, BEFORE, 5, BEHIND), [1, IMAGE]):
-            with pytest.raises(
-                InvalidArgumentError, match=f"images for {family_name} cannot be served: its image tokens"
-            ):
-                engine.submit(given)
+def test_given_a_picture_that_fits_into_no_step_then_it_is_refused_with_the_remedy(models: dict[str, Any]) -> None:
+    given = prompt("gemma3", BEFORE, 5, BEHIND)
+    with engine_of(models["gemma3"], scheduler=SchedulerConfig(max_tokens_per_step=6, max_sequences=4)) as engine:
+        with pytest.raises(NeverFitsError, match=r"compute 4 of its tokens at once.*max_tokens_per_step=7"):
+            engine.generate([given], GREEDY)
+        assert engine.generate([prompt("gemma3", [1, 2, 3, 4])], GREEDY)[0].token_ids
+
+
+def test_given_wrong_token_types_then_a_prompt_is_refused(models: dict[str, Any]) -> None:
+    given = prompt("gemma3", BEFORE, 5, BEHIND)
+    types = given["token_type_ids"]
+    with engine_of(models["gemma3"]) as engine:
+        with pytest.raises(InvalidArgumentError, match="10 token_type_ids do not fit 11 input_ids"):
+            engine.submit({**given, "token_type_ids": types[:, 1:]})
+        with pytest.raises(InvalidArgumentError, match="divide an image"):
+            engine.submit({**given, "token_type_ids": types.roll(1)})
+    given = prompt("paligemma", BEFORE, 5, BEHIND)
+    types = given["token_type_ids"].clone()
+    types[0, 1] = 1
+    with engine_of(models["paligemma"]) as engine, pytest.raises(InvalidArgumentError, match="one prefix"):
+        engine.submit({**given, "token_type_ids": types})
 
 
 def test_given_a_model_of_text_then_images_are_refused_and_every_token_is_text(models: dict[str, Any]) -> None:

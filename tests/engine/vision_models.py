@@ -97,20 +97,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "scale_factor": 2,
     },
     "gemma3": {
-        "text_config": {**_TEXT, "head_dim": 16, "sliding_window": 64},
+        "text_config": {
+            **_TEXT,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
         "vision_config": _VISION,
         "image_token_id": IMAGE,
         "mm_tokens_per_image": 4,
+        "tie_word_embeddings": False,
     },
     "paligemma": {
         "text_config": {"model_type": "gemma", "head_dim": 16, **_TEXT},
         "vision_config": {**_VISION, "projection_dim": 64},
         "projection_dim": 64,
         "image_token_id": IMAGE,
+        "tie_word_embeddings": False,
     },
 }
-SERVED = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "mistral3", "idefics3", "smolvlm")
-REFUSED = ("gemma3", "paligemma")
+BOTH_WAYS = ("gemma3", "paligemma")  # whose image tokens see one another
+SERVED = tuple(CONFIGS)
 
 
 def vision_model(family: str, seed: int = 1) -> Any:
@@ -118,11 +125,15 @@ def vision_model(family: str, seed: int = 1) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **CONFIGS[family]))
+    config = AutoConfig.for_model(family, **CONFIGS[family])
+    # sdpa drops PaliGemma's mask, because it hides nothing, and then attends causally
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
+        if family == "gemma3":  # which transformers leaves at zero
+            model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.5)
     return model.eval()
 
 
@@ -145,7 +156,7 @@ def placeholders(family: str, wide: bool = False) -> list[int]:
         return [192, *[IMAGE] * (6 if wide else 4), 193]
     if family == "mistral3":  # rows of tokens with a break behind each
         return [token for _ in range(2) for token in (*[IMAGE] * (3 if wide else 2), 194)]
-    return [IMAGE] * {"llava": 16, "internvl": 4}.get(family, 4)
+    return [IMAGE] * {"llava": 16, "paligemma": 16}.get(family, 4)
 
 
 def prompt(family: str, *parts: list[int] | int, wide: frozenset[int] = frozenset()) -> dict[str, torch.Tensor]:
@@ -165,6 +176,8 @@ def prompt(family: str, *parts: list[int] | int, wide: frozenset[int] = frozense
         given |= {name: _joined([each[name] for each in pixels], axis) for name in pixels[0]}
     if family.startswith("qwen"):
         given["mm_token_type_ids"] = (ids == IMAGE).int()
+    if family in BOTH_WAYS:  # PaliGemma's say what is prompt and what is the answer to learn
+        given["token_type_ids"] = (ids == IMAGE).int() * (family == "gemma3")
     return given
 
 

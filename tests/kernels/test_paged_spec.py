@@ -17,6 +17,8 @@ from kvpool.kernels.attention_spec import AttentionSpec
 PICTURES: list[tuple[dict[str, Any], str]] = [
     ({}, "x..... xx.... xxx... xxxx.. xxxxx. xxxxxx"),
     ({"causal": False}, "xxxxxx xxxxxx xxxxxx xxxxxx xxxxxx xxxxxx"),
+    ({"causal": False, "window": 2}, "xxxxxx xxxxxx .xxxxx ..xxxx ...xxx ....xx"),
+    ({"causal": False, "window": 2, "sink_tokens": 1}, "xxxxxx xxxxxx xxxxxx x.xxxx x..xxx x...xx"),
     ({"window": 1}, "x..... .x.... ..x... ...x.. ....x. .....x"),
     ({"window": 3}, "x..... xx.... xxx... .xxx.. ..xxx. ...xxx"),
     ({"window": 2, "sink_tokens": 1}, "x..... xx.... xxx... x.xx.. x..xx. x...xx"),
@@ -45,7 +47,7 @@ def test_given_a_rule_then_six_queries_see_these_keys(options: dict[str, Any], p
         ({"window": 4, "chunk": 4}, "chunk=4"),
         ({"window": 0}, "window=0"),
         ({"sink_tokens": 2}, "sink_tokens=2"),
-        ({"causal": False, "window": 4}, "causal=False"),
+        ({"causal": False, "chunk": 4}, "causal=False with chunk=4"),
         ({"soft_cap": 0.0}, "soft_cap=0.0"),
         ({"soft_cap": -1.0}, "soft_cap=-1.0"),
         ({"dtype": DType.INT8}, "dtype=int8"),

@@ -34,9 +34,9 @@ class PagedBatch:
     """A variable-length batch over paged memory: sequence i has `query_lens[i]` queries over `kv_lens[i]` tokens.
 
     One tensor holds the queries of all sequences, one after another: rows of one token (decode), chunks of a prompt (prefill)
-    and drafts, in any mix and order. With causal attention the queries are the *last* tokens of their sequence. `kv_lens`
-    counts them, so their K and V must be written before attention runs. `kv_lens` says how many tokens may be read, because
-    block lists also cover reserved tokens that are not written yet.
+    and drafts, in any mix and order. With causal attention or a window the queries are the *last* tokens of their sequence.
+    `kv_lens` counts them, so their K and V must be written before attention runs. `kv_lens` says how many tokens may be
+    read, because block lists also cover reserved tokens that are not written yet.
 
     The block lists come from the manager: `manager.batch(handles).csr(group)`. If blocks have left a window, a list holds the
     first `sink_blocks` blocks, then those from position `first_position` on. `gaps` is the number of positions between them.
@@ -137,7 +137,7 @@ class PagedBatch:
 
     def check_for(self, spec: AttentionSpec) -> None:
         """Raises InvalidArgumentError if the queries of a sequence need tokens that are missing or not held any more."""
-        if not spec.causal:
+        if spec.sees_all:
             return
         alive = (self.query_lens > 0) & (self.kv_lens > 0)
         first_query = self.kv_lens - self.query_lens
@@ -161,10 +161,10 @@ class PagedBatch:
     def key_ranges(self, spec: AttentionSpec, rows: Any, first: Int64Array, last: Int64Array) -> KeyRanges:
         """The listed tokens that queries at positions `first` to `last` (inclusive) of sequences `rows` read."""
         listed, gaps = self.num_listed[rows], self.gaps[rows]
-        if not spec.causal:
+        if spec.sees_all:
             zero = np.zeros_like(listed)
             return KeyRanges(zero, zero, listed)
-        end = np.clip(last + 1 - gaps, 0, listed)
+        end = np.clip(last + 1 - gaps, 0, listed) if spec.causal else listed
         start = np.clip(spec.first_visible(first) - gaps, 0, end)
         return KeyRanges(np.minimum(spec.sink_tokens, start), start, end)
 

@@ -129,6 +129,7 @@ class FlashInferBackend(AttentionBackend):
             "sink logits": spec.sink_logits,
             "slopes (ALiBi)": spec.slopes is not None,
             "biases by distance": spec.biases > 0,
+            "a window that is not causal": not spec.causal and spec.window is not None,
         }
         return next((feature for feature, wanted in unknown.items() if wanted), None)
 

@@ -264,10 +264,10 @@ def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile, dtype: torch.dtype)
     """
     if tile.mask is not None:
         return tile.mask
-    if tile.triangular or (bucket.num_keys is None and (bucket.num_queries == 1 or not spec.causal)):
+    if tile.triangular or (bucket.num_keys is None and (bucket.num_queries == 1 or spec.sees_all)):
         return None
     keys = bucket.key_positions[:, None, tile.start : tile.end]
-    if bucket.num_queries == 1 or not spec.causal:
+    if bucket.num_queries == 1 or spec.sees_all:
         mask = torch.ones_like(keys, dtype=torch.bool)  # the keys were chosen for this single query
     else:
         mask = spec.visible(bucket.query_positions[:, tile.first : tile.last, None], keys)

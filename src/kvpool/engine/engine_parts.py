@@ -91,7 +91,9 @@ def assemble(
             kv_bytes = kv_bytes if agree is None else agree(kv_bytes)
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
         if drafting is not None:  # a window would take what the draft computes again out of its sight
-            layers += [replace(layer, window=None) for layer in drafting.shape.layer_specs(settings.kv_dtype)]
+            layers += [
+                replace(layer, window=None, chunk=None) for layer in drafting.shape.layer_specs(settings.kv_dtype)
+            ]
         fields = settings.cache_fields(shape.max_positions)
         if inputs is not None and inputs.max_tokens is not None:
             fields.setdefault("plan_cross_tokens", inputs.max_tokens)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpool.checks import show
 from kvpool.engine.generation import Generation
+from kvpool.engine.spans import Span
 from kvpool.errors import InvalidArgumentError
 from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import ImageEncoder, Pictures, Shown
@@ -70,6 +71,14 @@ class EncoderCache:
         return EncoderStats(len(self._features), self._num_bytes, self._max_bytes, self._num_encoded, self._num_hits)
 
 
+class StepInputs(NamedTuple):
+    """What pictures change in a step."""
+
+    positions: Int64Array  # of its tokens; [axis, token] where the model has several
+    shown: Shown | None  # the pictures that it computes
+    spans: Sequence[Span]  # tokens that see one another in both directions
+
+
 class StepPictures:
     """What pictures change in steps: positions of tokens, and embeddings of placeholders. Used by the engine's thread."""
 
@@ -78,13 +87,14 @@ class StepPictures:
         self._num_axes = encoder.num_axes
         self._device = device
 
-    def of(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> tuple[Int64Array, Shown | None]:
-        """The positions of a step's tokens ([axis, token] where the model has several), and the pictures it computes."""
+    def of(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> StepInputs:
+        """What pictures change in this step."""
         positions = plan.positions
         if self._num_axes > 1:
             positions = np.broadcast_to(positions, (self._num_axes, len(positions))).copy()
         rows: list[Int64Array] = []
         features: list[Tensor] = []
+        spans: list[Span] = []
         for row, sequence in enumerate(plan.sequences):
             generation = generations.get(sequence.request.id)
             pictures = None if generation is None else generation.pictures
@@ -99,9 +109,14 @@ class StepPictures:
                 if first < last:
                     rows.append(picture.places[first:last] + (begin - int(numbers[0])))
                     features.append(self.cache.features(picture)[:, first:last])
-        if not rows:
-            return positions, None
-        return positions, Shown(upload(np.concatenate(rows), self._device), torch.cat(features, dim=1))
+            for first, last in pictures.together:
+                start, stop = max(first, int(numbers[0])), min(last, int(numbers[-1]) + 1)
+                if stop - start > 1:
+                    spans.append(Span(row, start, stop))
+        shown = None
+        if rows:
+            shown = Shown(upload(np.concatenate(rows), self._device), torch.cat(features, dim=1))
+        return StepInputs(positions, shown, spans)
 
 
 @dataclass(frozen=True, eq=False)

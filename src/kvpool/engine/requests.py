@@ -238,6 +238,7 @@ class RequestMaker:
             hint=ToolCalls(self.tokenizer) if looks else hint,
             multimodal=() if pictures is None else pictures.items,
             cross_tokens=0 if source is None else source.num_tokens,
+            together=() if pictures is None else pictures.together,
         )
         return NewRequest(generation, request)
 

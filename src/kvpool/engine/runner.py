@@ -31,6 +31,7 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
+from kvpool.engine.spans import Span, SpannedPlan
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.kernels.lora import group_tokens, tile_size
 from kvpool.kernels.quantization import TORCH_DTYPES
@@ -268,6 +269,7 @@ class ModelRunner:
         token_ids: Tensor,
         positions: Int64Array | None = None,
         shown: Shown | None = None,
+        spans: Sequence[Span] = (),
         *,
         launch: bool = False,
         keep: Int64Array | None = None,
@@ -275,14 +277,19 @@ class ModelRunner:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
         The copies of the plan must have been started. `positions` are by default those of the plan. A step with pictures
-        runs without a graph, and so does one that is to `launch` each operation, or to `keep` the logits of other tokens.
+        or `spans` runs without a graph, and so does one that is to `launch` each operation, or to `keep` the logits of
+        other tokens.
         """
         where = plan.positions if positions is None else positions
         if self.mirror is not None:
             self.mirror(plan, token_ids, launch, keep)
         adapter_slots = self.adapters.slots_of(plan)
         for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None and shown is None and keep is None and not launch and graphs.fits(plan):
+            if (
+                graphs is not None
+                and not (launch or shown is not None or spans or keep is not None)
+                and graphs.fits(plan)
+            ):
                 try:
                     return graphs.run(plan, token_ids, where, adapter_slots)
                 except CaptureError as error:
@@ -300,7 +307,7 @@ class ModelRunner:
             adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(adapter_slots, tile)))
         inputs = token_ids, self.upload(where), self.upload(plan.logits_indices if keep is None else keep)
         with adapting(adapted):
-            return self._run(*inputs, slots, batches, states, shown)
+            return self._run(*inputs, slots, batches, states, shown, spans)
 
     def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, batches: Sequence[PagedBatch]) -> Tensor:
         """Logits of one token for each row, all on the device; `slots` are prepared, `batches` say which keys a row sees.
@@ -324,9 +331,13 @@ class ModelRunner:
         batches: Sequence[PagedBatch],
         states: StateStep | None,
         shown: Shown | None = None,
+        spans: Sequence[Span] = (),
     ) -> Tensor:
         """A step without a graph, launched operation by operation."""
-        plans = [self.backend.plan(kind.spec, batch) for kind, batch in zip(self.kinds, batches, strict=True)]
+        plans: list[AttentionPlan | SpannedPlan] = [
+            SpannedPlan.of(self.backend, kind.spec, batch, spans) if spans else self.backend.plan(kind.spec, batch)
+            for kind, batch in zip(self.kinds, batches, strict=True)
+        ]
 
         def attend(call: AttentionCall) -> Tensor:
             if not call.across:  # those of an encoder were written before
@@ -387,13 +398,15 @@ class ModelRunner:
         """The layer of the cache that a layer of the model attends over."""
         return self.layer_of_number[call.layer]
 
-    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
+    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
         """Attention of one layer over the blocks in its plan."""
         if self._kernels is not None:
             self._kernels.result()
             self._kernels = None
         layer = self.layer_of(call)
         plan = plans[self.kind_of_layer[layer]]
+        if isinstance(plan, SpannedPlan):
+            return plan.run(call.q, self.plane.layer_cache(layer), call.sinks)
         return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks, biases=call.biases)
 
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:

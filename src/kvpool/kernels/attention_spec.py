@@ -17,7 +17,8 @@ class AttentionSpec:
     """One attention layer, as a backend sees it. Layers with equal specs and one block table share a plan.
 
     A query sees a key if neither is hidden by any of the rules: `causal` (not after itself), `window` (the last so many
-    tokens, itself included; the first `sink_tokens` stay visible) and `chunk` (its own chunk only). `soft_cap` bounds
+    tokens, itself included; the first `sink_tokens` stay visible) and `chunk` (its own chunk only). If not `causal`, it
+    also sees all keys after itself. `soft_cap` bounds
     scores to ±soft_cap by tanh. With `sink_logits`, each query head has a learned logit that takes part in the softmax and
     contributes no value (gpt-oss); the tensor itself comes with every call. With `slopes`, one for each query head, a key
     that is n tokens before the query gets n times the slope less (ALiBi). With `biases`, each query head has a learned bias
@@ -76,8 +77,8 @@ class AttentionSpec:
             raise ConfigError(f"window={self.window} and chunk={self.chunk}: a layer slides or is chunked, not both")
         if self.sink_tokens and self.window is None:
             raise ConfigError(f"sink_tokens={self.sink_tokens} needs a window: without one every token stays visible")
-        if not self.causal and (self.window is not None or self.chunk is not None):
-            raise ConfigError("causal=False with a window or chunk: these look back from a query's own position")
+        if not self.causal and self.chunk is not None:
+            raise ConfigError(f"causal=False with chunk={self.chunk}: a chunk ends with the query's own position")
         if self.soft_cap is not None and check_number(self.soft_cap, "soft_cap", "a positive number or None") <= 0:
             raise ConfigError(f"soft_cap={self.soft_cap} must be positive, or None for no bound")
         if self.slopes is not None:
@@ -129,6 +130,11 @@ class AttentionSpec:
         """The slots of the blocks that hold sink tokens: only after them may a list of blocks skip some."""
         return ceil_div(self.sink_tokens, block_size) * block_size
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.window is None
+
     def first_visible(self, query: Positions) -> Positions:
         """The first position that a query at this position sees, the sink tokens left aside."""
         if self.window is not None:
@@ -139,9 +145,5 @@ class AttentionSpec:
 
     def visible(self, query: Positions, key: Positions) -> Positions:
         """Whether each query sees each key, by position; the two are broadcast against each other."""
-        if not self.causal:
-            return (key >= 0) | (query < 0)
-        seen = key >= self.first_visible(query)
-        if self.sink_tokens:
-            seen = seen | (key < self.sink_tokens)
-        return seen & (key <= query)
+        seen = (key >= self.first_visible(query)) | (key < self.sink_tokens)
+        return seen & (key <= query) if self.causal else seen

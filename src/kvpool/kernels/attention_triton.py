@@ -174,7 +174,7 @@ def attend_kernel(
     v_scale += kv_head * v_scale_head
     v_zero += kv_head * v_scale_head
     all_see = key_start  # every query of the tile sees the keys before this one
-    if not CAUSAL or TILE_TOKENS == 1:  # the keys of a single query are chosen for it
+    if TILE_TOKENS == 1 or (not CAUSAL and WINDOW == 0):  # the keys of a single query are chosen for it
         all_see = key_end
     elif WINDOW == 0 and CHUNK == 0:
         all_see = tl.minimum(position + 1, key_end)
@@ -249,10 +249,12 @@ def attend_kernel(
 
         if start + KEYS > all_see:
             seen = live[None, :]
-            if CAUSAL and TILE_TOKENS > 1:
+            if (CAUSAL or WINDOW > 0) and TILE_TOKENS > 1:
                 listed = start + key
                 key_position = listed + tl.where(listed >= SINK_SLOTS, gap, 0)
-                seen = seen & _visible(query_position[:, None], key_position[None, :], WINDOW, SINK_TOKENS, CHUNK)
+                seen = seen & _visible(
+                    query_position[:, None], key_position[None, :], CAUSAL, WINDOW, SINK_TOKENS, CHUNK
+                )
             scores = tl.where(seen, scores, float("-inf"))
 
         # The scale of scores is positive, so that their maximum may be taken before it: one instruction does the rest.
@@ -332,9 +334,9 @@ def _load(places, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _visible(query, key, WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr, CHUNK: tl.constexpr):
-    """Whether queries see keys, by position: `AttentionSpec.visible` for causal attention."""
-    seen = key <= query
+def _visible(query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether queries see keys, by position: `AttentionSpec.visible`."""
+    seen = (key <= query) | (not CAUSAL)
     if WINDOW > 0:
         seen = seen & ((key > query - WINDOW) | (key < SINK_TOKENS))
     if CHUNK > 0:

@@ -24,11 +24,8 @@ _GRIDS = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 )  # patches of any number, and a grid for each image
 _SIZES = frozenset({"mistral3"})  # padded images, and the size of each
-_TILES = frozenset({"llava", "internvl", "idefics3", "smolvlm"})  # images of one size
-_BOTH_WAYS = (
-    "its image tokens also attend to tokens behind them, and steps compute tokens before those behind them are there"
-)
-_REFUSED = {"gemma3": _BOTH_WAYS, "paligemma": _BOTH_WAYS}
+_TILES = frozenset({"llava", "internvl", "idefics3", "smolvlm", "gemma3", "paligemma"})  # images of one size
+_BOTH_WAYS = frozenset({"gemma3", "paligemma"})  # the `token_type_ids` say which tokens see one another
 _PLACEHOLDERS = {"image": "image_token_id", "video": "video_token_id", "audio": "audio_token_id"}
 # What a processor gives beside the pictures: masks and types follow from the tokens.
 _IGNORED = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -54,10 +51,18 @@ class Pictures(NamedTuple):
     pictures: tuple[Picture, ...]
     positions: Int64Array | None = None  # [axis, token]
     shift: int = 0  # what positions behind the prompt add to the number of the token
+    spans: tuple[MultimodalItem, ...] = ()  # tokens that see one another in both directions, by their content
 
     @property
     def items(self) -> tuple[MultimodalItem, ...]:
-        return tuple(picture.item for picture in self.pictures)
+        """What the prefix cache must know beside the tokens. The keys of a span depend on all of it."""
+        inside = {picture.key for picture in self.pictures for span in self.spans if _holds(span, picture.item)}
+        return *self.spans, *(picture.item for picture in self.pictures if picture.key not in inside)
+
+    @property
+    def together(self) -> tuple[tuple[int, int], ...]:
+        """The first token of each span, and the one behind its last."""
+        return tuple((span.position, span.position + span.length) for span in self.spans)
 
     def positions_at(self, tokens: Int64Array) -> Int64Array:
         """The positions [axis, token] of the tokens with these numbers."""
@@ -94,8 +99,6 @@ class ImageEncoder:
         """Why the model takes no images; None if it does."""
         if "image" not in self._placeholders or not hasattr(self._model, "get_image_features"):
             return f"{self.family} reads text only"
-        if self.family in _REFUSED:
-            return f"images for {self.family} cannot be served: {_REFUSED[self.family]}"
         if self.family not in _GRIDS | _SIZES | _TILES:
             served = ", ".join(sorted(_GRIDS | _SIZES | _TILES))
             return f"images for {self.family} cannot be served; the families that can are {served}"
@@ -124,7 +127,8 @@ class ImageEncoder:
         inputs = {name: torch.as_tensor(value) for name, value in given.items() if name not in _IGNORED}
         if not inputs:
             self.check_text(tokens)
-            return None
+            spans = self._spans(tokens, given, ())
+            return Pictures((), spans=spans) if spans else None
         if self.refusal is not None:
             raise InvalidArgumentError(self.refusal)
         known = {"pixel_values", self._beside}
@@ -146,7 +150,36 @@ class ImageEncoder:
             Picture(content_hash(part), places[end - count : end], part)
             for (count, part), end in zip(parts, ends.tolist(), strict=True)
         )
-        return Pictures(pictures, *self._positions(tokens, inputs))
+        return Pictures(pictures, *self._positions(tokens, inputs), self._spans(tokens, given, pictures))
+
+    def _spans(
+        self, tokens: Int32Array, given: Mapping[str, Any], pictures: Sequence[Picture]
+    ) -> tuple[MultimodalItem, ...]:
+        """The tokens that see one another: those of an image in Gemma 3, the whole prompt in PaliGemma."""
+        kinds = given.get("token_type_ids")
+        if self.family not in _BOTH_WAYS or kinds is None:
+            return ()
+        kinds = np.asarray(kinds).reshape(-1)
+        if kinds.shape != tokens.shape:
+            raise InvalidArgumentError(f"{len(kinds)} token_type_ids do not fit {len(tokens)} input_ids")
+        inside = kinds == (1 if self.family == "gemma3" else 0)
+        edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+        if self.family == "paligemma" and len(edges) > 1:
+            raise InvalidArgumentError(
+                "the token_type_ids of paligemma have zeros in several places; they are one prefix"
+            )
+        spans = []
+        for first, stop in edges.tolist():
+            span = MultimodalItem(first, stop - first, "")
+            shown = [picture for picture in pictures if _holds(span, picture.item)]
+            content = hashlib.blake2b(np.ascontiguousarray(tokens[first:stop]).tobytes(), digest_size=16)
+            for picture in shown:
+                content.update(f"{picture.places[0] - first} {picture.key} ".encode())
+            spans.append(span._replace(key=content.hexdigest()))
+        for item in (picture.item for picture in pictures):
+            if any(_overlap(span, item) and not _holds(span, item) for span in spans):
+                raise InvalidArgumentError("the token_type_ids divide an image; use what the processor gave")
+        return tuple(spans)
 
     @property
     def _beside(self) -> str:
@@ -261,6 +294,14 @@ class ImageEncoder:
         return torch.stack([first, *deeper]).to(self._model.dtype)
 
 
+def _holds(span: MultimodalItem, item: MultimodalItem) -> bool:
+    return span.position <= item.position and item.position + item.length <= span.position + span.length
+
+
+def _overlap(span: MultimodalItem, item: MultimodalItem) -> bool:
+    return span.position < item.position + item.length and item.position < span.position + span.length
+
+
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(name for name in names if name))
 
@@ -277,7 +318,8 @@ def content_hash(inputs: Mapping[str, Tensor]) -> str:
 
 def embedded(model: Any, input_ids: Tensor, shown: Shown) -> Tensor:
     """The embeddings [token, hidden size] of a step, with the features of pictures in the places of their placeholders."""
-    embeddings: Tensor = model.get_input_embeddings()(input_ids)
+    known = input_ids.index_fill(0, shown.rows, 0)  # a placeholder may be outside of the vocabulary
+    embeddings: Tensor = model.get_input_embeddings()(known)
     return embeddings.index_copy(0, shown.rows, shown.features[0].to(embeddings.dtype))
 
 

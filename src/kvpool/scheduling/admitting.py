@@ -163,7 +163,9 @@ class Admissions:
             num_tokens -= 1  # all is cached, or other beams must be there too: it decodes its last token
             prompt = Prompt(sequence.tokens[:-1], request.scope, request.items, request.cross_tokens, copy=False)
         start = min(match.num_tokens, num_tokens - 1)
-        stop = builder.chunk_stop(start, num_tokens)
+        stop = builder.chunk_stop(request, start, num_tokens)
+        if stop == start:
+            return Stop.OUT_OF_TOKENS
         if not alone:
             future = self.capacity.future(sequence, stop)
             while not self._has_room(sequence, admission := self._ask(sequence, stop), future):
@@ -215,6 +217,7 @@ class Admissions:
             start = stop = start - 1
         # Memory may have been short, so that less was reused than had been found
         end = self.manager.step_end(handle, start, min(stop, start + builder.budget))
+        end = sequence.request.step_stop(start, end, end)
         if end < stop:
             self.manager.rewind(handle, stop - end)
             stop = end
@@ -226,9 +229,8 @@ class Admissions:
             return
         running.lanes.places[sequence.lane] = stop
         running.begin(sequence, decodes=decodes)
-        if decodes:
-            return
-        builder.plan_chunk(sequence, PromptChunk(start, stop, self.manager.slot_mapping([handle], start, stop)))
+        if stop > start:
+            builder.plan_chunk(sequence, PromptChunk(start, stop, self.manager.slot_mapping([handle], start, stop)))
 
     # --- swapped -----------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,7 @@ class Capacity:
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
         self.manager = manager
+        self.config = config
         self.supply = Supply(manager)
         self.num_pools = len(manager.config.pools)
         self.guaranteed = config.capacity is CapacityMode.GUARANTEED
@@ -146,6 +147,13 @@ class Capacity:
             return (
                 f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens are over "
                 f"max_seq_len={config.max_seq_len}"
+            )
+        limits, longest = self.config, max((stop - start for start, stop in request.together), default=0)
+        if longest > limits.max_tokens_per_step - limits.max_sequences + 1:
+            return (
+                f"a step must compute {longest} of its tokens at once, because they see one another, beside a token of each "
+                f"other sequence; use SchedulerConfig(max_tokens_per_step={longest + limits.max_sequences - 1}) or fewer "
+                "max_sequences"
             )
         if request.cross_tokens and len(self._growing) == len(config.groups):
             return f"cross_tokens={request.cross_tokens}, but no layer of this model is cross_attention"

@@ -16,7 +16,7 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.queues import Queues
-from kvpool.scheduling.request import NO_TOKENS, FinishReason, RequestGroup, ScheduledSequence, joined
+from kvpool.scheduling.request import NO_TOKENS, FinishReason, Request, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.running import Lanes, Running, make_rows
 from kvpool.sequences.batch import SequenceBatch
 
@@ -111,15 +111,20 @@ class PlanBuilder:
         if self.seconds is not None:
             self.seconds -= sign * self.queues.costs.prefill_seconds(chunk.stop - chunk.start, chunk.start)
 
-    def chunk_stop(self, start: int, target: int) -> int:
-        """Where the next chunk of a prompt ends: at the end of a block, unless it is the last chunk or within one block."""
+    def chunk_stop(self, request: Request, start: int, target: int) -> int:
+        """Where the next chunk of a prompt ends: at the end of a block, unless it is the last chunk or within one block.
+
+        A span that is computed as a whole goes before the limits of a chunk. If it does not fit into the step, the chunk
+        ends before it, and may be empty.
+        """
         size = self.queues.manager.config.block_size
         limit = min(self.budget, self.queues.config.chunk_tokens)
         if self.seconds is not None:
             limit = min(limit, max(size, self._num_tokens_in_time(start, limit)))
         stop = min(target, start + limit)
         aligned = stop // size * size
-        return aligned if start < aligned and stop < target else stop
+        stop = aligned if start < aligned and stop < target else stop
+        return request.step_stop(start, stop, start + self.budget)
 
     def _num_tokens_in_time(self, start: int, limit: int) -> int:
         """How many tokens of a prompt behind `start` can be computed in the seconds that are left, up to `limit`."""

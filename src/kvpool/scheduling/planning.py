@@ -184,9 +184,11 @@ class Planner:
             if handle.num_reserved > start:  # it was held back with a place for its only token
                 slots = self.manager.slot_mapping([handle], start, handle.num_reserved)
             else:
-                stop = builder.chunk_stop(start, sequence.prefill_target)
+                stop = builder.chunk_stop(sequence.request, start, sequence.prefill_target)
                 stop = self.manager.step_end(handle, start, stop)
-                slots = self._extend_chunk(sequence, stop - start, builder)
+                if stop == start:  # what it must compute at once does not fit into this step
+                    continue
+                slots = self._extend_chunk(sequence, start, stop, builder)
             if slots is None:
                 self.queues.stats.stalls += 1
                 continue
@@ -194,19 +196,21 @@ class Planner:
             self.running.lanes.places[sequence.lane] = stop
             builder.plan_chunk(sequence, PromptChunk(start, stop, slots))
 
-    def _extend_chunk(self, sequence: ScheduledSequence, num_tokens: int, builder: PlanBuilder) -> Int32Array | None:
+    def _extend_chunk(
+        self, sequence: ScheduledSequence, start: int, stop: int, builder: PlanBuilder
+    ) -> Int32Array | None:
         """Reserves a chunk. Preempts lower ranks, then makes the chunk smaller; None if not even one token fits."""
-        while True:
+        while stop > start:
             try:
-                return self.manager.extend(sequence.live_handle(), num_tokens)
+                return self.manager.extend(sequence.live_handle(), stop - start)
             except OutOfBlocksError:
                 victim = self.queues.victim(sequence)
                 if victim is not None:
                     builder.preempt(victim)
-                elif num_tokens > 1:
-                    num_tokens //= 2
                 else:
-                    return None
+                    stop = start + (stop - start) // 2
+                    stop = sequence.request.step_stop(start, stop, stop)
+        return None
 
 
 def _total(counts: Int64Array | None, num_rows: int) -> int:

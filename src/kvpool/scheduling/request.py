@@ -43,7 +43,8 @@ class Request:
 
     `n` samples share the prompt's blocks. With `steered`, `complete` must say which sequences go on (beam search): they
     advance together, one step at a time. `hint` tells the eviction policy when a continuation is expected; a function is
-    asked when a sequence has stopped, with the tokens of its answer. `retention`, `ttl`, `session`, `cross_tokens` and
+    asked when a sequence has stopped, with the tokens of its answer. One step computes all tokens of a span in `together`
+    that are not cached, because they see one another. `retention`, `ttl`, `session`, `cross_tokens` and
     `multimodal` are handed to `KVCacheManager.allocate`.
 
     >>> Request("r1", [1, 2, 3], max_new_tokens=16, priority=5).num_places
@@ -67,6 +68,7 @@ class Request:
     session: str | None = None
     hint: ReuseHint | Callable[[Int32Array], ReuseHint | None] | None = None  # what its end says about a continuation
     multimodal: Any = ()  # (position, length, key) of images in the prompt; a tuple of MultimodalItem after construction
+    together: Any = ()  # (start, stop) of spans of the prompt; a tuple in order after construction
     stop_ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Request:
             raise InvalidArgumentError(f"request {self.id!r}: the prompt needs at least one token")
         object.__setattr__(self, "prompt", prompt)
         object.__setattr__(self, "multimodal", as_items(self.multimodal, prompt))
+        object.__setattr__(self, "together", _as_spans(self.together, len(prompt)))
         as_count(self.max_new_tokens, "max_new_tokens", minimum=1)
         as_count(self.n, "n", minimum=1)
         as_count(self.priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
@@ -126,6 +129,17 @@ class Request:
         """The images in the prompt, as the manager takes them; None if there are none."""
         return self.multimodal or None
 
+    def step_stop(self, start: int, stop: int, most: int) -> int:
+        """Where a step ends that begins at `start` and may go on to `most`: at `stop`, unless that is inside a span.
+
+        Then it ends with the span, or before it if that is over `most`. A step that begins in such a span is empty.
+        """
+        spans: tuple[tuple[int, int], ...] = self.together
+        for first, end in spans:
+            if first < stop < end:
+                return end if end <= most else max(first, start)
+        return stop
+
     def ends_with_item(self, num_tokens: int) -> bool:
         """Whether the last of `num_tokens` tokens is a placeholder of an image."""
         return bool(self.multimodal) and self.multimodal[-1].position + self.multimodal[-1].length == num_tokens
@@ -134,6 +148,22 @@ class Request:
     def num_places(self) -> int:
         """Tokens whose keys and values are stored when it is complete. Those of the last sample never are."""
         return len(self.prompt) + self.max_new_tokens - 1
+
+
+def _as_spans(together: Any, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Spans of a prompt, checked and in order."""
+    try:
+        spans = sorted((as_count(start, "start"), as_count(stop, "stop")) for start, stop in together)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"together takes (start, stop) for every span, got {show(together)}") from None
+    end = 0
+    for start, stop in spans:
+        if not end <= start < stop <= num_tokens:
+            raise InvalidArgumentError(
+                f"together={show(together)}: spans must not be empty, overlap or end behind {num_tokens} tokens"
+            )
+        end = stop
+    return tuple(spans)
 
 
 class SequenceState(str, Enum):
