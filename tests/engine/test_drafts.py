@@ -114,15 +114,16 @@ def test_given_steps_without_drafts_between_then_the_draft_catches_up(
             assert all_right(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_given_more_missing_tokens_than_a_step_has_room_for_then_the_draft_computes_all_of_them(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    overlap: bool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft is the model, so its keys must be those of the model, in layers of its own."""
     numbers = iter([0] * 50 + [3] * 100)
     monkeypatch.setattr(DraftLength, "choose", lambda self, num_sequences: next(numbers))
     differences: list[float] = []
     limits = SchedulerConfig(max_tokens_per_step=12, max_sequences=4)
-    with Engine(model, kv_blocks=128, draft=model, scheduler=limits) as engine:
+    with Engine(model, kv_blocks=128, draft=model, scheduler=limits, overlap=overlap) as engine:
         drafts = engine._loop.drafts
         assert drafts is not None
         run = drafts.run
