@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,6 +239,36 @@ def test_given_token_ids_then_they_are_the_encoders_and_the_decoder_begins_as_th
         assert [5, *result.token_ids] == expected
         without_start = {**given, "decoder_input_ids": [[6, 7]]}
         assert engine.generate([without_start], GREEDY)[0].prompt_token_ids.tolist() == [1, 6, 7]
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_given_a_directory_then_the_model_is_loaded_with_its_encoder(
+    family: str, models: dict[str, Any], tmp_path: Path
+) -> None:
+    models[family].save_pretrained(tmp_path)
+    given = source(family, 2)
+
+    with engine_of(tmp_path) as engine:
+        assert served(engine, [given]) == answers(models[family], [given])
+
+
+def test_given_a_clip_then_the_processor_reads_it_and_the_prompt_is_the_decoders(models: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, hop_length=266, chunk_length=1)
+    clip = torch.randn(12000, generator=torch.Generator().manual_seed(5)).numpy()
+    features = extractor(clip, sampling_rate=16000, return_tensors="pt")["input_features"]
+    (expected,) = answers(models["whisper"], [{"input_features": features}])
+
+    with engine_of(models["whisper"], processor=extractor) as engine:
+        (result,) = engine.generate([""], GREEDY, audio=[[clip]])
+        assert result.token_ids == expected
+        begun_by = engine.submit([1, 7, 8], GREEDY, audio=[clip]).result()
+        assert begun_by.prompt_token_ids.tolist() == [1, 7, 8]
+        for audio, message in (([clip, clip], "one clip"), ([[[0.0]]], "array of samples")):
+            with pytest.raises(InvalidArgumentError, match=message):
+                engine.submit("", audio=audio)
+    with engine_of(models["whisper"]) as engine, pytest.raises(InvalidArgumentError, match="without a processor"):
+        engine.submit("", audio=[clip])
 
 
 def test_given_what_the_encoder_does_not_take_then_one_line_says_so(models: dict[str, Any]) -> None:
