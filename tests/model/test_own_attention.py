@@ -84,7 +84,7 @@ def test_steps_run_from_graphs_on_a_gpu(variant: str) -> None:
         assert engine.graphs.num_graphs
         answers = engine.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
     for prompt, answer in zip(prompts, answers, strict=True):
-        own = model.generate(torch.tensor([prompt]).cuda(), max_new_tokens=10, min_new_tokens=10, do_sample=False)
+        own = model.generate(torch.tensor([prompt]).cuda(), max_new_tokens=10, do_sample=False, eos_token_id=None)
         assert answer.token_ids == own[0, len(prompt) :].tolist()
 
 
