@@ -440,6 +440,16 @@ def test_kinds_are_numbered_without_gaps() -> None:
     assert sorted({*own, *map(as_shared, own), LOWEST}) == list(range(NUM_KINDS))
 
 
+def test_kinds_tell_sizes_apart_in_powers_of_two_up_to_512_blocks() -> None:
+    assert len({kind_of(0, 0, 0, size) for size in (0, *(2**power for power in range(10)))}) == 11
+    assert kind_of(0, 0, 0, 512) == kind_of(0, 0, 0, 4096)
+
+
+def test_what_is_shared_goes_on_a_conversation_if_one_request_has_shared_it() -> None:
+    once, twice = (kind(StandInRun(num_blocks=8, hits=hits, turn=1)) for hits in (1, 2))
+    assert (once, twice) == (as_shared(kind_of(8, 1, 2, 0)), as_shared(kind_of(8, 2, 0, 0)))
+
+
 def test_what_was_said_about_the_continuation_makes_a_kind_of_its_own() -> None:
     said = {kind(StandInRun(num_blocks=8, fingerprint=1, hint=hint)) for hint in range(NUM_HINTS)}
     assert len(said) == NUM_HINTS

@@ -54,6 +54,21 @@ def back_and_forth(tier: KeyedTier, data: bytes) -> bytes:
     return bytes(out)
 
 
+@pytest.mark.parametrize("error", [ValueError("a mistake"), UnreadableValueError("cut short")])
+def test_given_a_value_that_cannot_be_decoded_then_only_a_mistake_of_the_codec_is_logged(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def decode(*_: object) -> None:
+        raise error
+
+    tier = CompressedTier(MemoryTier(10**6), "zstd")
+    tier.store([key(1)], [bytes(64)])
+    monkeypatch.setattr(tier.codec, "decode", decode)
+    assert tier.load([key(1)], [bytearray(64)]) == [Outcome.FAILED]
+    assert ("ValueError: a mistake" in caplog.text) == isinstance(error, ValueError)
+    assert "cut short" not in caplog.text
+
+
 # --- exact -----------------------------------------------------------------------------------------------------------------
 
 
