@@ -185,7 +185,8 @@ def tried(family: str, takes_images: bool) -> Outcome:
         expected = [_own_answer(model, prompt) for prompt in prompts]
     except Exception as error:
         return Outcome(family, takes_images, "untried", _line(error))
-    steps = SchedulerConfig(max_tokens_per_step=CHUNK, max_sequences=8)
+    # A step computes prompts of PaliGemma whole, because their tokens see one another
+    steps = SchedulerConfig(max_tokens_per_step=64 if family == "paligemma" else CHUNK, max_sequences=8)
     try:
         with Engine(model, block_size=8, kv_bytes=16 << 20, scheduler=steps, model_defaults=False) as engine:
             params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)

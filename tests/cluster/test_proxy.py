@@ -43,6 +43,8 @@ class FakeServer:
         self.behaviour = "answers"
         self.prompts: list[list[int]] = []
         self.num_left = 0  # clients that did not wait
+        self.adapters = {"m"}  # names that it answers to
+        self.num_unknown = 0  # requests for others
         paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models, "/echo": self.echo}
         paths |= {"/v1/completions": self.complete, "/echo/{rest:path}": self.echo}
         routes = [Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]
@@ -84,8 +86,19 @@ class FakeServer:
         from starlette.responses import JSONResponse
 
         garbled = {"content-encoding": "gzip"} if self.behaviour == "garbles" else None
-        tokens = [int(word) for word in (await request.json())["prompt"].split()]
-        return JSONResponse({"tokens": tokens}, headers=garbled)
+        body = await request.json()
+        if (unknown := self.unknown(body)) is not None:
+            return unknown
+        return JSONResponse({"tokens": [int(word) for word in body["prompt"].split()]}, headers=garbled)
+
+    def unknown(self, body: Any) -> Any:
+        """The answer to a request for a model that is not here; None if it is."""
+        from starlette.responses import JSONResponse
+
+        if body.get("model", "m") in self.adapters:
+            return None
+        self.num_unknown += 1
+        return JSONResponse({"error": {"message": "no such model", "code": "model_not_found"}}, status_code=404)
 
     async def complete(self, request: Any) -> Any:
         from starlette.responses import JSONResponse, StreamingResponse
@@ -93,6 +106,8 @@ class FakeServer:
         body = await request.json()
         if self.behaviour in ("drains", "refuses"):
             return JSONResponse({"error": {}}, status_code=503)
+        if (unknown := self.unknown(body)) is not None:
+            return unknown
         if self.behaviour == "is wrong":
             return JSONResponse({"error": {"message": "no such model"}}, status_code=404)
         prompt = body["prompt"] if isinstance(body["prompt"], list) else [int(word) for word in body["prompt"].split()]
@@ -249,6 +264,34 @@ def test_given_a_refusal_of_the_request_itself_then_it_passes_through_and_nobody
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "no such model"
     assert server in fleet.servers
+
+
+def test_given_an_adapter_that_one_server_has_then_its_requests_go_there_and_the_others_are_asked_once() -> None:
+    fleet = Fleet(3)
+    try:
+        has = fleet.servers[2]
+        has.adapters.add("sql")
+        for prompt in ([1, 2, 3], "4 5 6", [7, 8]) * 2:
+            answer, server = fleet.ask(prompt, model="sql")
+            assert (answer.status_code, server) == (200, has)
+        assert [each.num_unknown <= 1 for each in fleet.others(has)] == [True, True]
+
+        answer, server = fleet.ask([1, 2, 3], model="nobody's")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        asked = sum(each.num_unknown for each in fleet.servers)
+        answer, server = fleet.ask([1, 2, 3], model="nobody's")
+        assert answer.status_code == 404
+        assert sum(each.num_unknown for each in fleet.servers) == asked + 1
+    finally:
+        fleet.close()
+
+
+def test_given_the_name_of_an_adapter_in_events_then_routing_knows_it() -> None:
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        return {"tokens": [5, 6], "cache_keys": [], "lora_name": "digest"}
+
+    asked = asyncio.run(read_routing_request("/v1/completions", {}, b'{"prompt": "x", "model": "sql"}', tokenize))
+    assert (asked.tokens, asked.lora_name) == ([5, 6], "digest")
 
 
 def test_given_other_paths_and_bodies_that_cannot_be_read_then_a_server_sees_them(fleet: Fleet) -> None:

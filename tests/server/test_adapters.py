@@ -69,6 +69,11 @@ def test_given_a_cached_prompt_then_only_the_same_adapter_finds_it(live: Live) -
     assert call(live, "/v1/cache/invalidate", {"model": "sql", "prompt": PROMPT})["removed_blocks"] > 0
 
 
+def test_given_a_text_then_its_tokens_come_with_the_name_of_the_adapter_in_events(live: Live, engine: Engine) -> None:
+    named = {name: call(live, "/tokenize", {"model": name, "prompt": "w1 w2"})["lora_name"] for name in ("tiny", "sql")}
+    assert named == {"tiny": None, "sql": engine.scope_of("sql").adapter}
+
+
 def test_given_the_list_of_models_then_adapters_name_their_model(client: Any) -> None:
     told = {model.id: getattr(model, "parent", None) for model in client.models.list()}
     assert told == {"tiny": None, "sql": "tiny", "poems": "tiny"}

@@ -253,12 +253,12 @@ def _add_looks(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: Tokenize, caller: Caller = caller_of) -> dict[str, Any]:
-        """Token ids of a text or a conversation; with `cache_keys`, what isolates the caller's cache in published events."""
+        """Token ids of a text or a conversation; `cache_keys` and `lora_name` are what isolates them in events."""
         model = server.model(body.model)
         tokens = await named_tokens(model, body.prompt, body.messages)
-        keys = scope_keys(await model.scope(caller.tenant, body.cache_salt))[1]
-        limit = model.engine.config.max_seq_len
-        return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit, "cache_keys": list(keys)}
+        adapter, keys = scope_keys(await model.scope(caller.tenant, body.cache_salt))
+        told = {"max_model_len": model.engine.config.max_seq_len, "cache_keys": list(keys), "lora_name": adapter}
+        return {"tokens": tokens.tolist(), "count": len(tokens), **told}
 
     @app.post("/detokenize")
     async def detokenize(body: Detokenize, caller: Caller = caller_of) -> dict[str, Any]:

@@ -28,8 +28,10 @@ from kvpool.cluster.proxy.passing import (
     ELSEWHERE,
     NODE_HEADER,
     ElsewhereError,
+    NoModelError,
     are_tokens,
     is_event_stream,
+    lacks_model,
     lost,
     passed_on,
     read_routing_request,
@@ -169,12 +171,22 @@ class Proxy:
         asked = await read_routing_request(request.scope["path"], request.headers, content, self._tokenized)
         tried: list[str] = []
         num_lost = 0
+        named = asked.named.get("model")
+        without = self.backends.without(named)
+        lacks: Response | None = None
         while True:
+            skipped = [] if lacks is None and without >= self.router.nodes.keys() - set(tried) else without
             try:
                 route = self.router.route(
-                    asked.tokens, session=asked.session, extra_keys=asked.extra_keys(), exclude=tried
+                    asked.tokens,
+                    session=asked.session,
+                    lora_name=asked.lora_name,
+                    extra_keys=asked.extra_keys(),
+                    exclude=[*tried, *skipped],
                 )
             except NoNodeError as error:
+                if lacks is not None:
+                    return lacks
                 return refusal(502 if tried else 503, f"no server could answer: {error}")
             try:
                 if self.prefill is not None:
@@ -184,6 +196,11 @@ class Proxy:
                 route.end()
                 message = f"{route.node} said nothing for {self.limits.silence_seconds:g} seconds"
                 return refusal(504, message, "silence")
+            except NoModelError as error:
+                route.end()
+                tried.append(str(route.node))
+                self.backends.note_lack(str(route.node), named)
+                lacks = error.answer
             except (ElsewhereError, NodeLostError, httpx.RequestError) as error:
                 route.end()
                 tried.append(str(route.node))
@@ -202,11 +219,19 @@ class Proxy:
         loads = self.router.nodes
         ready = [node for node, load in loads.items() if load.is_ready]
         ready.sort(key=lambda node: loads[node].num_requests)
-        for node in ready[:2]:
+        without = self.backends.without(question.get("model"))
+        num_asked = 0
+        for node in [node for node in ready if node not in without] or ready[:1]:
+            num_asked += 1
+            if num_asked > 2:
+                break
             with suppress(httpx.RequestError, ValueError):
                 answer = await self._client.post(
                     f"{node}/tokenize", json=question, headers=credentials, timeout=self._patience
                 )
+                if lacks_model(answer.status_code, answer.content):
+                    self.backends.note_lack(str(node), question.get("model"))
+                    num_asked -= 1
                 said = answer.json() if answer.status_code == 200 else None
                 if isinstance(said, dict) and are_tokens(said.get("tokens")):
                     return said
@@ -244,6 +269,8 @@ class Proxy:
             answered = Response(first, status_code=answer.status_code)
         own = [header for header in answered.raw_headers if header[0] == b"content-length"]
         answered.raw_headers = [*passed_on(answer.headers.raw), *own, (NODE_HEADER.encode(), str(route.node).encode())]
+        if not is_stream and lacks_model(answer.status_code, first):
+            raise NoModelError(answered)
         return answered
 
     async def _parts(self, first: bytes, parts: AsyncIterator[bytes], route: Route) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -19,6 +20,8 @@ from kvpool.quiet import QuietLog
 from kvpool.terminal import is_http
 
 log = logging.getLogger("kvpool")
+_LACKS_SECONDS = 10.0  # an adapter may be loaded in the meantime
+_MOST_LACKS = 1024
 _LINES_A_MINUTE = 10  # in the log, about each server that comes and goes
 
 
@@ -121,6 +124,7 @@ class Backends:
         self._lost: set[str] = set()
         self._silent: set[str] = set()
         self._untold: set[str] = set()  # servers whose last change is not in the log yet
+        self._lacks: dict[tuple[str, str], float] = {}  # when a server said that it does not have a model
         self.urls = [backend.url for backend in backends]
         self._quiet = {url: QuietLog(log, _LINES_A_MINUTE) for url in self.urls}
         self._waiting: dict[str, set[_Waiting]] = {url: set() for url in self.urls}
@@ -195,6 +199,18 @@ class Backends:
             self._tell(url, is_ready)
         elif url in self._untold and self._quiet[url].is_due:
             self._tell(url, is_ready)
+
+    def note_lack(self, url: str, model: str | None) -> None:
+        """A server said that it does not have this model or adapter. It is believed for a while."""
+        if model is not None:
+            self._lacks[url, model] = time.monotonic()
+            while len(self._lacks) > _MOST_LACKS:
+                del self._lacks[next(iter(self._lacks))]
+
+    def without(self, model: str | None) -> set[str]:
+        """The servers that said lately that they do not have this model."""
+        since = time.monotonic() - _LACKS_SECONDS
+        return {url for (url, name), at in self._lacks.items() if name == model and at > since}
 
     def _tell(self, url: str, is_ready: bool) -> None:
         """Logs the state of a server; later, if it changed too often in this minute."""

@@ -37,6 +37,14 @@ class ElsewhereError(Exception):
     """A server says that it cannot answer now: another one is asked."""
 
 
+class NoModelError(Exception):
+    """A server does not have the model or adapter of a request. If no other has it, its answer is the client's."""
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__("it does not have the model")
+        self.answer = answer
+
+
 def passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The headers that are not about one connection, unchanged, also repeated ones."""
     named = [value for name, value in headers if name.lower() == b"connection"]
@@ -72,6 +80,7 @@ class RoutingRequest(NamedTuple):
     first_keys: tuple[Any, ...]
     session: str | None
     named: Mapping[str, str] = {}
+    lora_name: str | None = None  # the adapter of its model in published events
 
     def extra_keys(self) -> list[Any] | None:
         """The keys of its blocks in the form of the wire; only the first one can have some here."""
@@ -115,7 +124,20 @@ async def read_routing_request(
     said_keys = said.get("cache_keys")
     if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
         keys = tuple(said_keys)
-    return RoutingRequest(tokens or said.get("tokens", ()), keys, session, named)
+    adapter = said.get("lora_name")
+    adapter = adapter if isinstance(adapter, str) else None
+    return RoutingRequest(tokens or said.get("tokens", ()), keys, session, named, adapter)
+
+
+def lacks_model(status: int, content: bytes) -> bool:
+    """Whether an answer of a server says that it does not have the model of a request. Another server may have it."""
+    if status != 404:
+        return False
+    try:
+        problem = json.loads(content)["error"]
+        return bool(problem.get("code") == "model_not_found" or problem.get("param") == "model")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def credentials(headers: Mapping[str, str]) -> dict[str, str]:

@@ -61,7 +61,9 @@ class PrefillPool:
             self._counts["direct"] += 1
             return
         try:
-            own = self.router.route(asked.tokens, session=asked.session, extra_keys=asked.extra_keys())
+            own = self.router.route(
+                asked.tokens, session=asked.session, lora_name=asked.lora_name, extra_keys=asked.extra_keys()
+            )
         except NoNodeError:
             self._fall_back("no_node", "no prefill server is ready")
             return

@@ -142,6 +142,7 @@ class ReplicaTable:
                 route = self._router.route(
                     ticket.asked.tokens,
                     session=ticket.asked.session,
+                    lora_name=ticket.asked.lora_name,
                     extra_keys=ticket.asked.extra_keys(),
                     exclude=others | exclude,
                 )
