@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpool.engine.ranks import END, OK, START_SECONDS, STEP, Ranks, Watch, as_ranks, rank_devices
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
-from kvpool.engine.step_message import StepInputs, encode
+from kvpool.engine.step_message import StepInputs, encode, make_lists
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.model.sharding import Sharding
 from kvpool.pools.arrays import Int64Array
@@ -77,6 +77,7 @@ class Leader:
     def loaded(self) -> None:
         """Waits until every rank has its weights: from now on they answer each other in time."""
         self.ranks.each_answers()
+        self.ranks.set_seconds(self.ranks.seconds)
         self.ranks.tell_all(OK)
 
     def agree(self, value: int) -> int:
@@ -88,14 +89,13 @@ class Leader:
     def start(self, plane: DataPlane, runner: ModelRunner, tell: Callable[[KVPoolError], None]) -> None:
         """Waits until every rank is ready, and sends them every step from now on. `tell` hears of a rank that fails."""
         self.ranks.each_answers()
-        self.ranks.set_seconds(self.ranks.seconds)
         self._num_groups = len(plane.config.groups)
         plane.mirror, runner.mirror = self._copies.extend, self._step
         self._watch = Watch(self.ranks, tell)
 
     def _step(self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None) -> None:
         step = StepInputs(self._copies, plan, launch, keep)
-        self.ranks.tell_all(STEP, encode(step, self._num_groups))
+        self.ranks.tell_all(STEP, encode(step, make_lists(plan, self._num_groups)))
         self._copies.clear()
         if step.has_unknown_tokens:
             torch.distributed.broadcast(token_ids, 0)

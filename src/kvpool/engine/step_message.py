@@ -2,7 +2,8 @@
 
 header        counts and flags, 32-bit integers
 copies        for each: six integers, then the blocks that are read and the blocks that are written
-token ids, positions, slots, query_start, kv_lengths, samples, drafts, kept tokens
+token ids, positions, slots, kv_lengths, kept tokens
+query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
 """
 
@@ -29,18 +30,25 @@ _TIERS = tuple(Tier)
 
 
 class BlockLists:
-    """The block lists of a step as they were received: what a runner asks of a batch of sequences."""
+    """The block lists of a step, one for each layer group: what a runner asks of a batch of sequences."""
 
     def __init__(self, tables: Sequence[CSRTable]) -> None:
-        self._tables = tables
+        self.tables = tables
 
     def csr(self, group: int = 0) -> CSRTable:
         """The lists of one layer group."""
-        return self._tables[group]
+        return self.tables[group]
 
     def padded_table(self, group: int = 0) -> Int32Array:
         """All blocks that the step reads, in one row."""
-        return self._tables[group].indices[None]
+        return self.tables[group].indices[None]
+
+
+def make_lists(plan: BatchPlan, num_groups: int) -> BlockLists:
+    """Makes the block lists of a step, which cost more than its message. The step then runs with them, too."""
+    lists = BlockLists([plan.batch.csr(group) for group in range(num_groups)])
+    vars(plan)["batch"] = lists
+    return lists
 
 
 class StepInputs(NamedTuple):
@@ -57,28 +65,26 @@ class StepInputs(NamedTuple):
         return bool((self.plan.token_ids < 0).any())
 
 
-def encode(step: StepInputs, num_groups: int) -> bytes:
+def encode(step: StepInputs, lists: BlockLists) -> bytes:
     """The message of a step."""
     copies, plan, launch, keep = step
+    kept: npt.NDArray[Any] = np.empty(0, np.int64) if keep is None else keep
     flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
-    kept = np.empty(0, np.int32) if keep is None else keep
-    rows = len(plan.sequences)
-    parts: list[Any] = [
-        _HEADER.pack(plan.number, rows, plan.num_decode, plan.num_tokens, flags, len(copies), len(kept), num_groups)
-    ]
+    rows, num_groups = len(plan.sequences), len(lists.tables)
+    counts = (plan.number, rows, plan.num_decode, plan.num_tokens, flags, len(copies), len(kept), num_groups)
+    parts: list[Any] = [_HEADER.pack(*counts)]
     for op in copies:
         tokens = -1 if op.num_tokens is None else op.num_tokens
         where = _TIERS.index(op.src_tier), _TIERS.index(op.dst_tier)
         parts += [
             _COPY.pack(_KINDS.index(op.kind), op.group, *where, len(op.src), tokens),
-            _int32(op.src),
-            _int32(op.dst),
+            *_as_bytes(op.src, op.dst),
         ]
-    arrays = (plan.token_ids, plan.positions, plan.slots, plan.query_start, plan.kv_lengths)
-    parts += [*map(_int32, (*arrays, plan.num_samples, plan.num_drafts, kept))]
-    for group in range(num_groups):
-        lists = plan.batch.csr(group)
-        parts += [*map(_int32, (lists.indptr, lists.last_page_len, lists.first_position, lists.indices))]
+    parts += _as_bytes(plan.token_ids, plan.positions, plan.slots, plan.kv_lengths, kept)
+    if not plan.is_uniform:  # otherwise every row has one token and one sample
+        parts += _as_bytes(plan.query_start, plan.num_samples, plan.num_drafts)
+    for table in lists.tables:
+        parts += _as_bytes(table.indptr, table.last_page_len, table.first_position, table.indices)
     return b"".join(parts)
 
 
@@ -100,9 +106,14 @@ def decode(message: bytearray) -> StepInputs:
         copies.append(CopyOp(_KINDS[kind], group, _TIERS[source], _TIERS[target], take(count), take(count), limit))
     token_ids, positions = take(num_tokens), take(num_tokens).astype(np.int64)
     slots = take(num_groups * num_tokens).reshape(num_groups, num_tokens)
-    query_start, kv_lengths = take(rows + 1), take(rows).astype(np.int64)
-    samples, drafts = take(rows).astype(np.int64), take(rows).astype(np.int64)
-    keep = take(num_kept).astype(np.int64) if flags & _KEEPS else None
+    kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)
+    query_start, samples, drafts = (
+        np.arange(rows + 1, dtype=np.int32),
+        np.ones(rows, np.int64),
+        np.zeros(rows, np.int64),
+    )
+    if not flags & _UNIFORM:
+        query_start, samples, drafts = take(rows + 1), take(rows).astype(np.int64), take(rows).astype(np.int64)
     tables = []
     for _group in range(num_groups):
         indptr, last, first = take(rows + 1), take(rows), take(rows)
@@ -125,8 +136,8 @@ def decode(message: bytearray) -> StepInputs:
         copies=copies,
     )
     vars(plan)["batch"] = BlockLists(tables)
-    return StepInputs(copies, plan, bool(flags & _LAUNCH), keep)
+    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None)
 
 
-def _int32(array: npt.NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(array, np.int32).tobytes()
+def _as_bytes(*arrays: npt.NDArray[Any]) -> list[bytes]:
+    return [np.ascontiguousarray(array, np.int32).tobytes() for array in arrays]

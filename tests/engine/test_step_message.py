@@ -1,0 +1,62 @@
+"""Ranks read from a message exactly the step that rank 0 planned."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.config import Tier
+from kvpool.engine.step_message import StepInputs, decode, encode, make_lists
+from kvpool.pools.pool import CopyKind, CopyOp
+from kvpool.scheduling import BatchPlan, Request, Scheduler, SchedulerConfig
+
+LAYERS = [LayerSpec(2, 16), LayerSpec(2, 16, window=20)]
+ARRAYS = ("token_ids", "positions", "slots", "query_start", "kv_lengths", "num_samples", "num_drafts", "logits_indices")
+
+
+def plans() -> list[BatchPlan]:
+    """A chunk of prompts, prompts beside decoding sequences, and a step in which all decode."""
+    manager = KVCacheManager(KVCacheConfig(LAYERS, block_size=4, gpu_blocks=64))
+    scheduler = Scheduler(manager, SchedulerConfig(max_tokens_per_step=32, max_sequences=8))
+    made = []
+    for number, length in enumerate((45, 7, 10)):
+        scheduler.add(Request(number, np.arange(length) + 100 * number, max_new_tokens=20))
+    while not made or not made[-1].is_uniform:
+        plan = scheduler.step()
+        make_lists(plan, 2)
+        made.append(plan)
+        scheduler.complete(plan, np.full(len(plan.sampling_rows), 7, np.int32))
+    return made
+
+
+def test_given_the_steps_of_a_scheduler_then_messages_hold_them() -> None:
+    made = plans()
+    assert len(made) > 2
+    for plan in made:
+        lists = plan.batch
+        read = decode(bytearray(encode(StepInputs([], plan), lists)))
+        for name in ARRAYS:
+            found, expected = getattr(read.plan, name), getattr(plan, name)
+            np.testing.assert_array_equal(found, expected, name)
+            assert found.dtype == expected.dtype
+        for group in range(2):
+            for found, expected in zip(read.plan.batch.csr(group), lists.csr(group), strict=True):
+                assert np.array_equal(found, expected)
+        same = ("number", "num_decode", "num_tokens", "is_uniform", "is_empty")
+        assert [getattr(read.plan, name) for name in same] == [getattr(plan, name) for name in same]
+        assert (read.copies, read.launch, read.keep) == ([], False, None)
+
+
+def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
+    plan = plans()[0]
+    blocks = np.array([3, 5, 8], np.int32)
+    copies = [
+        CopyOp(CopyKind.SWAP_OUT, 1, Tier.GPU, Tier.HOST, blocks, blocks + 1),
+        CopyOp(CopyKind.COPY_ON_WRITE, 0, Tier.GPU, Tier.GPU, blocks[:1], blocks[2:], 3),
+    ]
+    read = decode(bytearray(encode(StepInputs(copies, plan, True, np.array([0, 4])), plan.batch)))
+    assert read.launch
+    assert read.keep.tolist() == [0, 4]
+    assert [(*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in read.copies] == [
+        (*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in copies
+    ]
