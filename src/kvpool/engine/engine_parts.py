@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from kvpool.engine.encoding import EncodedInputs, check_settings
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
-from kvpool.engine.runner import ModelRunner
+from kvpool.engine.runner import ModelRunner, rotates
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import DRAFT_HEADS, EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
@@ -33,6 +34,8 @@ from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane
 from kvpool.tiers.model_tiers import ModelTiers
+
+log = logging.getLogger("kvpool")
 
 
 class Parts(NamedTuple):
@@ -121,7 +124,12 @@ def assemble(
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        opened = model_tiers.open(model, config, None if draft is None else draft.model)
+        are_rotated = any(rotates(layer) for layer in layers if isinstance(layer, LayerSpec))
+        opened = model_tiers.open(model, config, None if draft is None else draft.model, are_rotated=are_rotated)
+        if are_rotated:
+            log.warning(
+                "keys and values in int4 change answers; int8 keeps most: docs/engine.md#types-of-keys-and-values"
+            )
         requests, inbox = ScheduledRequests(scheduler, adapters), Inbox()
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
         loop = EngineLoop(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.config.layers import GroupKind, ceil_div
+from kvpool.config import LayerSpec
+from kvpool.config.layers import DType, GroupKind, ceil_div
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.embedding import source_of
 from kvpool.engine.graphs import (
@@ -33,8 +34,9 @@ from kvpool.engine.graphs import (
 )
 from kvpool.engine.spans import Span, SpannedPlan
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
+from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.lora import group_tokens, tile_size
-from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.quantization import TORCH_DTYPES, rotation
 from kvpool.model.adapters import AdapterStep, adapting
 from kvpool.model.faster_layers import compile_each_layer
 from kvpool.model.hook import Attend, AttentionCall
@@ -81,6 +83,12 @@ class PlannedCopies:
 
 
 log = logging.getLogger("kvpool")
+
+
+def rotates(layer: AttentionSpec | LayerSpec) -> bool:
+    """Whether keys of such a layer are rotated before they are stored: 4 bits are too few for keys with outliers."""
+    stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
+    return stored is DType.INT4 and not layer.k_only
 
 
 class ModelRunner:
@@ -135,6 +143,10 @@ class ModelRunner:
             if kind not in self.kinds:
                 self.kinds.append(kind)
             self.kind_of_layer[layer] = self.kinds.index(kind)
+        self._rotations = [
+            rotation(kind.spec.head_dim).to(self.device, TORCH_DTYPES[kind.spec.dtype]) if rotates(kind.spec) else None
+            for kind in self.kinds
+        ]
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
@@ -361,7 +373,7 @@ class ModelRunner:
         def counted(call: AttentionCall) -> Tensor:
             nonlocal num_calls
             num_calls += 1
-            return attend(call)
+            return attend(self._rotated(call))
 
         logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
         if num_calls != len(self.kind_of_layer):
@@ -370,6 +382,13 @@ class ModelRunner:
                 "attention that kvpool registered in transformers; start this one again without it"
             )
         return logits
+
+    def _rotated(self, call: AttentionCall) -> AttentionCall:
+        """The same attention with queries and keys that lose less when keys are stored."""
+        rotated = self._rotations[self.kind_of_layer[self.layer_of(call)]]
+        if rotated is None or call.across:  # keys of an encoder are written as they are
+            return call
+        return call._replace(q=call.q @ rotated, k=call.k @ rotated)
 
     def _run_once(self) -> None:
         """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""

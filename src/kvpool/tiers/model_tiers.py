@@ -70,14 +70,20 @@ class ModelTiers:
         assert config.timeout is not None and config.min_uses is not None
         return cls(given, address, config.remote_address, config.timeout, config.min_uses)
 
-    def open(self, model: Any, config: KVCacheConfig, draft: Any = None) -> OpenedTiers | None:
-        """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none."""
+    def open(
+        self, model: Any, config: KVCacheConfig, draft: Any = None, *, are_rotated: bool = False
+    ) -> OpenedTiers | None:
+        """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none.
+
+        Keys that are rotated before they are stored have other names than those that are not.
+        """
         if not self.given and self.disk is None and self.remote is None:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
         models = [model] if draft is None else [model, draft]
-        fingerprint = Fingerprint.of(config, " ".join(map(model_id, models)), " ".join(map(weights_id, models)))
+        names = [*map(model_id, models), *(["with rotated keys"] if are_rotated else [])]
+        fingerprint = Fingerprint.of(config, " ".join(names), " ".join(map(weights_id, models)))
         space = KeySpace(fingerprint)
         opened = open_tiers((self.disk, self.remote), space)
         for tier in self.given:

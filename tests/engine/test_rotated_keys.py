@@ -1,0 +1,83 @@
+"""Keys in int4: they are rotated before they are stored, so that outliers do not cost the others their bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.config.layers import DType  # noqa: E402
+from kvpool.engine import Engine, SamplingParams, runner  # noqa: E402
+from kvpool.kernels.quantization import dequantize, quantize, rotation  # noqa: E402
+from kvpool.kernels.write import read_values  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_self_check")
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPTS = [random_prompt(length, seed=length).tolist() for length in (5, 40, 70)]
+
+
+@pytest.mark.parametrize("dim", [1, 8, 64, 80, 96, 128])
+def test_given_a_width_then_rotating_twice_gives_what_was_there(dim: int) -> None:
+    torch.testing.assert_close(rotation(dim) @ rotation(dim).T, torch.eye(dim), rtol=0, atol=1e-6)
+
+
+def test_given_keys_with_an_outlier_then_scores_of_rotated_ones_lose_less_than_half_as_much() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(64, 64, generator=generator), torch.randn(64, 64, generator=generator)
+    k[:, 3] += 20.0  # as some channels of trained models are
+    wanted = q @ k.T
+
+    def error(turn: Any) -> float:
+        stored = dequantize(quantize(k @ turn, DType.INT4), DType.INT4, 64)
+        return float(((q @ turn) @ stored.T - wanted).pow(2).mean().sqrt())
+
+    assert error(rotation(64)) < 0.5 * error(torch.eye(64))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_given_rotated_keys_that_lose_nothing_then_the_answers_are_the_same(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokens(model: Any) -> list[list[int]]:
+        with Engine(model, kv_blocks=64) as engine:
+            return [out.token_ids for out in engine.generate(PROMPTS, GREEDY)]
+
+    model = tiny_model(family)
+    plain = tokens(model)
+    monkeypatch.setattr(runner, "rotates", lambda layer: True)
+    assert tokens(model) == plain
+
+
+def test_given_int4_then_keys_are_stored_rotated_and_a_warning_names_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+    kept = []
+    for kv_dtype in ("float32", "int4"):
+        with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype=kv_dtype) as engine:
+            engine.generate(PROMPTS[1:2], SamplingParams(max_new_tokens=1, ignore_eos=True))
+            dim = engine.config.attention_layer(0).head_dim
+            kept.append(read_values(engine.plane.layer_cache(0), torch.arange(32), dim, dim)[0].float())
+    plain, stored = kept
+    turn = rotation(plain.shape[-1])
+    assert (stored @ turn.T - plain).abs().mean() < 0.15 * plain.abs().mean()
+    assert "int4 change answers" in caplog.text
+
+
+def test_given_a_disk_with_keys_that_are_not_rotated_then_an_engine_with_int4_does_not_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = np.arange(3, 67).tolist()
+    found = []
+    for rotates in (False, True, True):
+        with monkeypatch.context() as patch:
+            if not rotates:
+                patch.setattr("kvpool.engine.engine_parts.rotates", lambda layer: False)
+                patch.setattr(runner, "rotates", lambda layer: False)
+            with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype="int4", disk=tmp_path, tier_timeout=60.0) as engine:
+                found.append(engine.generate([prompt], GREEDY)[0].num_cached_tokens)
+    assert found == [0, 0, len(prompt) - 1]
