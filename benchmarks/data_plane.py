@@ -27,7 +27,7 @@ from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, 
 from kvpool import CopyKind, CopyOp, KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.write import read_slots, write_slots
-from kvpool.storage import DataPlane, GroupLayout
+from kvpool.storage import BlockStore, DataPlane, GroupLayout
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 LAYER = LayerSpec(kv_heads=HEADS, head_dim=DIM)
@@ -135,12 +135,13 @@ def plain_swap(out: bool, back: bool, num_blocks: int, latency: bool = False) ->
 
 def layer_first_swap(num_blocks: int) -> Runner:
     """What a swap costs where each layer has its own K and V tensors: 64 times as many copies, each a 64th."""
-    from kvpool.storage.dma import copy_over_link
+    from kvpool.storage.dma import HostSide, copy_over_link
 
     plane = gpu_plane()
     device, host = (plane.stores[0, tier].data for tier in (Tier.GPU, Tier.HOST))  # type: ignore[union-attr]
-    part = plane.stores[0, Tier.HOST].lock(np.arange(HOST_BLOCKS, dtype=np.int32))  # type: ignore[union-attr]
-    pieces = 2 * LAYERS
+    store, pieces = plane.stores[0, Tier.HOST], 2 * LAYERS
+    assert isinstance(store, BlockStore)
+    side = HostSide(store.part_blocks * pieces, store.lock(np.arange(HOST_BLOCKS, dtype=np.int32)))
 
     def piecewise(blocks: Ids, limit: int) -> Ids:
         return (np.arange(pieces)[:, None] * limit + blocks).ravel().astype(np.int32)
@@ -152,7 +153,7 @@ def layer_first_swap(num_blocks: int) -> Runner:
 
     def run() -> None:
         with torch.cuda.stream(stream):
-            copy_over_link(source, target, src, dst, part * pieces)
+            copy_over_link(source, target, src, dst, side)
 
     return partial(gigabytes_per_second, num_blocks * BLOCK_BYTES, run)
 

@@ -40,7 +40,7 @@ def main() -> None:
             answers = [out.token_ids for out in engine.generate(BEGINNINGS, GREEDY)]
             wanted = wanted or answers
             same = [_num_same(*pair) for pair in zip(answers, wanted, strict=True)]
-            ids = engine.tokenizer.encode(given.text.read_text())
+            ids = engine.token_ids(given.text.read_text()).tolist()
             pieces = [ids[at : at + 512] for at in range(0, 512 * given.pieces, 512)]
             scores = [
                 score.logprob for out in engine.generate(pieces, SCORED) for score in out.prompt_logprobs if score

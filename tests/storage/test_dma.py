@@ -39,6 +39,36 @@ def test_given_memory_that_was_locked_in_parts_then_no_run_goes_beyond_one() -> 
     assert [part.tolist() for part in found] == [[0, 2], [2, 3]]
 
 
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_given_memory_that_was_locked_in_parts_then_no_copy_goes_beyond_one(
+    is_locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[tuple[int, int]] = []  # the first byte of the host, and how many
+    source, target = torch.arange(80, dtype=torch.uint8).view(10, 8), torch.zeros(10, 8, dtype=torch.uint8)
+
+    def places(sources: Any, targets: Any, sizes: Any) -> bool:
+        copies.extend((int(at) - source.data_ptr(), int(size)) for at, size in zip(sources, sizes, strict=True))
+        return True
+
+    class Rows:
+        def __init__(self, rows: Any) -> None:
+            self.rows = rows
+
+        def __getitem__(self, part: slice) -> Any:
+            if self.rows is source:
+                copies.append((8 * part.start, 8 * (part.stop - part.start)))
+            return self.rows[part]
+
+    monkeypatch.setattr(dma, "copy_places", places)
+    monkeypatch.setattr(dma, "widest_view", Rows)
+    every = ids(*range(1, 9))
+    dma.copy_over_link(
+        source, target, every, every + 1, dma.HostSide(4, is_locked)
+    )  # on a CPU, the source is the host's
+    assert copies == [(8, 24), (32, 32), (64, 8)]
+    assert is_locked or torch.equal(target[2:10], source[1:9])
+
+
 @pytest.mark.parametrize("block_bytes", [7, 64])
 def test_given_no_driver_call_then_each_run_is_copied_by_itself(
     block_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -46,7 +76,7 @@ def test_given_no_driver_call_then_each_run_is_copied_by_itself(
     monkeypatch.setattr(dma, "_driver_call", lambda: None)
     source = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    dma.copy_over_link(source, target, ids(1, 2, 5), ids(3, 4, 0), 0)
+    dma.copy_over_link(source, target, ids(1, 2, 5), ids(3, 4, 0), dma.HostSide(6, False))
     assert torch.equal(target[[3, 4, 0]], source[[1, 2, 5]])
     assert (target[[1, 2, 5]] == 0).all()
 
@@ -63,9 +93,9 @@ def test_given_many_scattered_blocks_then_all_arrive_both_ways(
     order = np.random.default_rng(0).permutation(500).astype(np.int32)
     every = np.arange(500, dtype=np.int32)
     with torch.cuda.stream(torch.cuda.Stream()):
-        dma.copy_over_link(device, host, every, order, 500)
+        dma.copy_over_link(device, host, every, order, dma.HostSide(500, True))
         back = torch.empty_like(device)
-        dma.copy_over_link(host, back, order, every, 500)
+        dma.copy_over_link(host, back, order, every, dma.HostSide(500, True))
         torch.cuda.current_stream().synchronize()
     assert torch.equal(back, device)
     assert torch.equal(host[torch.from_numpy(order).long()], device.cpu())
@@ -77,4 +107,4 @@ def test_given_a_driver_that_refuses_then_it_is_a_transfer_error(monkeypatch: py
     device = torch.zeros((4, 64), dtype=torch.uint8, device="cuda")
     host = torch.zeros((4, 64), dtype=torch.uint8, pin_memory=True)
     with pytest.raises(TransferError, match="error 1"):
-        dma.copy_over_link(device, host, ids(0, 2), ids(1, 3), 4)
+        dma.copy_over_link(device, host, ids(0, 2), ids(1, 3), dma.HostSide(4, True))

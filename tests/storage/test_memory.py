@@ -123,10 +123,11 @@ def test_given_host_memory_in_parts_then_it_is_there_at_once_and_who_needs_a_blo
     host = HostMemory(5, MEGABYTE // 2, torch.device("cuda", 0), in_parts=True)
     host.tensor[4].fill_(7)  # nobody waits for the lock to use it from the CPU
     driver.gate.release()
-    assert host.lock(blocks(1, 0)) == 2
+    assert host.lock(blocks(1, 0))
+    assert host.part_blocks == 2
     assert not host.pinned
     driver.gate.release(2)
-    assert host.lock(blocks(4)) == 2
+    assert host.lock(blocks(4))
     assert host.pinned
     assert (host.tensor[4] == 7).all()
     first = host.tensor.data_ptr()
@@ -138,7 +139,8 @@ def test_given_host_memory_in_parts_then_it_is_there_at_once_and_who_needs_a_blo
 
 def test_given_blocks_that_do_not_fill_pages_then_each_part_begins_with_a_page_and_a_block(driver: Recorded) -> None:
     host = HostMemory(3000, 1000, torch.device("cuda", 0), in_parts=True)
-    part = host.lock(blocks(2999))
+    assert host.lock(blocks(2999))
+    part = host.part_blocks
     assert part * 1000 >= MEGABYTE
     assert part * 1000 % mmap.PAGESIZE == 0
     assert [address - host.tensor.data_ptr() for _, address in driver.calls] == list(range(0, 3_000_000, part * 1000))
@@ -159,10 +161,10 @@ def test_given_a_memory_that_is_closed_while_it_is_locked_then_nothing_stays_loc
 def test_given_host_memory_that_is_refused_then_its_first_parts_are_fast_and_the_rest_works(driver: Recorded) -> None:
     driver.refuse_after, driver.gate = 1, threading.Semaphore(1)
     host = HostMemory(2, MEGABYTE, torch.device("cuda", 0), in_parts=True)
-    assert host.lock(blocks(0)) == 1
+    assert host.lock(blocks(0))
     with pytest.warns(RuntimeWarning, match="could not be locked"):
-        assert driver.gate.release() or host.lock(blocks(1)) == 0
-    assert host.lock(blocks(0)) == 1
+        assert driver.gate.release() or not host.lock(blocks(1))
+    assert host.lock(blocks(0))
     assert not host.pinned
     host.close()
 

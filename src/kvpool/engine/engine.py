@@ -65,7 +65,6 @@ from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
-from kvpool.model.faster_layers import import_compiler
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
@@ -95,8 +94,6 @@ class Engine:
         chosen = as_settings(settings)
         check_publishing(chosen.publish)
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
-        if chosen.compile:
-            import_compiler()
         self._leader = Leader(model, chosen) if chosen.is_divided else None
         self._start = Start()
         try:

@@ -206,9 +206,9 @@ class StepGraphs(ABC):
         return next(self._left(), None) is None
 
     def _left(self) -> Iterator[tuple[int, bool]]:
-        """What is not captured yet, the smallest first."""
+        """What is not captured yet, the largest first, so that the others fit into its memory."""
         kinds = (False, True) if self._runner.adapters.stacks.num_bytes else (False,)
-        return (key for key in product(self._sizes, kinds) if key not in self._captured)
+        return (key for key in product(reversed(self._sizes), kinds) if key not in self._captured)
 
     def drop_adapted(self) -> None:
         """Forgets the graphs of steps with adapters."""

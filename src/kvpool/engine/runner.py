@@ -249,7 +249,7 @@ class ModelRunner:
         log.warning("steps run without CUDA graphs: %s", error)
         self._drop_graphs()
 
-    def _go_on_without(self, error: CaptureError) -> None:
+    def _go_on_without(self, error: Exception) -> None:
         """A step runs without its graph. A larger one was captured, so it may work the next time."""
         if self.graphs_required:
             raise error
@@ -304,7 +304,7 @@ class ModelRunner:
             ):
                 try:
                     return graphs.run(plan, token_ids, where, adapter_slots)
-                except CaptureError as error:
+                except (CaptureError, torch.OutOfMemoryError) as error:
                     self._go_on_without(error)
                     break
         slots = self.plane.prepare(plan.slots, plan.batch, plan.states)
@@ -329,7 +329,7 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.has_room(len(token_ids)):
             try:
                 return self.graphs.decode(token_ids, positions, slots, batches)
-            except CaptureError as error:
+            except (CaptureError, torch.OutOfMemoryError) as error:
                 self._go_on_without(error)
         keep = torch.arange(len(token_ids), device=self.device)
         return self._run(token_ids, positions, keep, StepSlots(slots), batches, None)

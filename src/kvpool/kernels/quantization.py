@@ -34,7 +34,7 @@ def rotation(dim: int) -> Tensor:
     part = torch.ones(1, 1)
     while dim % (2 * len(part)) == 0:
         part = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), part)
-    return torch.block_diag(*[part / len(part) ** 0.5] * (dim // len(part)))
+    return torch.kron(torch.eye(dim // len(part)), part / len(part) ** 0.5)
 
 
 class Quantized(NamedTuple):

@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -354,20 +352,11 @@ def layers_folder() -> Path:
     return Path(given) if given else cache_directory() / "layers"
 
 
-@cache
-def import_compiler() -> threading.Thread:
-    """A thread that imports what compiles layers, which takes seconds, while a model is loaded and checked."""
-    thread = threading.Thread(target=import_module, args=("torch._inductor.compile_fx",), name="kvpool-import")
-    thread.start()
-    return thread
-
-
 def compile_each_layer(model: Any, num_layers: int) -> None:
     """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`).
 
     What is compiled is kept in `layers_folder`, and found there by the next process.
     """
-    import_compiler().join()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(layers_folder()))
     # Among the layers of an image encoder may be as many.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model

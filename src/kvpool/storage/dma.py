@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +37,20 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, part: int) -> None:
+class HostSide(NamedTuple):
+    """The host's side of copies: CUDA refuses one that goes beyond `part_blocks` blocks, which were locked together."""
+
+    part_blocks: int
+    is_locked: bool  # whether all blocks of the copies are page-locked
+
+
+def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, host: HostSide) -> None:
     """`target[dst[i]] = source[src[i]]` on the current stream; one of the two, uint8 [block, byte], is on a GPU.
 
-    The memory of the host was page-locked `part` blocks at a time (0: it is not), and the driver takes no copy that goes
-    beyond such a part. It takes no batches on the default stream: be on another.
+    The driver takes no batches on the default stream: be on another.
     """
-    on_host = dst if source.is_cuda else src
-    starts, lengths = runs(src, dst, on_host // part if part else None)
-    if part and len(starts) > 1:
+    starts, lengths = runs(src, dst, (dst if source.is_cuda else src) // host.part_blocks)
+    if host.is_locked and len(starts) > 1:
         row = np.uint64(source.shape[1])
         sources: Places = np.uint64(source.data_ptr()) + src[starts].astype(np.uint64) * row
         targets: Places = np.uint64(target.data_ptr()) + dst[starts].astype(np.uint64) * row

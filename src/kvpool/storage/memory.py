@@ -251,6 +251,7 @@ class HostMemory:
         self, num_blocks: int, block_bytes: int, gpu: torch.device | None = None, *, in_parts: bool = False
     ) -> None:
         self._locks: PartLocks | None = None
+        self.part_blocks = max(1, num_blocks)  # that are locked together: CUDA refuses a copy that goes beyond them
         num_bytes = num_blocks * block_bytes
         if not num_bytes:
             self.tensor = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
@@ -265,7 +266,7 @@ class HostMemory:
         if gpu is not None:
             pages = math.lcm(block_bytes, _PAGE)  # a part begins with a page, and with a block
             part_bytes = ceil_div(_LOCKED_AT_ONCE, pages) * pages if in_parts else num_bytes
-            self._part_blocks = part_bytes // block_bytes
+            self.part_blocks = part_bytes // block_bytes
             self._locks = PartLocks(page_locks, flat.numpy(), part_bytes, gpu, _cpus_near(gpu))
             self._unlock = weakref.finalize(self, self._locks.close)
             if not in_parts:
@@ -276,15 +277,11 @@ class HostMemory:
         """Whether all of it is page-locked."""
         return self._locks is not None and self._locks.is_locked
 
-    def lock(self, blocks: Int32Array) -> int:
-        """Waits until these blocks are page-locked. Returns how many blocks a part has: no copy may go beyond one.
-
-        0: they are not locked, because the system refused, or because no GPU was given.
-        """
+    def lock(self, blocks: Int32Array) -> bool:
+        """Waits until these blocks are page-locked. False: the system refused, or no GPU was given."""
         if self._locks is None or not len(blocks):
-            return 0
-        end = (int(blocks.max()) + 1) * self.tensor.shape[1]
-        return self._part_blocks if self._locks.wait(end) else 0
+            return False
+        return self._locks.wait((int(blocks.max()) + 1) * self.tensor.shape[1])
 
     def close(self) -> None:
         """Unlocks the pages now instead of when the object dies."""

@@ -21,7 +21,7 @@ from kvpool.kernels.copy import copy_blocks, copy_tokens
 from kvpool.kernels.copy import upload as send
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
-from kvpool.storage.dma import Places, copy_over_link, copy_places
+from kvpool.storage.dma import HostSide, Places, copy_over_link, copy_places
 from kvpool.storage.layout import GroupLayout, StateLayout
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer_steps import TransferStep
@@ -37,8 +37,9 @@ def move(step: TransferStep) -> None:
     elif isinstance(source, DiskStore):
         _from_disk(source, target, step)
     else:
-        part = max(source.lock(step.src), target.lock(step.dst)) if step.is_on_link else 0
-        _copy(source.data, target.data, step.src, step.dst, step.num_tokens, source.layouts[step.group], part)
+        store, blocks = (source, step.src) if target.device.type != "cpu" else (target, step.dst)
+        host = HostSide(store.part_blocks, store.lock(blocks)) if step.is_on_link else None
+        _copy(source.data, target.data, step.src, step.dst, step.num_tokens, source.layouts[step.group], host)
 
 
 def _copy(
@@ -48,17 +49,18 @@ def _copy(
     dst: Int32Array,
     num_tokens: Int32Array | None,
     layout: GroupLayout | StateLayout,
-    part: int,
+    host: HostSide | None,
 ) -> None:
-    """Copies between two tensors of blocks, on any device; `part` as `copy_over_link` takes it."""
+    """Copies between two tensors of blocks, on any device; `host` if one is a GPU's and the other not."""
     if source.device.type != target.device.type:
+        assert host is not None
         if num_tokens is None:
-            copy_over_link(source, target, src, dst, part)
+            copy_over_link(source, target, src, dst, host)
             return
         # The first tokens of a block lie in many places: the whole block crosses the link, then they are picked out.
         landed = torch.empty((len(src), source.shape[1]), dtype=torch.uint8, device=target.device)
         numbers = np.arange(len(src), dtype=np.int32)
-        copy_over_link(source, landed, src, numbers, part)
+        copy_over_link(source, landed, src, numbers, host)
         source, src = landed, numbers
     device = target.device
     if num_tokens is None:
@@ -88,7 +90,8 @@ def _to_disk(source: BlockStore | DiskStore, target: DiskStore, src: Int32Array,
         if isinstance(source, DiskStore):
             source.read(src[chunk], _rows(staging))
         else:
-            copy_over_link(source.data, staging, src[chunk], np.arange(len(staging), dtype=np.int32), len(staging))
+            numbers = np.arange(len(staging), dtype=np.int32)
+            copy_over_link(source.data, staging, src[chunk], numbers, HostSide(len(staging), staging.is_pinned()))
             torch.cuda.current_stream().synchronize()
         target.write(dst[chunk], _rows(staging))
 
@@ -102,7 +105,8 @@ def _from_disk(source: DiskStore, target: BlockStore, step: TransferStep) -> Non
         source.read(step.src[chunk], _rows(staging))
         tokens = None if step.num_tokens is None else step.num_tokens[chunk]
         numbers = np.arange(len(staging), dtype=np.int32)
-        _copy(staging, target.data, numbers, step.dst[chunk], tokens, target.layouts[step.group], len(staging))
+        host = HostSide(len(staging), staging.is_pinned())
+        _copy(staging, target.data, numbers, step.dst[chunk], tokens, target.layouts[step.group], host)
         if target.device.type != "cpu":
             torch.cuda.current_stream().synchronize()
 

@@ -72,9 +72,14 @@ class BlockStore:
         """Whether the bytes lie in page-locked host memory, which a GPU copies at full speed."""
         return self._host is not None and self._host.pinned
 
-    def lock(self, blocks: Int32Array) -> int:
-        """Waits until these blocks of the host are page-locked, as far as they will be: see `HostMemory.lock`."""
-        return 0 if self._host is None else self._host.lock(blocks)
+    @property
+    def part_blocks(self) -> int:
+        """How many blocks of the host were page-locked together: no copy to or from a GPU may go beyond them."""
+        return max(1, self.num_blocks) if self._host is None else self._host.part_blocks
+
+    def lock(self, blocks: Int32Array) -> bool:
+        """Waits until these blocks of the host are page-locked; False if they never will be."""
+        return self._host is not None and self._host.lock(blocks)
 
     def layer_cache(self, group: int, index: int) -> LayerCache:
         """Layer number `index` of a layer group, as views. A resize makes earlier views stale."""
