@@ -277,6 +277,16 @@ def test_given_a_store_that_cannot_list_then_stat_tells_whether_it_answers_and_t
         assert "it burnt down" in store_figures(tier)["problem"]
 
 
+def test_given_a_store_that_died_since_it_was_last_asked_then_stat_asks_it_and_says_so() -> None:
+    def dies(share: Share[StoreNode]) -> None:
+        raise NodeError("it burnt down")
+
+    with Puppet(dies) as tier:
+        tier.can_list = False
+        assert tier.stats().problem == ""
+        assert "it burnt down" in store_figures(tier)["problem"]
+
+
 def test_given_a_store_that_is_lost_while_it_is_verified_then_nothing_is_called_damaged() -> None:
     def dies(share: Share[StoreNode]) -> None:
         raise NodeError("it burnt down")
