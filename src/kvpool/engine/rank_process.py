@@ -6,6 +6,7 @@ It loads its part of a model, runs the steps that rank 0 sends, and waits for th
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import signal
@@ -78,7 +79,7 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), None)
     try:
-        hello: Hello = pickle.loads(channel.receive()[1])
+        hello = Hello(*json.loads(channel.receive()[1]))
         torch.set_num_threads(hello.num_threads)
         follower = Follower(hello, channel)
         while True:

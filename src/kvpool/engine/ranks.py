@@ -10,8 +10,8 @@ collective or a message run out of time. Each of these ends the engine, because 
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import select
 import shutil
 import socket
@@ -136,7 +136,7 @@ class Ranks:
             self.seconds,
             torch.get_num_threads(),
         )
-        self.channels[-1].send(OK, pickle.dumps(hello))
+        self.channels[-1].send(OK, json.dumps(hello).encode())
 
     def connect(self) -> None:
         """Waits until all ranks are there, and joins them."""
