@@ -20,6 +20,7 @@ from kvpool.engine import Engine  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+DISK, DROP_IN = (next(block for block in BLOCKS if words in block) for words in ("disk=", "PagedCache"))
 
 
 def test_given_the_page_then_generate_runs(model_directory: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +50,7 @@ def test_given_the_page_then_its_draft_runs() -> None:
 def test_given_the_page_then_its_disk_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"Engine": partial(Engine, kv_blocks=64), "model": tiny_model("llama")}
-    exec(BLOCKS[3], names)
+    exec(DISK, names)
     names["engine"].close()
     assert (tmp_path / "cache").is_dir()
 
@@ -57,4 +58,4 @@ def test_given_the_page_then_its_disk_runs(tmp_path: Path, monkeypatch: pytest.M
 def test_given_the_page_then_its_drop_in_cache_runs() -> None:
     ids = random_prompt(20).unsqueeze(0)
     longer = torch.cat([ids, random_prompt(5, seed=1).unsqueeze(0)], dim=1)
-    exec(BLOCKS[4], {"model": tiny_model("llama"), "ids": ids, "longer_ids": longer})
+    exec(DROP_IN, {"model": tiny_model("llama"), "ids": ids, "longer_ids": longer})

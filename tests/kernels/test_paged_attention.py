@@ -230,7 +230,7 @@ def test_given_buffers_beside_larger_ones_then_they_share_the_memory_of_partial_
 def test_given_buffers_for_many_sequences_then_several_heads_are_merged_together(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "_FEW_MERGES", 40)  # so that 12 sequences are many: the interpreter is slow
+    monkeypatch.setattr(paged_attention, "FEW_MERGES", 40)  # so that 12 sequences are many: the interpreter is slow
     kind = spec(heads, 2, 16, sink_logits=True)
     backend = TritonBackend(CPU)
     buffers = backend.reserve(kind, max_sequences=12, max_blocks=64)

@@ -16,7 +16,7 @@ from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, Prompt, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import LRUPolicy
 from kvpool.prefix.tree import RunTree
-from kvpool.scheduling import Request, Scheduler
+from kvpool.scheduling import Request, Scheduler, SchedulerConfig
 from kvpool.sequences.admission import AdmissionPlanner
 from managers import FULL, Clock, make_manager
 
@@ -61,7 +61,7 @@ def test_given_a_prompt_when_it_is_matched_asked_about_and_admitted_then_the_tre
 def test_given_a_scheduler_when_it_admits_requests_then_the_tree_is_walked_once_for_each(walks: list[int]) -> None:
     manager = make_manager(gpu_blocks=32)
     computed(manager, "before", TEXT)
-    scheduler = Scheduler(manager)
+    scheduler = Scheduler(manager, SchedulerConfig(policy="fcfs"))  # others look for prefixes before they admit
     walks.clear()
     for number, length in enumerate((13, 17, 21)):
         scheduler.add(Request(number, [*TEXT, *range(100 * (number + 1), 100 * (number + 1) + length - 12)], 4))

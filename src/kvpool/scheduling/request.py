@@ -154,7 +154,7 @@ def _as_spans(together: Any, num_tokens: int) -> tuple[tuple[int, int], ...]:
     """Spans of a prompt, checked and in order."""
     try:
         spans = sorted((as_count(start, "start"), as_count(stop, "stop")) for start, stop in together)
-    except (TypeError, ValueError):
+    except Exception:
         raise InvalidArgumentError(f"together takes (start, stop) for every span, got {show(together)}") from None
     end = 0
     for start, stop in spans:
