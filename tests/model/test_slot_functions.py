@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import torch
 from hybrids import HYBRIDS, hybrid_model
 
+from kvpool.kernels.layout import SlotStates
 from kvpool.model import slot_functions
 from kvpool.model.hook import use_kvpool_attention
 from kvpool.model.probing import run_probe
@@ -202,6 +203,19 @@ def test_chunks_of_several_sequences_on_a_gpu(family: str, dtype: torch.dtype) -
     for place, states in slots.store.states(0).items():
         kept = expected_slots.store.states(0)[place]
         assert (states.cpu().float() - kept).norm() < close * kept.norm()
+
+
+def test_a_query_for_several_heads_of_values_is_one_for_each() -> None:  # transformers 5.23 leaves that to the function
+    generator = torch.Generator().manual_seed(0)
+    few, values = (torch.randn(2, 1, heads, 8, generator=generator) for heads in (2, 4))
+    rates, before = torch.rand(2, 1, 4, generator=generator), torch.randn(2, 4, 8, 8, generator=generator)
+
+    def computed(queries: torch.Tensor) -> torch.Tensor:
+        states = SlotStates(before.clone(), torch.arange(2), torch.arange(2))
+        out, after = slot_functions._delta_rule(queries, queries, values, -rates, rates, states)
+        return torch.cat([out.flatten(), after.stored.flatten()])
+
+    torch.testing.assert_close(computed(few), computed(few.repeat_interleave(2, dim=2)))
 
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next"])

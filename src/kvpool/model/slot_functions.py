@@ -52,8 +52,15 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, SlotStates]:
+    query, key = _for_each_value(query, value), _for_each_value(key, value)
     q, k, v, decay, rate = (x[:, 0] for x in (query, key, value, g, beta))
     return delta_rule_one(q, k, v, decay, rate, initial_state, use_qk_l2norm_in_kernel).unsqueeze(1), initial_state
+
+
+def _for_each_value(x: Tensor, value: Tensor) -> Tensor:
+    """Queries or keys [sequence, token, head, key] for every head of values; newer transformers give one for several."""
+    times = value.shape[2] // x.shape[2]
+    return x if times == 1 else x.repeat_interleave(times, dim=2)
 
 
 def _select(
@@ -113,6 +120,7 @@ def _delta_rule_packed(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, SlotStates]:
+    query, key = _for_each_value(query, value), _for_each_value(key, value)
     if isinstance(initial_state, SteppedStates):
         q, k, v, decay, rate = (x[0] for x in (query, key, value, g, beta))
         out = delta_rule_steps(q, k, v, decay, rate, initial_state, use_qk_l2norm_in_kernel)

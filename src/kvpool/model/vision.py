@@ -288,10 +288,13 @@ class ImageEncoder:
     @torch.inference_mode()
     def _features(self, inputs: Mapping[str, Tensor]) -> Tensor:
         found = self._model.get_image_features(**inputs, return_dict=True)
-        parts: Sequence[Tensor] = found.pooler_output
-        first = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-        deeper = getattr(found, "deepstack_features", None) or ()
-        return torch.stack([first, *deeper]).to(self._model.dtype)
+        layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return torch.stack([_in_a_row(layer) for layer in layers]).to(self._model.dtype)
+
+
+def _in_a_row(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """The features [placeholder, hidden size] of a layer, which may come picture by picture."""
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def _holds(span: MultimodalItem, item: MultimodalItem) -> bool:
