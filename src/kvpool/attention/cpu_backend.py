@@ -19,6 +19,7 @@ from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels import compiled_attention
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache, slopes_on
+from kvpool.pools.arrays import within
 
 _KINDS = {DType.FLOAT32: 0, DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.INT8: 3}
 _PIECE_ROWS = 192  # queries times heads of a group, for which a key is read once
@@ -153,7 +154,7 @@ def _divide(spec: AttentionSpec, batch: PagedBatch, threads: int) -> _Pieces:
     size = max(1, _PIECE_ROWS // spec.group_size)
     num_tiles = ceil_div(batch.query_lens, size)
     row = np.repeat(np.arange(len(batch)), num_tiles)
-    first = _ranges(np.zeros(len(batch), np.int64), num_tiles) * size
+    first = within(num_tiles) * size
     count = np.minimum(batch.query_lens[row] - first, size)
     position = batch.kv_lens[row] - batch.query_lens[row] + first
     keys = batch.key_ranges(spec, row, position, position + count - 1)
@@ -204,7 +205,7 @@ def _split(pieces: Int64Array, spec: AttentionSpec, threads: int) -> Int64Array:
     lengths = pieces[:, 6] - pieces[:, 5]
     step = np.maximum(ceil_div(lengths, wanted), _FEWEST_KEYS)
     counts = np.maximum(ceil_div(lengths, step), 1)
-    number = _ranges(np.zeros_like(counts), counts)
+    number = within(counts)
     divided = np.repeat(pieces, counts, axis=0)
     step = np.repeat(step, counts)
     divided[:, 4] = np.where(number == 0, divided[:, 4], 0)
@@ -216,7 +217,5 @@ def _split(pieces: Int64Array, spec: AttentionSpec, threads: int) -> Int64Array:
 
 def _ranges(starts: Int64Array, counts: Int64Array) -> Int64Array:
     """start, start + 1, ... of each range, one range after another."""
-    ends = np.cumsum(counts)
-    steps = np.arange(int(ends[-1]) if len(ends) else 0)
-    ranges: Int64Array = steps + np.repeat(starts - (ends - counts), counts)
+    ranges: Int64Array = np.repeat(starts, counts) + within(counts)
     return ranges

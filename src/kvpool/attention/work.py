@@ -11,6 +11,7 @@ from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
 from kvpool.config.layers import ceil_div
 from kvpool.kernels.attention import ITEM_FIELDS, TILE_FIELDS
 from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.pools.arrays import within
 
 MANY_WAVES = 4  # waves of programs on the GPU, if one is not enough
 _FULL = 0.9  # if so much of all waves is used, the last wave is full enough
@@ -45,7 +46,7 @@ def divide_work(
     num_tiles = ceil_div(batch.query_lens[rows], tile_tokens)
     row = np.repeat(rows, num_tiles)
     lens = batch.query_lens[row]
-    first = _within(num_tiles) * tile_tokens  # queries before the tile, of its sequence
+    first = within(num_tiles) * tile_tokens  # queries before the tile, of its sequence
     tokens = np.minimum(lens - first, tile_tokens)
     position = batch.kv_lens[row] - lens + first
     sinks, key_start, key_end = batch.key_ranges(spec, row, position, position + tokens - 1)
@@ -85,7 +86,7 @@ def _split(items: Int32Array, counts: Int64Array, sinks: Int64Array, step: Int64
     """Replaces each item by `counts` items: one for its sink tokens, if it has some, then ranges of `step` keys."""
     extra = sinks > 0
     tile = np.repeat(np.arange(len(items)), counts)
-    number = _within(counts) - extra[tile]  # -1: the sink tokens
+    number = within(counts) - extra[tile]  # -1: the sink tokens
     start, end = items[tile, 5], items[tile, 6]
     begin = start + number * step[tile]
     divided = items[tile]
@@ -144,10 +145,3 @@ def _equal_share(units: Int64Array, target_items: int, waves: int) -> int:
 def _num_items(units: Int64Array, share: Int64Array | int) -> int:
     """How many items tiles with so many units have, if each item takes up to its share."""
     return int(ceil_div(units, share).sum())
-
-
-def _within(counts: Int64Array) -> Int64Array:
-    """0, 1, ... inside each run of so many."""
-    ends = np.cumsum(counts)
-    index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
-    return index

@@ -35,7 +35,7 @@ from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, Ste
 from kvpool.kernels.layout import whole_device
 from kvpool.model.adapters import Adapter
 from kvpool.model.private_copy import SharedWeights
-from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
 from kvpool.tiers.transport.block_keys import PromptKeys
@@ -398,7 +398,7 @@ class EngineLoop:
             if self.drafts is not None:
                 self.drafts.length.verified(int((accepted - 1).sum()), int(np.minimum(accepted, drafts).sum()))
             counts = np.where(drafts > 0, accepted, counts)
-        samples_at = np.repeat(plan.first_samples, counts) + _within(counts)
+        samples_at = np.repeat(plan.first_samples, counts) + within(counts)
         if not plan.is_steered.any():
             return tokens[samples_at], counts, samples_at
         for search, ranking in launched.rankings:
@@ -534,7 +534,7 @@ def num_accepted(plan: BatchPlan, samples: Int32Array) -> Int64Array:
     rows = plan.sampling_rows
     drafts = plan.num_drafts[rows]
     counts = drafts + 1
-    number = _within(counts)
+    number = within(counts)
     taken = samples[np.repeat(plan.first_samples, counts) + number]
     is_last = number == np.repeat(drafts, counts)
     verified = plan.token_ids[np.where(is_last, 0, plan.logits_indices + 1)]
@@ -542,15 +542,6 @@ def num_accepted(plan: BatchPlan, samples: Int32Array) -> Int64Array:
     starts = np.cumsum(counts) - counts
     accepted: Int64Array = np.minimum.reduceat(ends, starts) + 1
     for at in np.flatnonzero(accepted > 1).tolist():
-        stops = plan.sequences[int(rows[at])].request.stop_ids
-        tokens = taken[starts[at] : starts[at] + accepted[at]].tolist()
-        if not stops.isdisjoint(tokens):
-            accepted[at] = 1 + next(place for place, token in enumerate(tokens) if token in stops)
+        request = plan.sequences[int(rows[at])].request
+        accepted[at] = request.num_until_stop(taken[starts[at] : starts[at] + accepted[at]])
     return accepted
-
-
-def _within(counts: Int64Array) -> Int64Array:
-    """0, 1, ... inside each run of so many."""
-    ends = np.cumsum(counts)
-    index: Int64Array = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
-    return index

@@ -22,7 +22,7 @@ from kvpool.engine.grammar import num_words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import TokenLogprob
 from kvpool.errors import StepError
-from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.storage.moving import upload
@@ -441,8 +441,7 @@ class StepSampler:
         source = None
         if int(repeats.max(initial=1)) > 1:
             firsts = np.cumsum(drafts + 1) - (drafts + 1)
-            within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-            source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within, 0)
+            source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within(repeats), 0)
         params: list[SamplingParams] = []
         seeds, lengths, masked, processed = [], [], [], []
         for sequence, repeat, draft in zip(sequences, repeats.tolist(), drafts.tolist(), strict=True):

@@ -30,6 +30,13 @@ def largest(array: npt.NDArray[Any]) -> int:
     return greatest
 
 
+def within(counts: Int64Array) -> Int64Array:
+    """0, 1, ... inside each run of so many."""
+    ends = np.cumsum(counts)
+    index: Int64Array = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return index
+
+
 def as_array(values: Any, name: str) -> npt.NDArray[Any]:
     """`np.asarray`, with an error of ours for what numpy cannot make an array of."""
     try:

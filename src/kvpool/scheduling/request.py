@@ -140,6 +140,13 @@ class Request:
                 return end if end <= most else max(first, start)
         return stop
 
+    def num_until_stop(self, samples: Int32Array) -> int:
+        """How many of these tokens count: those up to the first stop token, that one included."""
+        tokens = samples.tolist()
+        if self.stop_ids.isdisjoint(tokens):
+            return len(tokens)
+        return 1 + next(at for at, token in enumerate(tokens) if token in self.stop_ids)
+
     def ends_with_item(self, num_tokens: int) -> bool:
         """Whether the last of `num_tokens` tokens is a placeholder of an image."""
         return bool(self.multimodal) and self.multimodal[-1].position + self.multimodal[-1].length == num_tokens

@@ -161,7 +161,7 @@ class Results:
             if sequence.is_finished or not len(samples):
                 continue
             if num_drafts:
-                samples = _until_stop(sequence, samples)
+                samples = samples[: sequence.request.num_until_stop(samples)]
             if not current[row]:
                 self._advance_departed(sequence, samples, bool(num_drafts))
             elif plan.decodes_several[row]:
@@ -246,11 +246,3 @@ def _reason(sequence: ScheduledSequence, last_token: int) -> FinishReason:
 def _is_over(sequence: ScheduledSequence) -> bool:
     request, tokens = sequence.request, sequence.tokens
     return len(tokens) >= len(request.prompt) + request.max_new_tokens or int(tokens[-1]) in request.stop_ids
-
-
-def _until_stop(sequence: ScheduledSequence, samples: Int32Array) -> Int32Array:
-    """Accepted drafts up to the first stop token, that one included."""
-    stops, ids = sequence.request.stop_ids, samples.tolist()
-    if stops.isdisjoint(ids):
-        return samples
-    return samples[: 1 + next(at for at, token in enumerate(ids) if token in stops)]
