@@ -91,6 +91,13 @@ def test_given_several_inputs_then_tokens_equal_those_of_transformers(family: st
         engine.manager.check()
 
 
+def test_sound_reaches_an_encoder_in_bfloat16() -> None:
+    given = source("whisper", 1)
+    assert given["input_features"].dtype == torch.float32
+    with engine_of(encoder_model("whisper").to(torch.bfloat16)) as engine:
+        assert len(served(engine, [given])[0]) == COUNT
+
+
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_given_too_little_memory_then_preempted_requests_end_with_the_same_tokens(

@@ -7,7 +7,6 @@ attention is numbered behind all layers of the first: in a decoder of 6 layers, 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ from torch import Tensor
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, StepError, UnsupportedModelError
 from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall, attending, register
-from kvpool.model.vision import content_hash
+from kvpool.model.positions import counts_by_itself, placed, use_positions
+from kvpool.model.vision import as_taken, content_hash
 from kvpool.pools.arrays import Int32Array
 
 _AUDIO = frozenset({"whisper"})  # families whose encoder takes sound, all of one length
@@ -79,11 +79,7 @@ class InputEncoder:
     def encode(self, source: EncoderInput) -> Tensor:
         """The hidden states [token, hidden size] of an input, on the model's device."""
         model = self._model
-        inputs = {
-            name: value.to(model.device, model.dtype if value.is_floating_point() else None)
-            for name, value in source.inputs.items()
-        }
-        hidden: Tensor = model.get_encoder()(**inputs).last_hidden_state[0]
+        hidden: Tensor = model.get_encoder()(**as_taken(model, source.inputs)).last_hidden_state[0]
         if len(hidden) != source.num_tokens:
             raise StepError(f"the encoder of {self.family} gave {len(hidden)} tokens for {source.num_tokens}")
         return hidden
@@ -118,38 +114,14 @@ def decode(
 
     if hidden is None:
         hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=input_ids.device)
-    with attending(attend), _placed(model, positions) as placed, _only(model, keep):
+    with attending(attend), placed(positions), _only(model, keep):
         output = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=hidden.unsqueeze(0)),
             decoder_input_ids=input_ids.unsqueeze(0),
             use_cache=False,
-            **placed,
         )
     logits: Tensor = output.logits[0]
     return logits
-
-
-@contextmanager
-def _placed(model: Any, positions: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Tells the decoder the positions of its tokens: by an argument, or where it looks up their embeddings."""
-    if "decoder_position_ids" in inspect.signature(model.forward).parameters:
-        yield {"decoder_position_ids": positions.unsqueeze(0)}
-        return
-    table = getattr(model.get_decoder(), "embed_positions", None)
-    if table is None:  # distances are all that counts
-        yield {}
-        return
-    if "position_ids" not in inspect.signature(table.forward).parameters:
-        raise UnsupportedModelError(
-            f"the decoder of {type(model).__name__} ({model.config.model_type}) finds out positions by itself "
-            f"({type(table).__name__}): sequences cannot share a step"
-        )
-
-    def place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, {**kwargs, "position_ids": positions}
-
-    with _hooked(table, place):
-        yield {}
 
 
 @contextmanager
@@ -189,6 +161,12 @@ def prepare(model: Any, source: EncoderInput) -> None:
             f"{type(model).__name__} ({model.config.model_type}) does not compute attention through transformers' "
             "AttentionInterface, so no paged cache can serve it"
         )
+    table = getattr(decoder, "embed_positions", None)
+    if table is not None and not counts_by_itself(decoder):
+        raise UnsupportedModelError(
+            f"the decoder of {type(model).__name__} ({model.config.model_type}) finds out positions by itself "
+            f"({type(table).__name__}): sequences cannot share a step"
+        )
     own = copy.deepcopy(decoder.config)  # some decoders have that of the encoder
     for module in decoder.modules():
         if getattr(module, "config", None) is not None:
@@ -202,6 +180,7 @@ def prepare(model: Any, source: EncoderInput) -> None:
                 module.layer_idx += num_layers
             elif hasattr(module, "compute_bias"):
                 module.compute_bias = _by_distance(module)
+    use_positions(decoder)
     register()
     set_decoder_attention(model, ATTENTION_NAME)
 
@@ -224,8 +203,7 @@ def _across(model: Any, decoder: Any, source: EncoderInput) -> set[Any]:
             if hasattr(module, "layer_idx"):
                 stack.enter_context(_hooked(module, note))
         first = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        inputs = {name: value.to(model.device) for name, value in source.inputs.items()}
-        model(**inputs, decoder_input_ids=first, use_cache=False)
+        model(**as_taken(model, source.inputs), decoder_input_ids=first, use_cache=False)
     layers = [module.layer_idx for module in decoder.modules() if hasattr(module, "layer_idx")]
     if not found or sorted(layers) != sorted([*range(len(found))] * 2):
         raise UnsupportedModelError(

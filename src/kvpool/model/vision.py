@@ -277,10 +277,7 @@ class ImageEncoder:
 
     def _as_taken(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of one picture as the encoder takes them."""
-        taken = {
-            name: value.to(self._model.device, self._model.dtype if value.is_floating_point() else None)
-            for name, value in inputs.items()
-        }
+        taken = as_taken(self._model, inputs)
         if self.family in ("idefics3", "smolvlm"):
             taken = {name: value[None] for name, value in taken.items()}
         return taken
@@ -307,6 +304,14 @@ def _overlap(span: MultimodalItem, item: MultimodalItem) -> bool:
 
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(name for name in names if name))
+
+
+def as_taken(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of an encoder on the device of its model, floats in its type."""
+    return {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+    }
 
 
 def content_hash(inputs: Mapping[str, Tensor]) -> str:
