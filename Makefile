@@ -15,7 +15,8 @@ VLLM_PYTHON = $(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python)
 RAY_VENV ?= $(HOME)/.cache/kvpool/ray-2.60
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 LMCACHE_SITE ?= $(HOME)/.cache/kvpool/lmcache-0.5.6
-TRANSFORMERS ?= 5.23.0
+# The newest that pip finds, asked for once where it is used.
+TRANSFORMERS ?= $(eval TRANSFORMERS := $(shell $(PY) -m pip index versions transformers 2>/dev/null | sed -n '1s/.*(\(.*\)).*/\1/p'))$(TRANSFORMERS)
 TRANSFORMERS_SITE ?= $(HOME)/.cache/kvpool/transformers-$(TRANSFORMERS)
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
@@ -52,7 +53,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core test-transformers test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -213,10 +214,18 @@ pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manage
 	@$(PY) tools/pool_picture.py $(ARGS)
 
 # Its package lies beside .venv and stands before the one there; what it needs besides is that of .venv.
-test-transformers: $(VENV)/.stamp-dev ## the tests of models and of the engine with another transformers: TRANSFORMERS=5.22.0
-	@[ -e $(TRANSFORMERS_SITE)/transformers ] || $(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
-		--target $(TRANSFORMERS_SITE) transformers==$(TRANSFORMERS) || $(PIP_FAILED)
+transformers-site: $(VENV)/.stamp-dev
+	@[ -e $(TRANSFORMERS_SITE)/.stamp ] || { rm -rf $(TRANSFORMERS_SITE) && mkdir -p $(TRANSFORMERS_SITE) && \
+		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(TRANSFORMERS_SITE) transformers==$(TRANSFORMERS) && touch $(TRANSFORMERS_SITE)/.stamp; } || $(PIP_FAILED)
+	@PYTHONPATH=$(TRANSFORMERS_SITE) $(PY) -c "import transformers; print('transformers', transformers.__version__)"
+
+test-transformers: transformers-site ## the tests of models and of the engine with the newest transformers, or TRANSFORMERS=5.22.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRANSFORMERS_SITE) $(PY) -m pytest $(PARALLEL) tests/model tests/engine $(ARGS)
+
+test-transformers-short: transformers-site ## those of them that compare a tiny model of each kind with generate
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRANSFORMERS_SITE) $(PY) -m pytest $(PARALLEL) -m transformers \
+		$$(grep -lr pytest.mark.transformers tests/model tests/engine) $(ARGS)
 
 models: $(VENV)/.stamp-dev ## a tiny model of every family of transformers in the engine, beside generate; writes the table of docs/models.md (half an hour); ARGS="--only llama,bloom"
 	OMP_NUM_THREADS=1 $(PY) tools/families.py $(or $(ARGS),--write)

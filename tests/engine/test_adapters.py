@@ -84,6 +84,7 @@ def test_given_adapters_when_asked_one_by_one_then_each_answers_as_its_merged_mo
     assert len({tuple(each) for each in answers.values()}) == 5
 
 
+@pytest.mark.transformers
 def test_given_rows_of_several_adapters_and_of_none_then_one_batch_answers_all(adapters: Adapters) -> None:
     names = [None, *adapters.paths, "all", None, "wide"]
     with adapters.engine() as engine:

@@ -71,6 +71,7 @@ def all_right(engine: Engine) -> bool:
     return 0 < stats.draft_tokens == stats.accepted_draft_tokens
 
 
+@pytest.mark.transformers
 def test_given_any_draft_then_greedy_tokens_are_those_without(
     model: Any, similar: Any, expected: list[list[int]]
 ) -> None:

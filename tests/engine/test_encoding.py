@@ -77,6 +77,7 @@ def served(engine: Engine, prompts: list[dict[str, Any]]) -> list[list[int]]:
 # --- tokens are those of transformers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_given_several_inputs_then_tokens_equal_those_of_transformers(family: str, models: dict[str, Any]) -> None:
     """With steps of 5 tokens, the beginnings of the decoder are computed in chunks."""

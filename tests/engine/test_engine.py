@@ -59,6 +59,7 @@ def greedy(num_new: int = NEW, **options: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_new, ignore_eos=True, **options)
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_given_a_mixed_batch_then_greedy_output_is_that_of_transformers(family: str) -> None:
     prompts = prompts_of([5, 40, 1, 17], shared=9)

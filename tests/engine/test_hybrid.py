@@ -62,6 +62,7 @@ def engine_for(model: Any, **options: Any) -> Engine:
     return Engine(model, **{"block_size": 4, "kv_blocks": 200, "scheduler": SMALL_STEPS} | options)
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("family", SERVED)
 def test_given_a_family_then_the_engine_gives_transformers_tokens_cold_and_from_the_cache(family: str) -> None:
     model = hybrid_model(family)

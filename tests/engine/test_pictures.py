@@ -82,6 +82,7 @@ def served(engine: Engine, prompts: list[dict[str, Any]]) -> list[list[int]]:
 # --- tokens are those of transformers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.transformers
 def test_given_images_then_tokens_equal_those_of_transformers(family: str, models: dict[str, Any]) -> None:
     """With steps of 7 tokens, prompts are cut inside of pictures, unless the tokens of a picture see one another."""
     prompts = several(family)
