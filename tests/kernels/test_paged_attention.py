@@ -150,6 +150,16 @@ def test_given_kernels_that_are_compiled_ahead_then_no_step_in_a_graph_compiles_
     assert compiled == []
 
 
+@pytest.mark.gpu
+def test_given_kernels_that_are_loaded_then_they_can_be_compiled_ahead_again() -> None:
+    kind = spec(8, 2, 128, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16)
+    built = Case("step", kind, (1, 300), (70, 900)).build("cuda")
+
+    for _ in range(3):  # as engines one after another do
+        TritonBackend(torch.device("cuda")).compile(kind, built.cache)
+    built.check(built.run(TritonBackend(torch.device("cuda"))))
+
+
 @interpreted
 def test_given_sequences_that_grow_then_their_keys_are_divided_as_from_the_beginning() -> None:
     backend = TritonBackend(CPU)

@@ -326,6 +326,7 @@ class TritonBackend(AttentionBackend):
 
         def run(job: Callable[[], None]) -> None:
             with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
+                torch.zeros(1, device=self.device)  # gives the thread a CUDA context, which tensor descriptors need
                 job()
 
         with ThreadPoolExecutor(len(jobs), "kvpool-compile") as threads:
