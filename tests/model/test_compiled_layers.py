@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from adapter_files import ATTENTION, merged, write_adapter  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
 from vision_models import vision_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.errors import UnsupportedModelError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, UnsupportedModelError  # noqa: E402
 from kvpool.model.faster_layers import compile_each_layer  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -44,6 +46,25 @@ def test_given_engines_one_after_another_then_the_layers_of_their_model_are_comp
         counts.append(len(graphs))
     assert 0 < counts[0] == counts[1] == counts[2]
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
+def test_given_compiled_layers_then_adapters_of_peft_answer_inside_them_and_others_are_refused(
+    graphs: list[Any], tmp_path: Path
+) -> None:
+    plain, prompts, first = tiny_model("llama"), [random_prompt(9, seed=1)], SamplingParams(max_new_tokens=1)
+    path = write_adapter(tmp_path / "a", plain, ATTENTION, seed=5)
+    with Engine(plain, kv_blocks=64, compile=True) as engine:
+        with pytest.raises(InvalidArgumentError, match="compiled layers cannot take adapters: use compile=False"):
+            engine.load_adapter("a", path)
+        assert engine.adapters == {}
+
+    peft = pytest.importorskip("peft")
+    with Engine(merged(plain, path), kv_blocks=64) as engine:
+        expected = engine.generate(prompts, first)[0].token_ids
+    with Engine(peft.PeftModel.from_pretrained(plain, path), kv_blocks=64, compile=True) as engine:
+        assert engine.generate(prompts, first)[0].token_ids == expected
+    assert graphs
 
 
 def test_given_an_image_encoder_of_as_many_layers_then_only_those_of_the_decoder_are_compiled(

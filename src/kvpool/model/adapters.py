@@ -234,7 +234,7 @@ class AdapterStacks:
         if rank == self._rank and not missing:
             return False
         if any(module._compiled_call_impl is not None for module in self.model.modules()):
-            raise InvalidArgumentError("compiled layers cannot take further adapters: use compile=False")
+            raise InvalidArgumentError("compiled layers cannot take adapters: use compile=False")
         if missing:
             self._check_calls(missing, probe)
         kept = [] if rank == self._rank else list(self._products)
