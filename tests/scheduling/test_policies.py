@@ -6,7 +6,7 @@ import pytest
 from support import add, make_engine, names, request
 from toy_engine import ToyEngine, expected_output
 
-from kvpool import ReuseScope
+from kvpool import KVCacheManager, ReuseScope
 from kvpool.errors import ConfigError
 from kvpool.scheduling import (
     FairShare,
@@ -17,6 +17,8 @@ from kvpool.scheduling import (
     SchedulerConfig,
     SoonestFirstToken,
 )
+from kvpool.scheduling.admitting import LOOK_UP_EVERY
+from kvpool.sequences.admission import PrefixMatch
 from managers import Clock, make_manager
 
 
@@ -129,6 +131,34 @@ def test_given_soonest_first_token_with_a_window_of_one_then_it_is_first_come_fi
     engine = with_prefixes_on_both_tiers(policy=lambda: SoonestFirstToken(window=1))
     add(engine, request("cold", 12, first=200), request("warm", 12))
     assert order_of_admission(engine) == ["cold", "warm"]
+
+
+class CountingManager(KVCacheManager):
+    """Counts how often somebody asks what is cached of a prompt."""
+
+    num_asked = 0
+
+    def match_prefix(self, *arguments: Any) -> PrefixMatch:
+        self.num_asked += 1
+        return super().match_prefix(*arguments)
+
+
+@pytest.mark.parametrize("policy", ["soonest_first_token", "longest_prefix_match"])
+def test_given_many_that_wait_then_what_is_cached_of_them_is_not_looked_up_in_every_step(policy: str) -> None:
+    manager = CountingManager(make_manager(gpu_blocks=64).config)
+    engine = make_engine(manager, max_sequences=1, policy=policy)
+    add(engine, *(request(f"r{number}", 4, 1, first=100 * number) for number in range(48)))
+    assert len(order_of_admission(engine)) == 48
+    # The policy asks 48 + 47 + ... + 1 times, the scheduler once or twice for each that it tries
+    assert manager.num_asked < 48 * 49 // 2 // LOOK_UP_EVERY + 48 + 2 * 48
+
+
+def test_given_a_prefix_that_comes_while_a_request_waits_then_it_goes_first_a_few_admissions_later() -> None:
+    engine = make_engine(max_sequences=1, policy="soonest_first_token")
+    add(engine, request("first", 32, 1))
+    engine.step()  # it computes what `warm` begins with
+    add(engine, request("warm", 40, 1), *(request(f"cold {n}", 20, 1, first=100 * n) for n in range(1, 9)))
+    assert order_of_admission(engine).index("warm") < LOOK_UP_EVERY
 
 
 @pytest.mark.parametrize("options", [{"patience": -1.0}, {"patience": "long"}, {"grace": -1}, {"window": 0}])

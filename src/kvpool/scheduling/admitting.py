@@ -10,12 +10,12 @@ from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.plan_builder import PlanBuilder, PromptChunk
 from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
-from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission
 
 SPARE_CANDIDATES = 16  # tried beyond the free lanes, because some only wait for a prefix and let others pass
+LOOK_UP_EVERY = 8  # questions of a policy about a waiting sequence: the cache is asked only then
 RETRY_STEPS = 8  # a full pool is tried again so often even if no sequence came or left: windows free blocks, too
 
 
@@ -27,28 +27,37 @@ class Stop(Enum):
 
 
 class Estimates:
-    """Answers what a scheduling policy asks about a waiting sequence (`CachedTokens`)."""
+    """Answers what a scheduling policy asks about a waiting sequence (`CachedTokens`).
+
+    A policy asks about dozens of sequences to admit one or two. What is cached of a sequence is looked up when it is asked
+    about first, and at every `LOOK_UP_EVERY`th question after that; `Admissions` looks at the one that it admits.
+    """
 
     def __init__(self, queues: Queues) -> None:
         self.queues = queues
         self.manager = queues.manager
 
     def __call__(self, sequence: ScheduledSequence) -> int:
-        return self._match(sequence).num_tokens
+        return self._cached(sequence)[0]
 
     def first_token_seconds(self, sequence: ScheduledSequence) -> float:
         """Seconds to its first token if it were alone: load what lower tiers have, compute what is not cached."""
-        match, costs = self._match(sequence), self.queues.costs
-        below = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU)
-        loaded = costs.transfer_seconds(below * self.manager.config.bytes_per_token)
-        return loaded + costs.prefill_seconds(len(sequence.tokens) - match.num_tokens, match.num_tokens)
+        (num_cached, num_below), costs = self._cached(sequence), self.queues.costs
+        loaded = costs.transfer_seconds(num_below * self.manager.config.bytes_per_token)
+        return loaded + costs.prefill_seconds(len(sequence.tokens) - num_cached, num_cached)
 
     def waited_seconds(self, sequence: ScheduledSequence) -> float:
         """Seconds since its request arrived."""
         return self.queues.clock() - sequence.group.arrival
 
-    def _match(self, sequence: ScheduledSequence) -> PrefixMatch:
-        return self.manager.match_prefix(sequence.prompt)
+    def _cached(self, sequence: ScheduledSequence) -> tuple[int, int]:
+        """How many of its tokens are cached, and how many of those on lower tiers."""
+        if sequence.num_asked % LOOK_UP_EVERY == 0:
+            match = self.manager.match_prefix(sequence.prompt)
+            below = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU)
+            sequence.cached = match.num_tokens, below
+        sequence.num_asked += 1
+        return sequence.cached
 
 
 class Admissions:

@@ -191,6 +191,7 @@ class ScheduledSequence:
 
     __slots__ = (
         "accepted",
+        "cached",
         "drafts",
         "finish_reason",
         "group",
@@ -198,6 +199,7 @@ class ScheduledSequence:
         "in_flight",
         "index",
         "lane",
+        "num_asked",
         "num_drafts_in_flight",
         "num_preemptions",
         "_prompt",
@@ -217,6 +219,8 @@ class ScheduledSequence:
         self.state = SequenceState.WAITING
         self.tokens = tokens  # ids known when it last entered or left the GPU: prompt and samples
         self._prompt: Prompt | None = None
+        self.num_asked = 0  # how often the policy asked what is cached of it
+        self.cached = (0, 0)  # what it was told: tokens, and how many of them on lower tiers
         self.in_flight = 0  # samples of unfinished plans, while it has no lane
         self.handle: KVCacheHandle | None = None
         self.lane = -1
