@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvpool.engine.drafts import MOST_PROBE_STEPS, PLAIN_STEPS, PROBE_STEPS, DraftLength
+from kvpool.engine.drafts import MOST_PROBE_AFTER, PROBE_AFTER, PROBE_STEPS, DraftLength
 
 
 def chosen_after(acceptance: float, draft: float, steps: int = 400, most: int = 5) -> list[int]:
@@ -25,13 +25,13 @@ def chosen_after(acceptance: float, draft: float, steps: int = 400, most: int = 
 
 
 def test_given_no_measurement_then_steps_with_none_and_with_most_come_first() -> None:
-    assert chosen_after(0.9, 0.1, steps=3) == [0, 0, 5]  # the first of all overlaps with none
+    assert chosen_after(0.9, 0.1, steps=4) == [0, 0, 5, 5]  # the first of each does not count
 
 
 def test_given_cheap_drafts_that_are_often_right_then_many_are_chosen_and_steps_without_are_rare() -> None:
     numbers = chosen_after(0.9, 0.05)[100:]
     assert max(set(numbers), key=numbers.count) == 5
-    assert 0 < numbers.count(0) <= PLAIN_STEPS * (len(numbers) / PROBE_STEPS + 1)
+    assert 0 < numbers.count(0) <= PROBE_STEPS * (len(numbers) / PROBE_AFTER + 1)
 
 
 def test_given_fewer_right_ones_then_fewer_are_chosen() -> None:
@@ -53,13 +53,27 @@ def test_given_drafts_that_do_not_pay_then_none_are_chosen_and_they_are_tried_ag
     numbers = chosen_after(0.1, 0.2, steps=1000)[100:]
     assert set(numbers) == {0, 1}
     tries = [at for at, number in enumerate(numbers) if number]
-    assert PROBE_STEPS < tries[1] - tries[0] < tries[-1] - tries[-2] <= MOST_PROBE_STEPS + 1  # ever less often
+    tries = [at for at in tries if at - 1 not in tries]
+    assert (
+        PROBE_AFTER < tries[1] - tries[0] < tries[-1] - tries[-2] <= MOST_PROBE_AFTER + PROBE_STEPS
+    )  # ever less often
+
+
+def test_given_a_draft_that_first_has_to_catch_up_then_that_step_does_not_count() -> None:
+    length, numbers = DraftLength(5), [0]
+    for _ in range(300):
+        number = length.choose(1)
+        missing = 20.0 if number and not numbers[-1] else 0.0
+        numbers.append(number)
+        length.observe(1, number, 1.0 + 0.15 * number + missing)
+        length.verified(8, 10)
+    assert numbers[-250:].count(0) <= 8 * PROBE_STEPS
 
 
 def measured() -> DraftLength:
     """A length that has seen steps without drafts and with five, which are cheap."""
     length = DraftLength(5)
-    for number in (0, 0, 5):
+    for number in (0, 0, 5, 5):
         length.observe(1, number, 1.0 + 0.1 * number)
     return length
 
@@ -84,7 +98,7 @@ def test_given_one_step_that_stalled_then_the_choice_stays() -> None:
 
 def test_given_batches_of_other_sizes_then_each_is_measured() -> None:
     length = DraftLength(5)
-    for number in (0, 0, 5):
+    for number in (0, 0, 5, 5):
         length.observe(1, number, 1.0)
     assert length.choose(1) == 5
     assert length.choose(64) == 0

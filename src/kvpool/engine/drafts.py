@@ -30,13 +30,13 @@ from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
 from kvpool.sequences.batch import CSRTable, SequenceBatch
 
-PROBE_STEPS = 32  # behind so many, the other choice is measured
-MOST_PROBE_STEPS = 256  # while the choice stays
+PROBE_AFTER = 32  # steps; behind so many, the other choice is measured
+MOST_PROBE_AFTER = 256  # while the choice stays
+PROBE_STEPS = 3  # that measure it. The first does not count: behind others it waits, or the draft has to catch up
 FORGETTING = 0.997  # how much less each draft counts than the next one, for how often they are right
 MARGIN = 1.05  # drafts must give so many times the tokens a second: beginning and ending with them costs some, too
-CATCH_UP_STEPS = 16  # without drafts; behind so many, the draft computes what these have added
+CATCH_UP_STEPS = 64  # without drafts; behind so many, the draft computes what these have added
 MOST_MISSING = 2048  # tokens that the draft catches up with; if it lacks more, it waits for other sequences
-PLAIN_STEPS = 3  # without drafts, to measure these: the first one had to wait for the last with drafts
 
 
 class DraftStats(NamedTuple):
@@ -58,9 +58,9 @@ class DraftLength:
         self.chosen = most
         self._right, self._tried = 0.5, 1.0
         self._seconds: dict[int, dict[int, float]] = {}  # by the bits of the batch size, then by drafts
-        self._interval = PROBE_STEPS
+        self._interval = PROBE_AFTER
         self._since_probe = 0
-        self._num_plain = 0  # steps without drafts, one after another
+        self._drafted: bool | None = None  # whether the last step had drafts
 
     @property
     def acceptance(self) -> float:
@@ -78,13 +78,13 @@ class DraftLength:
         before, self.chosen = self.chosen, best if self._rate(best, seconds) > MARGIN * self._rate(0, seconds) else 0
         self._since_probe += 1
         if bool(before) != bool(self.chosen):
-            self._interval = PROBE_STEPS
+            self._interval = PROBE_AFTER
         if self._since_probe <= self._interval:
             return self.chosen
-        if self._since_probe >= self._interval + (PLAIN_STEPS if self.chosen else 1):
+        if self._since_probe >= self._interval + PROBE_STEPS:
             self._since_probe = 0
-            self._interval = min(2 * self._interval, MOST_PROBE_STEPS)
-        return 0 if self.chosen else 1
+            self._interval = min(2 * self._interval, MOST_PROBE_AFTER)
+        return 0 if self.chosen else best
 
     def _rate(self, number: int, seconds: Mapping[int, float]) -> float:
         """Tokens a second of one sequence with so many drafts."""
@@ -93,12 +93,12 @@ class DraftLength:
 
     def observe(self, num_sequences: int, number: int, seconds: float) -> None:
         """A step that only decoded took so long with so many drafts of each sequence."""
-        self._num_plain = 0 if number else self._num_plain + 1
-        if self._num_plain == 1:  # it did not overlap with the step before it
+        before, self._drafted = self._drafted, number > 0
+        if before != self._drafted:  # it took longer than the next ones will
             return
         known = self._seconds.setdefault(num_sequences.bit_length(), {})
-        before = known.setdefault(number, seconds)
-        known[number] = before + 0.2 * (min(seconds, 2 * before) - before)  # one stall must not count for long
+        average = known.setdefault(number, seconds)
+        known[number] = average + 0.2 * (min(seconds, 2 * average) - average)  # one stall must not count for long
 
     def verified(self, right: int, tried: int) -> None:
         """Of the drafts of a step, `tried` were compared with the model's token, up to the first wrong one."""
