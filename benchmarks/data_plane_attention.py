@@ -18,7 +18,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -199,32 +199,23 @@ def cpu_runner(layer: Callable[[int], Any]) -> Runner:
     return run
 
 
-class FlashInfer:
-    """FlashInfer in this process, through kvpool's backend: its own kernels and its own planning."""
+class AttentionPeer:
+    """What the cases are compared with. `runner` makes what repeats one of them; it raises NoPartError for others."""
 
-    name = "flashinfer"
-    _cases: Mapping[str, Callable[[str, Mapping[str, Any]], Runner]] = {
-        "decode": gpu_decode,
-        "prefill": gpu_prefill,
-        "plan": gpu_plan,
-    }
+    name = ""
 
     def __init__(self) -> None:
         self._runner: Runner | None = None
 
     def start(self) -> str:
-        if not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None:
-            raise PeerAbsentError("flashinfer needs a CUDA device and the package flashinfer-python")
-        import flashinfer  # type: ignore[import-not-found, unused-ignore]
+        return str(torch.__version__)
 
-        return str(flashinfer.__version__)
+    def runner(self, case: str, params: Mapping[str, Any]) -> Runner:
+        raise NotImplementedError
 
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
-        self._runner = None
-        if case not in self._cases:
-            raise NoPartError(f"flashinfer has no part in {case}")
-        self.start()
-        self._runner = self._cases[case]("flashinfer", params)
+        self._runner = None  # its memory first
+        self._runner = self.runner(case, params)
 
     def repeat(self) -> Sequence[float]:
         assert self._runner is not None
@@ -234,18 +225,36 @@ class FlashInfer:
         self._runner = None
 
 
-@dataclass
-class DenseTorch:
-    """Plain `scaled_dot_product_attention` on dense K and V: what attention costs where nothing is paged."""
+class FlashInfer(AttentionPeer):
+    """FlashInfer in this process, through kvpool's backend: its own kernels and its own planning."""
 
-    name: str = "dense SDPA"
-    _runner: Runner | None = None
+    name = "flashinfer"
+    _cases: Mapping[str, Callable[[str, Mapping[str, Any]], Runner]] = {
+        "decode": gpu_decode,
+        "prefill": gpu_prefill,
+        "plan": gpu_plan,
+    }
 
     def start(self) -> str:
-        return str(torch.__version__)
+        if not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None:
+            raise PeerAbsentError("flashinfer needs a CUDA device and the package flashinfer-python")
+        import flashinfer  # type: ignore[import-not-found, unused-ignore]
 
-    def setup(self, case: str, params: Mapping[str, Any]) -> None:
-        self._runner = None
+        return str(flashinfer.__version__)
+
+    def runner(self, case: str, params: Mapping[str, Any]) -> Runner:
+        if case not in self._cases:
+            raise NoPartError(f"flashinfer has no part in {case}")
+        self.start()
+        return self._cases[case]("flashinfer", params)
+
+
+class DenseTorch(AttentionPeer):
+    """Plain `scaled_dot_product_attention` on dense K and V: what attention costs where nothing is paged."""
+
+    name = "dense SDPA"
+
+    def runner(self, case: str, params: Mapping[str, Any]) -> Runner:
         spec, batch, queries, context = CPU[params["shape"]] if case == "cpu" else (LLAMA, 0, 0, 0)
         if case != "cpu" or spec.kv_dtype is not DType.FLOAT32:
             raise NoPartError(
@@ -261,38 +270,18 @@ class DenseTorch:
             mask = torch.ones(queries, context, dtype=torch.bool).tril(context - queries)
             options |= {"enable_gqa": True, **({"is_causal": True} if queries == context else {"attn_mask": mask})}
         attend = torch.nn.functional.scaled_dot_product_attention
-        self._runner = cpu_runner(lambda n: attend(q, k[n], v[n], **options))
-
-    def repeat(self) -> Sequence[float]:
-        assert self._runner is not None
-        return self._runner()
-
-    def close(self) -> None:
-        self._runner = None
+        return cpu_runner(lambda n: attend(q, k[n], v[n], **options))
 
 
-@dataclass
-class Gathered:
+class Gathered(AttentionPeer):
     """The torch backend, which gathers K and V first."""
 
-    name: str = "torch backend"
-    _runner: Runner | None = None
+    name = "torch backend"
 
-    def start(self) -> str:
-        return str(torch.__version__)
-
-    def setup(self, case: str, params: Mapping[str, Any]) -> None:
-        self._runner = None
+    def runner(self, case: str, params: Mapping[str, Any]) -> Runner:
         if case != "cpu":
             raise NoPartError(f"the torch backend has no part in {case}")
-        self._runner = cpu_attention("torch", params)
-
-    def repeat(self) -> Sequence[float]:
-        assert self._runner is not None
-        return self._runner()
-
-    def close(self) -> None:
-        self._runner = None
+        return cpu_attention("torch", params)
 
 
 def attention_cases() -> list[Case]:

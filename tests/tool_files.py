@@ -1,4 +1,4 @@
-"""The programs in `tools/`, as modules."""
+"""The programs in `tools/`, and the modules in C that one of them compiles, as modules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,5 +19,22 @@ def load_tool(name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled_module(name: str, directory: Path) -> ModuleType:
+    """A module in C that wheels have, built from its source; skips the test where that is impossible."""
+    tool = load_tool("compile_c")
+    if problem := tool.missing():
+        pytest.skip(problem)
+    (source,) = (path for path in tool.c_modules() if path.stem == name)
+    spec = importlib.util.spec_from_file_location(name, tool.compile_module(source, directory, ["-O1"]))
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:  # this processor lacks its instructions
+        pytest.skip(str(error))
     spec.loader.exec_module(module)
     return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvpool.attention.cpu_backend import CpuBackend
 from kvpool.attention.torch_backend import TorchBackend
 from kvpool.config.layers import DType
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
-from tool_files import load_tool
+from tool_files import compiled_module
 
 CPU = torch.device("cpu")
 READ = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8)
@@ -29,18 +28,7 @@ CASES = [case for case in feature_cases() + shape_cases() if case.spec.kv_dtype 
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What wheels have compiled, built from its source."""
-    tool = load_tool("compile_c")
-    if problem := tool.missing():
-        pytest.skip(problem)
-    (source,) = (path for path in tool.c_modules() if path.stem == "_paged_attention")
-    built = tool.compile_module(source, tmp_path_factory.mktemp("attention"), ["-O1"])
-    found = importlib.util.spec_from_file_location("_paged_attention", built)
-    assert found is not None
-    assert found.loader is not None
-    made = importlib.util.module_from_spec(found)
-    found.loader.exec_module(made)
-    return made
+    return compiled_module("_paged_attention", tmp_path_factory.mktemp("attention"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
 import struct
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from kvpool.errors import InvalidArgumentError
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import ReuseScope
-from tool_files import load_tool
+from tool_files import compiled_module
 
 ROOT = root_digest(ReuseScope())
 
@@ -87,20 +86,7 @@ def test_strided_and_read_only_tokens_give_the_same_digests() -> None:
 @pytest.fixture(scope="module")
 def hash_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes, bytes, int], list[bytes]]:
     """What wheels have compiled for runs of blocks, built from its source."""
-    tool = load_tool("compile_c")
-    if problem := tool.missing():
-        pytest.skip(problem)
-    (source,) = (path for path in tool.c_modules() if path.stem == "_sha256_chain")
-    built = tool.compile_module(source, tmp_path_factory.mktemp("chain"), ["-O1"])
-    spec = importlib.util.spec_from_file_location("_sha256_chain", built)
-    assert spec is not None
-    assert spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-    except ImportError as error:
-        pytest.skip(str(error))
-    spec.loader.exec_module(module)
-    return module.hash_run  # type: ignore[no-any-return]
+    return compiled_module("_sha256_chain", tmp_path_factory.mktemp("chain")).hash_run  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("block_bytes", [4, 20, 24, 28, 64, 84, 88, 92, 128, 1024])
