@@ -18,7 +18,14 @@ from models import tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
-from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError, UnsupportedModelError  # noqa: E402
+from kvpool.errors import (  # noqa: E402
+    ConfigError,
+    InvalidArgumentError,
+    NeverFitsError,
+    StepError,
+    UnsupportedModelError,
+)
+from kvpool.model.encoders import InputEncoder  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 COUNT = 12
@@ -218,6 +225,47 @@ def test_given_equal_inputs_then_the_encoder_runs_once_and_only_they_share_prefi
         assert found is not None
         assert (found.num_encoded, found.num_hits) == (2, 1)
         assert engine.cached_tokens(same) == {0: 8}
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_given_requests_with_equal_inputs_then_one_set_of_blocks_serves_all(
+    family: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each begins differently, so that their decoders share nothing."""
+    prompts = [begun(family, 4, 7 + number) for number in range(4)]
+    expected = answers(models[family], prompts)
+    held: list[int] = []
+    written: list[Any] = []
+    project = InputEncoder.keys_and_values
+
+    def look(chunk: Any) -> None:
+        held.append(len({block for handle in engine.manager.handles for block in handle.block_ids(1)}))
+
+    with engine_of(models[family]) as engine:
+        all_there = threading.Event()
+        monkeypatch.setattr(InputEncoder, "keys_and_values", lambda *given: written.append(given) or project(*given))
+        engine.after_step(lambda: all_there.wait() and None)
+        requests = [engine.submit(given, GREEDY, on_chunk=look) for given in prompts]
+        all_there.set()
+        assert [request.result().token_ids for request in requests] == expected
+        assert max(held) == engine.config.blocks_for(1, cross_tokens=requests[0].source.num_tokens)[1]
+        assert len(written) == 1
+        engine.manager.check()
+
+
+def test_given_an_input_that_cannot_be_encoded_then_its_requests_end_and_the_next_ones_are_answered(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = source("t5", 4)
+    (expected,) = answers(models["t5"], [given])
+
+    with engine_of(models["t5"]) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(InputEncoder, "keys_and_values", lambda *_: 1 / 0)
+            with pytest.raises(StepError, match="division by zero"):
+                engine.generate([given, given], GREEDY)
+        assert served(engine, [given]) == [expected]
+        engine.manager.check()
 
 
 def test_given_changed_weights_then_inputs_are_encoded_again() -> None:

@@ -33,13 +33,13 @@ class EncodedInputs:
         self._groups = [group.index for group in runner.plane.config.groups if group.kind is GroupKind.CROSS]
 
     def write(self, sequences: Iterable[ScheduledSequence], generations: Mapping[Hashable, Generation]) -> None:
-        """Writes the keys and values of the encoder's tokens for sequences that have new blocks."""
+        """Writes the keys and values of the encoder's tokens for sequences that came, once for all with equal inputs."""
         for sequence in sequences:
             generation = generations.get(sequence.request.id)
             if generation is None or generation.source is None:
                 continue
             handle = sequence.live_handle()
-            if handle.stats.swaps:  # its blocks came back from the host
+            if handle.stats.swaps or handle.num_cached_encoder_tokens:  # from the host, or filled for another one
                 continue
             slots = np.full((len(self._plane.config.groups), handle.encoder_tokens), -1, np.int32)
             for group in self._groups:

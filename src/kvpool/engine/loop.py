@@ -250,7 +250,9 @@ class EngineLoop:
         if self.leader is not None:  # ranks may be at different places of the step
             raise self.leader.fail(error) from error
         self._catch_up()
-        if plan.is_empty:  # no request caused it, so the next step would fail like this one
+        # Some of their inputs may not be encoded, also of those that compute nothing in this step
+        came = () if self.encoded is None else (*plan.admitted, *plan.resumed)
+        if plan.is_empty and not came:  # no request caused it, so the next step would fail like this one
             raise error
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()  # raises if the device is lost
@@ -263,6 +265,9 @@ class EngineLoop:
             self._end(done)
         for done in self.scheduler.abandon(plan):
             self._end(done, failure)
+        for sequence in came:
+            if not sequence.group.is_finished:
+                self._end(self.scheduler.cancel(sequence.request.id), failure)
 
     def _launch(self, plan: BatchPlan) -> _Launched:
         began = time.perf_counter()

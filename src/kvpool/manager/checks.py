@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from kvpool.config import Tier
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvariantError
 from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
@@ -42,6 +43,7 @@ class Checker:
 
     def run(self) -> None:
         self.check_rows()
+        self.check_encoded()
         self.check_nodes()
         self.check_readers()
         self.check_windows()
@@ -336,6 +338,15 @@ class Checker:
         for policy in policies:
             wanted = candidates[id(policy)]
             self.expect(len(policy) == wanted, f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
+
+    def check_encoded(self) -> None:
+        for (scope, num_tokens), holders in self.state.encoded.items():
+            self.expect(bool(holders), f"nobody has the blocks for the encoder's input {scope.encoder!r}")
+            for group in self.state.fixed:
+                tables = [self.rows.visible_blocks(group.index, row).tolist() for row in sorted(holders)]
+                needed = ceil_div(num_tokens, self.context.block_size)
+                same = all(table == tables[0] and len(table) == needed for table in tables)
+                self.expect(same, f"rows {sorted(holders)} have different blocks for the encoder's input: {tables}")
 
     def check_bookkeeping(self) -> None:
         unknown = self.state.numbers_in_use() - self.rows.symbols.placeholders.keys()

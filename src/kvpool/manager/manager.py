@@ -177,13 +177,15 @@ class KVCacheManager:
 
         Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now, down
         to none (chunked prefill: `extend` before each chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
-        the encoder's, whose input `scope.encoder` must name if blocks are to be shared. `retention` and `ttl` say how long
-        what it computes should stay cached; `session` names it for `invalidate`. A `lease` is no request and not counted as
-        one: it holds blocks for somebody else, as for bytes that come from a keyed tier. `multimodal` lists the images
-        behind placeholder tokens as (position, length, key), see `MultimodalItem`: text before an image is shared, the image
-        and what follows only with prompts that have the same one there. (A lease may end inside one.) A `hint` says when a
-        continuation is expected, if that is known already; what `hint` or `free` are told later counts instead. Raises
-        `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
+        the encoder's, whose input `scope.encoder` must name if blocks are to be shared. Live requests with the same scope
+        then have one set of blocks for it. The first of them fills these; its `num_cached_encoder_tokens` is 0.
+
+        `retention` and `ttl` say how long what it computes should stay cached; `session` names it for `invalidate`. A `lease`
+        is no request and not counted as one: it holds blocks for somebody else, as for bytes that come from a keyed tier.
+        `multimodal` lists the images behind placeholder tokens as (position, length, key), see `MultimodalItem`: text before
+        an image is shared, the image and what follows only with prompts that have the same one there. (A lease may end inside
+        one.) A `hint` says when a continuation is expected, if that is known already; what `hint` or `free` are told later
+        counts instead. Raises `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         if lease is not False:
             lease = as_flag(lease, "lease")

@@ -359,6 +359,7 @@ class Invalidator:
             if self.rows.has_open_tip(handle.row):
                 self.state.publisher.close(handle.row)
             handle.publishes = False
+            self.state.encoded.pop((handle.scope, handle.encoder_tokens), None)
             self.in_flight.untrack(handle)
         for handle in handles if silenced else ():
             if handle.publishes and handle.inflight is None and handle.swapped is None:

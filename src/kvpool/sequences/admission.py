@@ -35,6 +35,7 @@ class AdmissionPlan:
     """An admission, thought through: what is matched and what each GPU pool must supply."""
 
     __slots__ = (
+        "encoded",
         "evicts",
         "fits",
         "match",
@@ -55,6 +56,7 @@ class AdmissionPlan:
         supply: list[int],
         fits: bool,
         evicts: bool,
+        encoded: int = -1,
     ) -> None:
         self.match = match
         self.num_hit_tokens = num_hit_tokens
@@ -64,6 +66,7 @@ class AdmissionPlan:
         self.supply = supply
         self.fits = fits
         self.evicts = evicts  # something must be evicted first
+        self.encoded = encoded  # a row that has blocks for the same input of the encoder; -1: none
 
 
 class AdmissionPlanner:
@@ -256,14 +259,17 @@ class AdmissionPlanner:
         num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
         cross_blocks = -(-cross_tokens // size)
         needs = state.needs(num_blocks - match.num_blocks, int(num_blocks > match.num_blocks))
-        for group in state.fixed:
-            needs[group.pool] += cross_blocks
+        encoded = -1
+        if cross_tokens:
+            encoded = next(iter(state.encoded.get((scope, cross_tokens), ())), -1)
+            for group in state.fixed if encoded < 0 else ():
+                needs[group.pool] += cross_blocks
         supply = state.supply(scope.tenant)
         if match.root is not None:
             self.count_match(match, needs, supply)
         fits = all(need <= have for need, have in zip(needs, supply, strict=True))
         evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
-        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts)
+        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, encoded)
 
     def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
         """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""

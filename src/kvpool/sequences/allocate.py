@@ -24,6 +24,7 @@ INHERITED = (  # what a fork has in common with its parent
     "publishes",
     "is_lease",
     "encoder_tokens",
+    "num_cached_encoder_tokens",
     "num_prompt_tokens",
     "parted_at",
     "family",
@@ -175,8 +176,23 @@ class Allocator:
         self.windows.begin(row, tip, hit_blocks, plan.num_hit_tokens)
         if plan.num_cross_blocks:
             rows.num_cross_blocks[row] = plan.num_cross_blocks
-            for group in state.fixed:
-                rows.tables[group.index][row, : plan.num_cross_blocks] = group.take(plan.num_cross_blocks)
+            self._fill_cross_tables(row, plan)
+
+    def _fill_cross_tables(self, row: int, plan: AdmissionPlan) -> None:
+        """Gives a row the blocks of its encoder's tokens: those of others with the same input, or its own."""
+        state, handle, end = self.state, self.rows.handles[row], plan.num_cross_blocks
+        assert handle is not None
+        for group in state.fixed:
+            table = self.rows.tables[group.index]
+            if plan.encoded < 0:
+                table[row, :end] = group.take(end)
+            else:
+                table[row, :end] = table[plan.encoded, :end]
+                group.share(table[row, :end])
+        if plan.encoded >= 0:
+            handle.num_cached_encoder_tokens = handle.encoder_tokens
+        if handle.publishes:
+            state.encoded.setdefault((handle.scope, handle.encoder_tokens), set()).add(row)
 
     def _copy_partial(self, row: int, match: Match) -> None:
         source = match.partial
@@ -262,6 +278,9 @@ class Allocator:
             table[row, :used] = table[source, :used]
             group.share(table[row, first:used])
         self.windows.enter(row, tip, tip.end)
+        holders = self.state.encoded.get((child.scope, child.encoder_tokens)) if cross else None
+        if holders is not None and source in holders:
+            holders.add(row)
         child.family.add(row)
         rows.set_shared(source, True)
         rows.set_shared(row, True)

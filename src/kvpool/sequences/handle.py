@@ -77,6 +77,7 @@ class KVCacheHandle:
         "is_lease",
         "last_logits",
         "num_cached_blocks",
+        "num_cached_encoder_tokens",
         "num_cached_tokens",
         "num_prompt_tokens",
         "parted_at",
@@ -104,6 +105,7 @@ class KVCacheHandle:
         self.hint = 0  # `ReuseHint.code` of what was said about its continuation
         self.is_lease = False  # it holds blocks for somebody else and is no request
         self.encoder_tokens = 0
+        self.num_cached_encoder_tokens = 0  # that an earlier request with the same named input has the blocks of
         self.num_prompt_tokens = 0
         self.parted_at = 0  # how many of its tokens were cached by others when it came, reusable or not
         self.num_cached_tokens = 0  # that need not be computed

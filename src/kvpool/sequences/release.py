@@ -121,6 +121,8 @@ class Releaser:
             first, end = group.follows((published, used), (0, cross))
             if first < end:
                 group.give_back(rows.tables[group.index][row, first:end], shared)
+        if cross:
+            self.state.leave_encoded(handle, row)
         self.windows.leave(row, tip, 0, published)
 
     def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:

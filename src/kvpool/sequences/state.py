@@ -26,6 +26,7 @@ from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import numbers_in_tree
+from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, Rows
 from kvpool.sequences.publish import InFlight, Publisher
 from kvpool.stats import Counters, EvictionReason
@@ -78,6 +79,8 @@ class CacheState:
         self.counters = Counters()
         self.copies: list[CopyOp] = []
         self.requests: dict[Hashable, KVCacheHandle] = {}
+        # Rows that have the same blocks for an encoder's named input of so many tokens
+        self.encoded: dict[tuple[ReuseScope, int], set[int]] = {}
         columns = 128 if config.max_seq_len is None else min(1024, ceil_div(config.max_seq_len, config.block_size))
         self.pools: list[list[BlockPool]] = [
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
@@ -131,6 +134,15 @@ class CacheState:
         if handle._rows is not self.rows:
             raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
         return row
+
+    def leave_encoded(self, handle: KVCacheHandle, row: int) -> None:
+        """A row has no blocks for its encoder's input any more."""
+        key = handle.scope, handle.encoder_tokens
+        holders = self.encoded.get(key)
+        if holders is not None:
+            holders.discard(row)
+            if not holders:
+                del self.encoded[key]
 
     def keep_symbols(self, fresh: Fresh) -> None:
         """Notes the symbols of multimodal items that are in a row now, and forgets old ones if there are too many."""

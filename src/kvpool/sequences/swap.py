@@ -314,8 +314,8 @@ class Swapper:
 
     def _join_families(self, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
         """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
-        for of_group in wanted:
-            if not of_group:
+        for group, of_group in zip(self.state.groups, wanted, strict=True):
+            if not of_group or not group.grows:  # blocks of an encoder's tokens are shared by others, too
                 continue
             ids = np.concatenate(of_group)
             owners = np.repeat(np.arange(len(handles)), [len(part) for part in of_group])
