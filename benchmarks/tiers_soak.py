@@ -119,8 +119,8 @@ class Soak:
         self.plain = plain
         # A model so small computes faster than anything loads: never measured, it is loaded
         assert engine._tiers is not None
-        engine._tiers._transport.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
-        self.tables = fill_tables(engine._tiers._transport)
+        engine._tiers.transport.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
+        self.tables = fill_tables(engine._tiers.transport)
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)
         self.traffic = Traffic(seed)
         self.looks: list[Look] = []

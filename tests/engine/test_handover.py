@@ -189,7 +189,7 @@ def test_given_more_blocks_than_are_known_of_a_tier_then_all_of_them_are_told_of
     for _ in range(2):  # it is computed and stored, then it is there
         with make(store) as engine:
             assert engine._tiers is not None
-            engine._tiers._transport.storer.tiers[0].known = KnownKeys(5)  # a chunk has 4
+            engine._tiers.transport.storer.tiers[0].known = KnownKeys(5)  # a chunk has 4
             assert engine.prefill(PROMPT, on_progress=heard.append).result(SECONDS).num_stored_tokens == 120
     assert heard == [32, 64, 96, 120, 120]
 
@@ -227,7 +227,7 @@ def test_given_a_prefill_that_is_cancelled_then_it_ends_with_what_is_there() -> 
         assert prefill.result(SECONDS).num_stored_tokens <= 120
         assert engine.generate([PROMPT], GREEDY)[0].token_ids == alone()
         assert engine._tiers is not None
-        assert engine._tiers._transport.storer._listeners == []  # what is over listens no more
+        assert engine._tiers.transport.storer._listeners == []  # what is over listens no more
 
 
 def test_given_an_engine_that_is_closed_then_whoever_waits_is_told() -> None:
@@ -259,7 +259,7 @@ def test_given_a_prefetch_that_somebody_wants_to_cancel_then_the_engine_goes_on_
 def test_given_too_many_that_wait_for_tiers_then_a_prefill_is_refused_and_says_why() -> None:
     with make(Store()) as engine:
         assert engine._tiers is not None
-        engine._tiers._transport.fetch_threads.max_waiting = 0
+        engine._tiers.transport.fetch_threads.max_waiting = 0
         with pytest.raises(SequenceStateError, match="ask again later"):
             engine.prefill(PROMPT).result(SECONDS)
         assert engine.prefetch(PROMPT).result(SECONDS) == 0

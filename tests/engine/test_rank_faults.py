@@ -75,3 +75,10 @@ def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed() -
         two.generate([PROMPT])
     two.close()
     check_that_nothing_is_left(ranks)
+
+
+def test_given_a_rank_that_cannot_open_its_tier_then_no_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "rank-1-of-2").write_text("no folder")
+    with pytest.raises(RankError, match=r"rank 1 failed: ConfigError: .*rank-1-of-2"):
+        engine(tensor_parallel=2, disk=tmp_path)
+    assert not torch.distributed.is_initialized()

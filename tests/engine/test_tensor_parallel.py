@@ -16,6 +16,7 @@ from kvpool.engine.ranks import Ranks
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnsupportedModelError
 from kvpool.model.sharding import shard_plan
 from kvpool.scheduling import SchedulerConfig
+from kvpool.tiers import MemoryTier
 
 FAMILIES = [
     "mistral",
@@ -166,7 +167,7 @@ def test_given_a_family_without_a_plan_then_it_is_refused(family: str) -> None:
         (dict(tensor_parallel=3), "4 attention heads"),
         (dict(tensor_parallel=0), "tensor_parallel"),
         (dict(tensor_parallel="two"), "number of ranks"),
-        (dict(tensor_parallel=2, disk="d"), "disk with tensor_parallel"),
+        (dict(tensor_parallel=2, tiers=[MemoryTier(2**20)]), "give addresses"),
         (dict(tensor_parallel=2, draft="d"), "draft with tensor_parallel"),
         (dict(tensor_parallel=2, compile=True), "compile with tensor_parallel"),
         (dict(tensor_parallel=2, adapters={"a": "b"}), "adapters with tensor_parallel"),

@@ -451,7 +451,7 @@ def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_m
     engine = make_engine(Wrapped(MemoryTier(2**28), store=gate))
     assert answers(engine, PROMPT) == computed(PROMPT)
     began = time.monotonic()
-    engine._tiers._transport.storer.close(0.01)  # type: ignore[union-attr]
+    engine._tiers.transport.storer.close(0.01)  # type: ignore[union-attr]
     engine.close()
     gate.opened.set()
     assert time.monotonic() - began < SECONDS

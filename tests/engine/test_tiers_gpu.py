@@ -89,7 +89,7 @@ def test_given_a_node_then_blocks_go_straight_into_its_memory_and_come_straight_
     with node_folder() as folder, node_thread(folder, 2**26), NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
         for is_warm in (False, True):
             with make_engine("llama", remote=f"node:{folder}?timeout={SECONDS}", tier_timeout=SECONDS) as engine:
-                linked = engine._tiers._transport._linked
+                linked = engine._tiers.transport._linked
                 eventually(lambda linked=linked: linked.is_locked, "the region is locked for the GPU")
                 with monkeypatch.context() as patched:
                     patched.setattr(NodeTier, "_store_rated", refuse)

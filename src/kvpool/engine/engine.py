@@ -126,8 +126,7 @@ class Engine:
         draft = None
         if chosen.draft is not None:
             draft = load_model(chosen.draft, device=self.model.device, dtype=chosen.dtype)
-        agree = None if leader is None else leader.agree
-        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start, agree)
+        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start, leader)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
         self._prompts = None
         if inputs is not None:
@@ -141,7 +140,7 @@ class Engine:
         weakref.finalize(self, self._thread.abandon).atexit = False
         if leader is not None:
             self._loop.leader = leader
-            leader.start(self.plane, self._loop.runner, partial(_stop, self._thread))
+            leader.start(self.plane, self._loop.runner, partial(_tell, self._thread))
             weakref.finalize(self, _end_ranks, self._thread, leader).atexit = False
 
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
@@ -359,6 +358,7 @@ class Engine:
         Blocks are stored while the rest is computed. Any thread may call `on_progress`, with how many tokens others find so
         far. `Prefill.result()` waits until all blocks are stored or have failed to be.
         """
+        self._refuse_ranks("prefill for other engines")
         tiers = self._handing_over()
         prefill: list[Prefill] = []
         read = self._read(prompt, images)
@@ -688,14 +688,10 @@ def _end_ranks(thread: EngineThread, leader: Leader) -> None:
         leader.close()
 
 
-def _stop(thread: EngineThread, failure: KVPoolError) -> None:
-    """Ends an engine because one of its ranks has."""
-
-    def stop() -> None:
-        raise failure
-
-    with suppress(SequenceStateError):  # it has ended
-        thread.tell(stop, lambda error: None)
+def _tell(thread: EngineThread, run: Callable[[], None]) -> None:
+    """Has something called in the thread of an engine, unless it has ended."""
+    with suppress(SequenceStateError):
+        thread.tell(run, lambda error: None)
 
 
 def _cancel(thread: EngineThread, loop: EngineLoop, generation: Generation) -> None:

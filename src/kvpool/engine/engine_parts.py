@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvpool.attention import AttentionBackend, create_backend
 from kvpool.config import KVCacheConfig, LayerSpec, StateSpec, Tier
@@ -33,9 +33,26 @@ from kvpool.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane
+from kvpool.tiers.keys import Shard
 from kvpool.tiers.model_tiers import ModelTiers
+from kvpool.tiers.transport.shards import Shards
 
 log = logging.getLogger("kvpool")
+
+
+class RankLink(Protocol):
+    """The other ranks of a divided model, as one of them sees them."""
+
+    @property
+    def shard(self) -> Shard:
+        """Which part of every block this rank has."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """What rank 0 tells the others about tiers."""
+
+    def exchange(self, value: str) -> list[str]:
+        """What every rank says, in their order."""
 
 
 class Parts(NamedTuple):
@@ -60,11 +77,11 @@ def assemble(
     draft: LoadedModel | None = None,
     tokenizer: Any = None,
     start: Start | None = None,
-    agree: Callable[[int], int] | None = None,
+    ranks: RankLink | None = None,
 ) -> Parts:
     """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model.
 
-    Ranks of a divided model `agree` on how many bytes each has for keys and values.
+    The ranks of a divided model agree on how many bytes each has for keys and values, the smallest number of all.
     """
     compile, kv_bytes, start = settings.compile, settings.kv_bytes, start or Start()
     has_encoder = bool(model.config.is_encoder_decoder)
@@ -91,7 +108,7 @@ def assemble(
             if drafting is not None and where.type == "cuda":
                 beside += step_bytes(*drafting, where, limits)
             kv_bytes = kv_budget(own, shape, where, settings.memory_fraction, limits, beside)
-            kv_bytes = kv_bytes if agree is None else agree(kv_bytes)
+            kv_bytes = kv_bytes if ranks is None else min(map(int, ranks.exchange(str(kv_bytes))))
         layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
         if drafting is not None:  # a window would take what the draft computes again out of its sight
             layers += [
@@ -117,7 +134,7 @@ def assemble(
         start.stage("compiling layers and kernels, and capturing CUDA graphs")
         backend = create_backend(settings.attention, where)
         runner = ModelRunner(own, shape, plane, backend, adapters=adapters, num_axes=encoder.num_axes, **options)
-        runner.warm_up(all_graphs=agree is not None)  # ranks capture at the same time or not at all
+        runner.warm_up(all_graphs=ranks is not None)  # ranks capture at the same time or not at all
         drafts = None
         if drafting is not None:
             drafts = _drafts(drafting, plane, backend, shape.vocab_size, limits, options)
@@ -125,13 +142,16 @@ def assemble(
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         are_rotated = any(rotates(layer) for layer in layers if isinstance(layer, LayerSpec))
-        opened = model_tiers.open(model, config, None if draft is None else draft.model, are_rotated=are_rotated)
+        own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
+        drafted = None if draft is None else draft.model
+        opened = model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)
         if are_rotated:
             log.warning(
                 "keys and values in int4 change answers; int8 keeps most: docs/engine.md#types-of-keys-and-values"
             )
         requests, inbox = ScheduledRequests(scheduler, adapters), Inbox()
-        tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
+        shards = None if ranks is None else ranks.shards
+        tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox, shards)
         loop = EngineLoop(
             scheduler,
             requests,

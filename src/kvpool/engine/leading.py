@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-import struct
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpool.engine.ranks import END, OK, START_SECONDS, STEP, Ranks, Watch, as_ranks, rank_devices
+from kvpool.engine.rank_tiers import RankTiers
+from kvpool.engine.ranks import COPIES, OK, START_SECONDS, STEP, TIERS, Ranks, Watch, as_ranks, rank_devices
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
-from kvpool.engine.step_message import StepInputs, encode, make_lists
+from kvpool.engine.step_message import StepInputs, encode, encode_copies, make_lists
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.model.sharding import Sharding
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling import BatchPlan
 from kvpool.storage import DataPlane
+from kvpool.tiers.keys import Shard
 
-NUMBER = struct.Struct("<q")
+_CLOSE_SECONDS = 20.0  # ranks store what is in flight to their tiers before they end
 
 
 class EngineSpec(NamedTuple):
@@ -49,10 +54,14 @@ class Leader:
         self.sharding = Sharding(0, len(devices), devices[0], self._join)
         self._model = model
         self._device = settings.device  # as it was given: None and cuda mean a GPU for each rank
-        self._copies: list[CopyOp] = []  # since the last step
+        self.shard = Shard(0, len(devices))
+        self.shards = RankTiers(self._order, self._flush, self._flush_soon)
+        self._pending: deque[CopyOp | list[Any]] = deque()  # copies, and orders about tiers, since the last step
+        self._tell: Callable[[Callable[[], None]], None] | None = None  # has something called in the engine's thread
         self._ranks: Ranks | None = None
         self._watch: Watch | None = None
         self._num_groups = 0
+        self._started = False
 
     @property
     def ranks(self) -> Ranks:
@@ -71,6 +80,7 @@ class Leader:
         self._ranks.in_use = True
         self._ranks.set_seconds(START_SECONDS)
         self._ranks.connect()
+        self.shards.connect(self._ranks.tier_channels, self._ranks.numbers.__next__)
         self._ranks.tell_all(OK, spec)
         return self._ranks.mesh
 
@@ -80,23 +90,60 @@ class Leader:
         self.ranks.set_seconds(self.ranks.seconds)
         self.ranks.tell_all(OK)
 
-    def agree(self, value: int) -> int:
-        """The smallest value of all ranks."""
-        least: int = min(value, *(NUMBER.unpack(answer)[0] for answer in self.ranks.each_answers()))
-        self.ranks.tell_all(OK, NUMBER.pack(least))
-        return least
+    def exchange(self, value: str) -> list[str]:
+        """What every rank says, in their order."""
+        values = [value, *(answer.decode() for answer in self.ranks.each_answers())]
+        self.ranks.tell_all(OK, json.dumps(values).encode())
+        return values
 
-    def start(self, plane: DataPlane, runner: ModelRunner, tell: Callable[[KVPoolError], None]) -> None:
-        """Waits until every rank is ready, and sends them every step from now on. `tell` hears of a rank that fails."""
+    def start(self, plane: DataPlane, runner: ModelRunner, tell: Callable[[Callable[[], None]], None]) -> None:
+        """Waits until every rank is ready, and sends them every step from now on.
+
+        `tell` has something called in the engine's thread, the only one that sends steps. Ranks that fail raise there.
+        """
         self.ranks.each_answers()
+        self._started = True
+        self._tell = tell
         self._num_groups = len(plane.config.groups)
-        plane.mirror, runner.mirror = self._copies.extend, self._step
-        self._watch = Watch(self.ranks, tell)
+        plane.mirror, runner.mirror = self._pending.extend, self._step
+        self._watch = Watch(self.ranks, self._stop, self.shards.heard)
+
+    def _stop(self, failure: KVPoolError) -> None:
+        def stop() -> None:
+            raise failure
+
+        assert self._tell is not None
+        self._tell(stop)
+
+    def _order(self, what: list[Any]) -> None:
+        """Something about tiers, from any thread."""
+        self._pending.append(what)
+
+    def _flush_soon(self) -> None:
+        if self._tell is not None:
+            self._tell(self._flush)
+
+    def _flush(self) -> None:
+        """Sends what waits for the next step."""
+        if self._ranks is not None and (copies := self._send_orders()):
+            self.ranks.tell_all(COPIES, encode_copies(copies))
+
+    def _send_orders(self) -> list[CopyOp]:
+        """Sends the orders about tiers, with the copies before them; returns the copies behind them."""
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        behind: list[Any] = []
+        for is_copy, each in groupby(pending, lambda item: isinstance(item, CopyOp)):
+            if behind:
+                self.ranks.tell_all(COPIES, encode_copies(behind))
+            behind = list(each)
+            if not is_copy:
+                self.ranks.tell_all(TIERS, json.dumps(behind).encode())
+                behind = []
+        return behind
 
     def _step(self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None) -> None:
-        step = StepInputs(self._copies, plan, launch, keep)
+        step = StepInputs(self._send_orders(), plan, launch, keep)
         self.ranks.tell_all(STEP, encode(step, make_lists(plan, self._num_groups)))
-        self._copies.clear()
         if step.has_unknown_tokens:
             torch.distributed.broadcast(token_ids, 0)
 
@@ -114,8 +161,10 @@ class Leader:
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return
+        if ranks.failure is None and (self._started or not self._owned):
+            ranks.set_seconds(max(ranks.seconds, _CLOSE_SECONDS))
+            with suppress(KVPoolError):  # a rank that does not end makes them fail
+                ranks.end_engine()
         ranks.in_use = False
         if self._owned:
             ranks.close()
-        elif ranks.failure is None:
-            ranks.tell_all(END)

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m kvpool.engine.rank_process FD`. `Ranks` starts it.
+"""The process of a rank other than 0: `python -m kvpool.engine.rank_process FD FD`. `Ranks` starts it.
 
 It loads its part of a model, runs the steps that rank 0 sends, and waits for the next model. It ends with rank 0.
 """
@@ -17,54 +17,90 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from kvpool.engine.engine_parts import assemble
-from kvpool.engine.leading import NUMBER, EngineSpec
-from kvpool.engine.ranks import END, ERROR, OK, Channel, Hello, join_ranks
+from kvpool.engine.engine_parts import Parts, assemble
+from kvpool.engine.leading import EngineSpec
+from kvpool.engine.rank_tiers import RankAnswers, obey
+from kvpool.engine.ranks import COPIES, END, ERROR, OK, TIERS, Channel, Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.step_message import decode
+from kvpool.engine.step_message import decode, decode_copies
 from kvpool.kernels.layout import current
 from kvpool.model.loading import load_model
 from kvpool.model.sharding import Sharding
+from kvpool.tiers.keys import Shard
+from kvpool.tiers.transport.shard_keeper import ShardKeeper
+from kvpool.tiers.transport.shards import Shards
+
+
+class EngineEnded(Exception):  # no error
+    """Rank 0 has closed the engine."""
 
 
 class Follower:
-    """One rank: its channel to rank 0, and the mesh of all."""
+    """One rank: its channels to rank 0, and the mesh of all."""
 
-    def __init__(self, hello: Hello, channel: Channel) -> None:
+    shards: Shards | None = None  # only rank 0 tells others what to do
+
+    def __init__(self, hello: Hello, channel: Channel, answers: RankAnswers) -> None:
         self._hello = hello
         self._channel = channel
+        self._answers = answers
+        self.shard = Shard(hello.rank, hello.size)
         self._device = torch.device(hello.device)
         channel.send(OK)
         self._mesh = join_ranks(hello.rank, hello.size, self._device, hello.backend, hello.directory, hello.seconds)
 
     def serve(self, spec: EngineSpec) -> None:
         """Builds the part of an engine and runs its steps until the engine is closed."""
-        settings = spec.settings
-        sharding = Sharding(self._hello.rank, self._hello.size, self._device, lambda: self._mesh)
-        loaded = load_model(spec.model, device=self._device, dtype=settings.dtype, sharding=sharding)
-        self._channel.send(OK)
-        self._channel.receive()
-        parts = assemble(loaded.model, settings, settings.limits(), settings.model_tiers(), agree=self._agree)
-        self._channel.send(OK)
-        runner = parts.loop.runner
+        with suppress(EngineEnded):
+            settings = spec.settings
+            sharding = Sharding(self._hello.rank, self._hello.size, self._device, lambda: self._mesh)
+            loaded = load_model(spec.model, device=self._device, dtype=settings.dtype, sharding=sharding)
+            self._channel.send(OK)
+            self._receive()
+            parts = assemble(loaded.model, settings, settings.limits(), settings.model_tiers(), ranks=self)
+            self._run(parts)
+        self._channel.send(END)
+
+    def _receive(self) -> tuple[bytes, bytearray]:
+        kind, message = self._channel.receive()
+        if kind == END:
+            raise EngineEnded
+        return kind, message
+
+    def exchange(self, value: str) -> list[str]:
+        """What every rank says, in their order."""
+        self._channel.send(OK, value.encode())
+        values: list[str] = json.loads(self._receive()[1])
+        return values
+
+    def _run(self, parts: Parts) -> None:
+        runner, tiers = parts.loop.runner, parts.tiers
+        keeper = None if tiers is None else ShardKeeper(tiers.transport, parts.plane)
+        self._answers.keeper = keeper
         try:
+            self._channel.send(OK)
             with current(self._device):
-                self._run_steps(runner)
+                self._run_steps(runner, keeper)
         finally:
+            self._answers.keeper = None
+            if tiers is not None and keeper is not None:
+                keeper.close()
+                tiers.close()
             parts.plane.close()
             runner.close()
 
-    def _agree(self, value: int) -> int:
-        self._channel.send(OK, NUMBER.pack(value))
-        least: int = NUMBER.unpack(self._channel.receive()[1])[0]
-        return least
-
     @torch.inference_mode()
-    def _run_steps(self, runner: ModelRunner) -> None:
+    def _run_steps(self, runner: ModelRunner, keeper: ShardKeeper | None) -> None:
         while True:
-            kind, message = self._channel.receive()
-            if kind == END:
-                return
+            kind, message = self._receive()
+            if kind == COPIES:
+                runner.plane.run_copies(decode_copies(message), overlap=True)
+                continue
+            if kind == TIERS:
+                assert keeper is not None
+                for order in json.loads(message):
+                    obey(keeper, *order)
+                continue
             step = decode(message)
             runner.plane.run_copies(step.copies, overlap=True)
             token_ids = runner.upload(step.plan.token_ids.astype(np.int64))
@@ -73,15 +109,15 @@ class Follower:
             runner.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
 
 
-def main(descriptor: int) -> None:
+def main(steps: int, tiers: int) -> None:
     """Serves engines until rank 0 is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when it ends, and takes this process with it
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=descriptor), None)
+    channel, asked = (Channel(socket.socket(fileno=descriptor), None) for descriptor in (steps, tiers))
     try:
         hello = Hello(*json.loads(channel.receive()[1]))
         torch.set_num_threads(hello.num_threads)
-        follower = Follower(hello, channel)
+        follower = Follower(hello, channel, RankAnswers(asked))
         while True:
             follower.serve(pickle.loads(channel.receive()[1]))
             gc.collect()
@@ -95,4 +131,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

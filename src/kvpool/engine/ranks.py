@@ -4,12 +4,14 @@ The process of the `Engine` is rank 0. It has the only control plane: it plans s
 message (`step_message`), and samples. The others (`rank_process`) have a part of the weights and the same part of every
 block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo otherwise.
 
-Every rank has a socket to rank 0. A rank that dies closes it, one that fails says why on it, and one that hangs lets a
-collective or a message run out of time. Each of these ends the engine, because no rank can compute alone.
+Every rank has two sockets to rank 0: for steps, and for questions about tiers (`rank_tiers`). A rank that dies closes them,
+one that fails says why on the first, and one that hangs lets a collective or a message run out of time. Each of these ends
+the engine, because no rank can compute alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -38,7 +40,8 @@ _END_SECONDS = 5.0
 _REPORT_SECONDS = 1.0
 _MOST_RANKS = 64
 _LENGTH = struct.Struct("<I")
-STEP, END, ERROR, OK = b"S", b"E", b"X", b"K"  # what a message is, in its first byte
+# What a message is, in its first byte
+STEP, COPIES, TIERS, END, ERROR, OK = b"S", b"C", b"T", b"E", b"X", b"K"
 
 
 class Hello(NamedTuple):
@@ -105,6 +108,8 @@ class Ranks:
         self._directory = tempfile.mkdtemp(prefix="kvpool-ranks-")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
+        self.tier_channels: list[Channel] = []
+        self.numbers = itertools.count()  # of questions, new ones for each engine
         try:
             for rank in range(1, size):
                 self._start(rank)
@@ -113,20 +118,21 @@ class Ranks:
             raise
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
+        (ours, theirs), (our_tiers, their_tiers) = socket.socketpair(), socket.socketpair()
+        self.channels.append(Channel(ours, START_SECONDS))
+        self.tier_channels.append(Channel(our_tiers, self.seconds))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "kvpool.engine.rank_process", str(theirs.fileno())]
-        with theirs:
+        with theirs, their_tiers:
+            numbers = theirs.fileno(), their_tiers.fileno()
             self.processes.append(
                 subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
+                    [sys.executable, "-m", "kvpool.engine.rank_process", *map(str, numbers)],
+                    pass_fds=numbers,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )
             )
-        self.channels.append(Channel(ours, START_SECONDS))
         hello = Hello(
             rank,
             self.size,
@@ -167,6 +173,19 @@ class Ranks:
             except TimeoutError:
                 raise self.fail(f"rank {rank} took no message for {channel.socket.gettimeout():g} s") from None
             except OSError:
+                raise self.fail() from None
+
+    def end_engine(self) -> None:
+        """Has every rank close its part of an engine, whatever it does now, and waits for that."""
+        self.tell_all(END)
+        for rank, channel in enumerate(self.channels, 1):
+            try:
+                while (message := channel.receive())[0] != END:
+                    if message[0] == ERROR:
+                        raise self.fail(_said(rank, message[1]))
+            except TimeoutError:
+                raise self.fail(f"rank {rank} did not end within {channel.socket.gettimeout():g} s") from None
+            except (EOFError, OSError):
                 raise self.fail() from None
 
     def set_seconds(self, seconds: float) -> None:
@@ -226,7 +245,7 @@ class Ranks:
 
     def _end(self, failure: KVPoolError, seconds: float) -> None:
         self.failure = failure
-        for channel in self.channels:
+        for channel in (*self.channels, *self.tier_channels):
             with suppress(OSError):
                 channel.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits for it, too
             channel.socket.close()
@@ -302,23 +321,33 @@ def _on_this_machine() -> Iterator[None]:
 
 
 class Watch:
-    """A thread that waits for a rank to end or to fail between two steps, and tells about it."""
+    """A thread that waits for a rank to end or to fail between two steps, and for answers about tiers, and tells of both."""
 
-    def __init__(self, ranks: Ranks, tell: Callable[[KVPoolError], None]) -> None:
+    def __init__(self, ranks: Ranks, tell: Callable[[KVPoolError], None], heard: Callable[[bytearray], None]) -> None:
         self._ranks = ranks
         self._tell = tell
+        self._heard = heard
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="kvpool-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         sockets = [channel.socket for channel in self._ranks.channels]
-        try:
-            ready, _, _ = select.select([self._woken, *sockets], [], [])
-        except (OSError, ValueError):  # they are closed: the engine has failed, and knows
-            return
-        if self._woken not in ready:
-            self._tell(self._ranks.fail())
+        asked = {channel.socket: channel for channel in self._ranks.tier_channels}
+        while True:
+            try:
+                ready, _, _ = select.select([self._woken, *sockets, *asked], [], [])
+                if self._woken in ready:
+                    return
+                if not asked.keys() >= set(ready):
+                    break
+                for each in ready:
+                    self._heard(asked[each].receive()[1])
+            except ValueError:  # they are closed: the engine has failed, and knows
+                return
+            except (EOFError, OSError):
+                break
+        self._tell(self._ranks.fail())
 
     def close(self) -> None:
         """Stops to watch."""

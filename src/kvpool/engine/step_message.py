@@ -1,7 +1,7 @@
 """A step as bytes, numbers only: what the ranks of a divided model need of a `BatchPlan`, and the copies before it.
 
 header        counts and flags, 32-bit integers
-copies        for each: six integers, then the blocks that are read and the blocks that are written
+copies        their number; for each: six integers, then the blocks that are read and the blocks that are written
 token ids, positions, slots, kv_lengths, kept tokens
 query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
@@ -22,7 +22,8 @@ from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan
 from kvpool.sequences.batch import CSRTable
 
-_HEADER = struct.Struct("<8i")
+_HEADER = struct.Struct("<7i")
+_COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
 _UNIFORM, _LAUNCH, _KEEPS = 1, 2, 4
 _KINDS = tuple(CopyKind)
@@ -71,15 +72,8 @@ def encode(step: StepInputs, lists: BlockLists) -> bytes:
     kept: npt.NDArray[Any] = np.empty(0, np.int64) if keep is None else keep
     flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
     rows, num_groups = len(plan.sequences), len(lists.tables)
-    counts = (plan.number, rows, plan.num_decode, plan.num_tokens, flags, len(copies), len(kept), num_groups)
-    parts: list[Any] = [_HEADER.pack(*counts)]
-    for op in copies:
-        tokens = -1 if op.num_tokens is None else op.num_tokens
-        where = _TIERS.index(op.src_tier), _TIERS.index(op.dst_tier)
-        parts += [
-            _COPY.pack(_KINDS.index(op.kind), op.group, *where, len(op.src), tokens),
-            *_as_bytes(op.src, op.dst),
-        ]
+    counts = (plan.number, rows, plan.num_decode, plan.num_tokens, flags, len(kept), num_groups)
+    parts: list[Any] = [_HEADER.pack(*counts), encode_copies(copies)]
     parts += _as_bytes(plan.token_ids, plan.positions, plan.slots, plan.kv_lengths, kept)
     if not plan.is_uniform:  # otherwise every row has one token and one sample
         parts += _as_bytes(plan.query_start, plan.num_samples, plan.num_drafts)
@@ -88,22 +82,51 @@ def encode(step: StepInputs, lists: BlockLists) -> bytes:
     return b"".join(parts)
 
 
+def encode_copies(copies: Sequence[CopyOp]) -> bytes:
+    """The message of copies without a step, which is a part of that of a step, too."""
+    parts = [_COUNT.pack(len(copies))]
+    for op in copies:
+        tokens = -1 if op.num_tokens is None else op.num_tokens
+        where = _TIERS.index(op.src_tier), _TIERS.index(op.dst_tier)
+        head = _COPY.pack(_KINDS.index(op.kind), op.group, *where, len(op.src), tokens)
+        parts += [head, *_as_bytes(op.src, op.dst)]
+    return b"".join(parts)
+
+
+class _Reader:
+    """Reads a message from its beginning to its end."""
+
+    def __init__(self, message: bytearray) -> None:
+        self._message = message
+        self._at = 0
+
+    def fields(self, form: struct.Struct) -> tuple[Any, ...]:
+        self._at += form.size
+        return form.unpack_from(self._message, self._at - form.size)
+
+    def take(self, count: int) -> Int32Array:
+        self._at += 4 * count
+        return np.frombuffer(self._message, np.int32, count, self._at - 4 * count)
+
+    def copies(self) -> list[CopyOp]:
+        found = []
+        for _copy in range(self.fields(_COUNT)[0]):
+            kind, group, source, target, count, tokens = self.fields(_COPY)
+            where, blocks = (_TIERS[source], _TIERS[target]), (self.take(count), self.take(count))
+            found.append(CopyOp(_KINDS[kind], group, *where, *blocks, None if tokens < 0 else tokens))
+        return found
+
+
+def decode_copies(message: bytearray) -> list[CopyOp]:
+    """The copies of a message of `encode_copies`."""
+    return _Reader(message).copies()
+
+
 def decode(message: bytearray) -> StepInputs:
     """The step of a message."""
-    number, rows, num_decode, num_tokens, flags, num_copies, num_kept, num_groups = _HEADER.unpack_from(message)
-    at = _HEADER.size
-
-    def take(count: int) -> Int32Array:
-        nonlocal at
-        at += 4 * count
-        return np.frombuffer(message, np.int32, count, at - 4 * count)
-
-    copies = []
-    for _copy in range(num_copies):
-        kind, group, source, target, count, tokens = _COPY.unpack_from(message, at)
-        at += _COPY.size
-        limit = None if tokens < 0 else tokens
-        copies.append(CopyOp(_KINDS[kind], group, _TIERS[source], _TIERS[target], take(count), take(count), limit))
+    reader = _Reader(message)
+    number, rows, num_decode, num_tokens, flags, num_kept, num_groups = reader.fields(_HEADER)
+    copies, take = reader.copies(), reader.take
     token_ids, positions = take(num_tokens), take(num_tokens).astype(np.int64)
     slots = take(num_groups * num_tokens).reshape(num_groups, num_tokens)
     kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)

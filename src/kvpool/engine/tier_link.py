@@ -34,6 +34,7 @@ from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.cache_blocks import PrefixLeases
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.shards import Shards
 from kvpool.tiers.transport.threads import Pending
 from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, TieringStats, TierInvalidator, TierTransport
 
@@ -57,16 +58,22 @@ class TierLink:
     """Joins one engine to keyed tiers, fastest first."""
 
     def __init__(
-        self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane, requests: ScheduledRequests, inbox: Inbox
+        self,
+        opened: OpenedTiers,
+        scheduler: Scheduler,
+        plane: DataPlane,
+        requests: ScheduledRequests,
+        inbox: Inbox,
+        shards: Shards | None = None,
     ) -> None:
         self.keys = opened.keys
         self._requests = requests
         self._inbox = inbox
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        self._transport = TierTransport(opened, self._manager, plane)
-        self._collector = Collector(scheduler, self._transport.offers)
-        self.handovers = Handovers(self._transport, self._collector, self._manager, inbox)
+        self.transport = TierTransport(opened, self._manager, plane, shards)
+        self._collector = Collector(scheduler, self.transport.offers)
+        self.handovers = Handovers(self.transport, self._collector, self._manager, inbox)
         self._leases = PrefixLeases(self._manager)
         self._held: dict[Hashable, _HeldRequest] = {}
         self._media: dict[Hashable, dict[int, Tier]] = {}  # by request that was not admitted yet: what came for it
@@ -76,7 +83,7 @@ class TierLink:
 
     @property
     def invalidator(self) -> TierInvalidator:
-        return self._transport.invalidator
+        return self.transport.invalidator
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +97,7 @@ class TierLink:
 
     def find(self, request: Request, first: int) -> dict[int, Tier]:
         """Where tiers have the blocks of a prompt from `first` on. Waits for them. From any thread."""
-        return self._transport.find(self.prompt_keys(request), first)
+        return self.transport.find(self.prompt_keys(request), first)
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
         """Lets a request wait while its prefix is fetched; returns False if there is nothing to wait for."""
@@ -102,10 +109,10 @@ class TierLink:
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
-        if missing <= 0 or self._closed or self._transport.fetch_threads.is_stuck:
+        if missing <= 0 or self._closed or self.transport.fetch_threads.is_stuck:
             return False
         now = time.monotonic()
-        due = held.pending.due if math.isfinite(held.pending.due) else now + self._transport.patience(missing)
+        due = held.pending.due if math.isfinite(held.pending.due) else now + self.transport.patience(missing)
         if due <= now:
             return False
         held.pending = Pending(due, Fetch.release)
@@ -116,9 +123,9 @@ class TierLink:
             self._held[held.request.id] = held
             return True
         fetch = Fetch(prompt, first, now, due)
-        if not self._transport.is_worth_waiting(missing, lambda: fetch):
+        if not self.transport.is_worth_waiting(missing, lambda: fetch):
             return False
-        if not self._transport.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
+        if not self.transport.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
             self._crowded += 1
             return False
         held.missing = prompt.keys[0][first:]
@@ -147,11 +154,11 @@ class TierLink:
 
     def _import(self, request: Request, fetch: Fetch) -> bool:
         """Writes fetched blocks into the cache, and releases the memory of the fetch; returns whether that succeeded."""
-        handle, waits = self._transport.import_prefix(request, fetch)
+        handle, waits = self.transport.import_prefix(request, fetch)
         if handle is not None:
             self._leases.keep(request.id, handle)
             self._media.setdefault(request.id, {}).update(fetch.media)
-        self._transport.give_back(fetch, waits)
+        self.transport.give_back(fetch, waits)
         return handle is not None
 
     def _let_go(self, held: _HeldRequest) -> None:
@@ -230,7 +237,7 @@ class TierLink:
         """A step took this long. From the time for prompt tokens follows when loading is faster than computing."""
         num_tokens = plan.num_prefill_tokens
         if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
-            self._transport.decider.observe_prompt(num_tokens, seconds)
+            self.transport.decider.observe_prompt(num_tokens, seconds)
 
     def collect(self, plan: BatchPlan) -> None:
         """A step has run and is about to be completed."""
@@ -238,6 +245,7 @@ class TierLink:
             return
         try:
             self._collector.collect(plan)
+            self.transport.tell_shards()
         except Exception as error:
             _quiet.error(error, "blocks could not be copied for tiers; they are not stored")
 
@@ -251,7 +259,7 @@ class TierLink:
 
     def stats(self) -> TieringStats:
         """Counters of everything here, and of each tier."""
-        return self._transport.stats(
+        return self.transport.stats(
             held=len(self._held),
             joined=self._joined,
             timed_out=self._timed_out,
@@ -262,7 +270,7 @@ class TierLink:
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Waits until no store is in flight, for `seconds` at most; returns whether that is so. From any thread."""
-        return self._transport.storer.flush(seconds)
+        return self.transport.storer.flush(seconds)
 
     def fail(self, error: KVPoolError) -> None:
         """Ends every request that waits."""
@@ -278,4 +286,4 @@ class TierLink:
             return
         self._closed = True
         self._leases.end_all()
-        self._transport.close()
+        self.transport.close()

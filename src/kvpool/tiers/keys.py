@@ -2,7 +2,9 @@
 
     fingerprint (8) | tenant (2) | scope (2) | SHA-256 of fingerprint, layer group and digest of the block (20)
 
-By its first bytes, a purge finds all values of one model, tenant or scope (decision 12). The digest (`prefix/digests.py`)
+By its first bytes, a purge finds all values of one model, tenant or scope (decision 12). Ranks that share a model have
+fingerprints of their own. The hash takes that of rank 0, so the keys of the shards of one block differ in their first 8
+bytes only, and a rank makes its keys from those of rank 0 (`KeySpace.own`). The digest (`prefix/digests.py`)
 depends on the reuse scope and on all tokens up to the end of the block. Nobody can read tokens or the name of a tenant from
 a key.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -191,8 +193,8 @@ class KeySpace:
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
-        digest = fingerprint.digest
-        self.prefix = digest[:SPACE_BYTES]
+        self.prefix = fingerprint.digest[:SPACE_BYTES]
+        digest = replace(fingerprint, shard=Shard(0, fingerprint.shard.of)).digest
         self._roots = [
             hashlib.sha256(b"kvpool block\0" + digest + group.to_bytes(4, "little"))
             for group in range(len(fingerprint.groups))
@@ -211,6 +213,10 @@ class KeySpace:
             hashed.update(digest[-DIGEST_BYTES:])
             keys.append(prefix + tag + hashed.digest()[: 32 - SPACE_BYTES - TAG_BYTES])
         return keys
+
+    def own(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The keys of the same blocks in this space, from those of another shard."""
+        return [self.prefix + key[SPACE_BYTES:] for key in keys]
 
     def of_tokens(
         self, tokens: npt.NDArray[np.int32], scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()

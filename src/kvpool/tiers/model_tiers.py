@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from kvpool.config import KVCacheConfig
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.identity import OF_TRANSFORMERS, settings_id
-from kvpool.tiers.keys import Fingerprint, KeySpace
+from kvpool.tiers.keys import WHOLE, Fingerprint, KeySpace, Shard
 from kvpool.tiers.opening import open_tiers
 from kvpool.tiers.settings import TierConfig
 from kvpool.tiers.transport.block_keys import BlockKeys
@@ -71,11 +71,19 @@ class ModelTiers:
         return cls(given, address, config.remote_address, config.timeout, config.min_uses)
 
     def open(
-        self, model: Any, config: KVCacheConfig, draft: Any = None, *, are_rotated: bool = False
+        self,
+        model: Any,
+        config: KVCacheConfig,
+        draft: Any = None,
+        *,
+        are_rotated: bool = False,
+        shard: Shard = WHOLE,
+        exchange: Callable[[str], list[str]] | None = None,
     ) -> OpenedTiers | None:
         """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none.
 
-        Keys that are rotated before they are stored have other names than those that are not.
+        Keys that are rotated before they are stored have other names than those that are not. Ranks that share a model
+        `exchange` what identifies their weights: what one computes depends on the weights of all.
         """
         if not self.given and self.disk is None and self.remote is None:
             return None
@@ -83,12 +91,22 @@ class ModelTiers:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
         models = [model] if draft is None else [model, draft]
         names = [*map(model_id, models), *(["with rotated keys"] if are_rotated else [])]
-        fingerprint = Fingerprint.of(config, " ".join(names), " ".join(map(weights_id, models)))
-        space = KeySpace(fingerprint)
-        opened = open_tiers((self.disk, self.remote), space)
+        weights = " ".join(map(weights_id, models))
+        if exchange is not None:
+            weights = hashlib.sha256(" ".join(exchange(weights)).encode()).hexdigest()
+        space = KeySpace(Fingerprint.of(config, " ".join(names), weights, shard=shard))
+        opened = open_tiers((_disk_of(self.disk, shard), self.remote), space)
         for tier in self.given:
             tier.introduce(space)
         return OpenedTiers([*self.given, *opened], BlockKeys(space, config), self.timeout, self.min_uses, opened)
+
+
+def _disk_of(address: str | None, shard: Shard) -> str | None:
+    """The address of the disk of a shard: a folder of its own, because one process writes to a directory."""
+    if address is None or shard == WHOLE:
+        return address
+    path, mark, options = address.partition("?")
+    return f"{path}/rank-{shard.rank}-of-{shard.of}{mark}{options}"
 
 
 def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
@@ -129,7 +147,8 @@ def model_id(model: Any) -> str:
 @torch.no_grad()
 def weights_id(model: Any) -> str:
     """A digest of all parameters and buffers of a model, also those that it does not save: names, types and contents."""
-    tensors = sorted({**model.state_dict(), **dict(model.named_buffers())}.items())
+    found = {**model.state_dict(), **dict(model.named_buffers())}
+    tensors = sorted((name, _local(tensor)) for name, tensor in found.items())
     read: dict[tuple[int, torch.Size], int] = {}  # tied weights are read once
     sums: list[Tensor] = []
     for _, tensor in tensors:
@@ -146,6 +165,12 @@ def weights_id(model: Any) -> str:
             index = read[tensor.data_ptr(), tensor.shape]
             digest.update(contents[ends[index] : ends[index + 1]].tobytes())
     return digest.hexdigest()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of this rank, where a tensor is divided between ranks."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
+    return part
 
 
 def _content(tensor: Tensor) -> Tensor:

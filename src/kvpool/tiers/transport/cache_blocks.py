@@ -37,6 +37,7 @@ from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
 from kvpool.tiers.transport.chain import KNOWN_KEYS
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.shards import ShardPart, Shards
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
@@ -150,17 +151,20 @@ class Importer:
 
     def _write(self, handle: KVCacheHandle, fetch: Fetch, waits: list[Callable[[], None]]) -> None:
         """Writes the blocks that were not cached. They must be exactly those that the lease holds there."""
-        first, parts = handle.num_cached_blocks, []
-        for group, (columns, rows) in zip(self._groups, fetch.groups, strict=True):
+        first, parts, elsewhere = handle.num_cached_blocks, [], []
+        for number, (group, (columns, rows)) in enumerate(zip(self._groups, fetch.groups, strict=True)):
             ids = handle.block_ids(group.index)
             begin, end = np.searchsorted(columns, [first, fetch.num_blocks]).tolist()
             if not np.array_equal(columns[begin:end], first + np.flatnonzero(ids[first:] >= 0)):
                 raise SequenceStateError(f"what was loaded for layer group {group.index} is not what its window reads")
             if end > begin:
+                elsewhere.append(ShardPart(number, begin, end, ids[columns[begin:end]]))
                 part = rows[begin:end]
                 data = part if isinstance(part, list) else torch.from_numpy(part)
                 parts.append((ids[columns[begin:end]].copy(), group.index, data))
         waits += [self._plane.write_blocks(*part) for part in parts]
+        if fetch.elsewhere is not None:
+            fetch.elsewhere.write(elsewhere)
 
     def _give_up(self, handle: KVCacheHandle | None) -> None:
         """Frees a lease. Blocks that are not committed become free."""
@@ -186,15 +190,6 @@ class OfferProgress:
     salt: bytes | None
 
 
-class _Offer(NamedTuple):
-    """Blocks of one layer group that some tier lacks."""
-
-    group: int
-    keys: list[bytes]
-    ids: list[int]
-    worths: list[Worth]
-
-
 class Offers:
     """Offers a block to tiers once `min_uses` requests have used it."""
 
@@ -206,6 +201,7 @@ class Offers:
         near: StagingMemory[torch.Tensor],
         may_write: Callable[[Slots | None], bool],
         min_uses: int = 1,
+        shards: Shards | None = None,
     ) -> None:
         self.lineage = Lineage()
         self._plane = plane
@@ -214,6 +210,7 @@ class Offers:
         self._keys = keys
         self._storer = storer
         self._min_uses = min_uses
+        self._shards = shards  # on other ranks
         self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, of blocks used lately
 
     @property
@@ -263,8 +260,7 @@ class Offers:
             step = max(1, BATCH_BYTES // group.spec.block_bytes)
             for at in range(0, len(wanted), step):
                 part = wanted[at : at + step]
-                chosen = [keys[i] for i in part], [ids[i] for i in part], [worths[i] for i in part]
-                self._send(_Offer(group.index, *chosen), group.spec.block_bytes)
+                self.send(group.index, [keys[i] for i in part], [ids[i] for i in part], [worths[i] for i in part])
 
     def _count_use(self, digest: bytes) -> int:
         uses = self._uses.pop(digest, 0) + 1
@@ -273,24 +269,27 @@ class Offers:
             self._uses.popitem(last=False)
         return uses
 
-    def _send(self, offer: _Offer, block_bytes: int) -> None:
-        """Copies blocks where they may wait, and has them stored."""
-        blocks: Int32Array = np.array(offer.ids, np.int32)
+    def send(self, group: int, keys: Sequence[bytes], ids: Sequence[int], worths: Sequence[Worth]) -> None:
+        """Copies blocks of a layer group where they may wait, and has them stored, on other ranks, too."""
+        if self._shards is not None:
+            self._shards.store(group, keys, ids, worths)
+        blocks: Int32Array = np.array(ids, np.int32)
+        block_bytes = self._plane.config.groups[group].block_bytes
         shape = len(blocks), block_bytes
         near = self._take_near(len(blocks) * block_bytes)
         if near is not None:
             with _released_after_errors(near):
-                taken = self._plane.take_blocks(blocks, offer.group, near.data.view(shape))
+                taken = self._plane.take_blocks(blocks, group, near.data.view(shape))
             source = _TakenSource(taken, self._may_write)
-            self._storer.store_straight(offer.keys, block_bytes, near, taken.wait, source, offer.worths)
+            self._storer.store_straight(keys, block_bytes, near, taken.wait, source, worths)
             return
         stage = self._storer.take_memory(len(blocks) * block_bytes, len(blocks))
         if stage is None:
             return
         rows = stage.data.reshape(shape)
         with _released_after_errors(stage):
-            wait: Callable[[], None] = self._plane.read_blocks(blocks, offer.group, torch.from_numpy(rows))
-        self._storer.store(offer.keys, list(rows), stage, wait, worths=offer.worths)
+            wait: Callable[[], None] = self._plane.read_blocks(blocks, group, torch.from_numpy(rows))
+        self._storer.store(keys, list(rows), stage, wait, worths=worths)
 
     def _take_near(self, num_bytes: int) -> SharedStage[torch.Tensor] | None:
         """Memory of the device, if blocks can go from there straight to a tier, and not too much waits."""
