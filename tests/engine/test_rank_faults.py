@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from models import random_prompt, tiny_config
 
 from kvpool.engine import Engine, Generation, SamplingParams
 from kvpool.engine.ranks import Ranks
+from kvpool.engine.shared_gpu import HOST_BACKEND
 from kvpool.errors import KVPoolError, RankError
 
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
@@ -82,3 +84,18 @@ def test_given_a_rank_that_cannot_open_its_tier_then_no_engine_starts(tmp_path: 
     with pytest.raises(RankError, match=r"rank 1 failed: ConfigError: .*rank-1-of-2"):
         engine(tensor_parallel=2, disk=tmp_path)
     assert not torch.distributed.is_initialized()
+
+
+def test_given_ranks_that_talk_through_host_memory_as_on_one_gpu_then_tokens_are_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.engine.ranks.rank_backend", lambda devices: HOST_BACKEND)
+    short = SamplingParams(max_new_tokens=8)
+    with Ranks(2, device="cpu") as ranks:
+        for family in ("llama", "phi3"):  # the second gathers in its layers, too
+            settings: dict[str, Any] = {"device": "cpu", "kv_blocks": 64, "dtype": "bfloat16"}
+            with Engine(tiny_config(family), tensor_parallel=ranks, overlap=True, **settings) as two:
+                assert torch.distributed.get_backend() == HOST_BACKEND
+                found = two.generate([PROMPT], short)[0].token_ids
+            with Engine(tiny_config(family), **settings) as one:
+                assert found == one.generate([PROMPT], short)[0].token_ids

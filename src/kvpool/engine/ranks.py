@@ -2,7 +2,8 @@
 
 The process of the `Engine` is rank 0. It has the only control plane: it plans steps, sends each to the other ranks as one
 message (`step_message`), and samples. The others (`rank_process`) have a part of the weights and the same part of every
-block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo otherwise.
+block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo on CPUs, and gloo
+through host memory where ranks share a GPU (`shared_gpu`).
 
 Every rank has two sockets to rank 0: for steps, and for questions about tiers (`rank_tiers`). A rank that dies closes them,
 one that fails says why on the first, and one that hangs lets a collective or a message run out of time. Each of these ends
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpool.checks import check_int, check_number, show
+from kvpool.engine.shared_gpu import HOST_BACKEND, register
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, RankError, SequenceStateError
 from kvpool.model.loading import torch_device
 
@@ -93,7 +95,7 @@ class Ranks:
         self.size = check_int(size, "size", 2, _MOST_RANKS)
         self.seconds = check_number(seconds, "seconds", "a number of seconds")
         self.devices = rank_devices(device, size)
-        self.backend = "nccl" if len(set(self.devices)) > 1 else "gloo"
+        self.backend = rank_backend(self.devices)
         if torch.distributed.is_initialized():
             raise ConfigError(
                 f"tensor_parallel={size}: this process is in a process group of torch.distributed already (of torchrun, or "
@@ -287,11 +289,20 @@ def rank_devices(device: Any, size: int) -> list[torch.device]:
     return [torch.device("cuda", rank) for rank in range(size)]
 
 
+def rank_backend(devices: list[torch.device]) -> str:
+    """How ranks on these devices add up their results."""
+    if len(set(devices)) > 1:
+        return "nccl"
+    return "gloo" if devices[0].type == "cpu" else HOST_BACKEND
+
+
 def join_ranks(rank: int, size: int, device: torch.device, backend: str, directory: str, seconds: float) -> Any:
     """Makes this process a rank of torch.distributed; returns the mesh that transformers divides models by."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed: Any = torch.distributed  # which does not say that it exports them
+    if backend == HOST_BACKEND:
+        register()
     store = distributed.FileStore(os.path.join(directory, "store"), size)
     with _on_this_machine():
         torch.distributed.init_process_group(
