@@ -47,6 +47,7 @@ from kvpool.engine.pictures import (
     processed,
     processor_output,
 )
+from kvpool.engine.rank_process import serve_if_launched
 from kvpool.engine.requests import (
     NewRequest,
     RequestMaker,
@@ -94,6 +95,8 @@ class Engine:
         chosen = as_settings(settings)
         check_publishing(chosen.publish)
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
+        if chosen.is_divided:
+            serve_if_launched(chosen.tensor_parallel)
         self._leader = Leader(model, chosen) if chosen.is_divided else None
         self._start = Start()
         try:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpool.engine.launched import as_ranks
 from kvpool.engine.rank_tiers import RankTiers
-from kvpool.engine.ranks import COPIES, OK, START_SECONDS, STEP, TIERS, Ranks, Watch, as_ranks, rank_devices
+from kvpool.engine.ranks import COPIES, OK, START_SECONDS, STEP, TIERS, Ranks, Watch, rank_devices
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.step_message import StepInputs, encode, encode_copies, make_lists
@@ -42,7 +43,7 @@ class Leader:
 
     def __init__(self, model: Any, settings: EngineSettings) -> None:
         asked = settings.tensor_parallel
-        self._owned = not isinstance(asked, Ranks)
+        self._owned = False
         devices = rank_devices(settings.device, asked) if not isinstance(asked, Ranks) else asked.devices
         if settings.cuda_graphs and len(set(devices)) == 1:
             raise ConfigError(
@@ -77,6 +78,7 @@ class Leader:
             raise ConfigError(f"tensor_parallel: these settings cannot be sent to other processes: {error}") from error
         asked = self.settings.tensor_parallel
         self._ranks = as_ranks(asked, self._device)
+        self._owned = not isinstance(asked, Ranks) and not self._ranks.outlive_engines
         self._ranks.in_use = True
         self._ranks.set_seconds(START_SECONDS)
         self._ranks.connect()

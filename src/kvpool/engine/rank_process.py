@@ -13,11 +13,13 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvpool.engine.engine_parts import Parts, assemble
+from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
 from kvpool.engine.rank_tiers import RankAnswers, obey
 from kvpool.engine.ranks import COPIES, END, ERROR, OK, TIERS, Channel, Hello, join_ranks
@@ -109,11 +111,8 @@ class Follower:
             runner.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
 
 
-def main(steps: int, tiers: int) -> None:
-    """Serves engines until rank 0 is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when it ends, and takes this process with it
-        signal.signal(number, signal.SIG_IGN)
-    channel, asked = (Channel(socket.socket(fileno=descriptor), None) for descriptor in (steps, tiers))
+def follow(channel: Channel, asked: Channel) -> int:
+    """Serves engines until rank 0 is gone. Returns the exit status of the process."""
     try:
         hello = Hello(*json.loads(channel.receive()[1]))
         torch.set_num_threads(hello.num_threads)
@@ -122,12 +121,29 @@ def main(steps: int, tiers: int) -> None:
             follower.serve(pickle.loads(channel.receive()[1]))
             gc.collect()
     except EOFError:
-        pass
+        return 0
     except BaseException as error:
         with suppress(OSError):
             channel.send(ERROR, f"{type(error).__name__}: {error}".encode())
-        os._exit(1)
-    os._exit(0)  # without waiting for a group whose other ranks may be gone
+        return 1
+
+
+def serve_if_launched(asked: Any) -> None:
+    """In a process that torchrun has started with a rank other than 0: serves engines until rank 0 ends, then exits."""
+    launch = launched(asked) if isinstance(asked, int) else None
+    if launch is not None and launch.rank:
+        code = follow(*connect(launch))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for a group whose other ranks may be gone
+
+
+def main(steps: int, tiers: int) -> None:
+    """The process that `Ranks` starts, with the numbers of its sockets."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when it ends, and takes this process with it
+        signal.signal(number, signal.SIG_IGN)
+    code = follow(*(Channel(socket.socket(fileno=descriptor), None) for descriptor in (steps, tiers)))
+    os._exit(code)  # without waiting for a group whose other ranks may be gone
 
 
 if __name__ == "__main__":

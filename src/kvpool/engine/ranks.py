@@ -91,6 +91,8 @@ class Ranks:
     number: then all share it. A rank that does not answer for `seconds` ends the engine. Close them, or use `with`.
     """
 
+    outlive_engines = False  # even if an engine made them
+
     def __init__(self, size: int, *, device: Any = None, seconds: float = RANK_SECONDS) -> None:
         self.size = check_int(size, "size", 2, _MOST_RANKS)
         self.seconds = check_number(seconds, "seconds", "a number of seconds")
@@ -113,28 +115,32 @@ class Ranks:
         self.tier_channels: list[Channel] = []
         self.numbers = itertools.count()  # of questions, new ones for each engine
         try:
-            for rank in range(1, size):
-                self._start(rank)
+            self._start_all()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int) -> None:
-        (ours, theirs), (our_tiers, their_tiers) = socket.socketpair(), socket.socketpair()
-        self.channels.append(Channel(ours, START_SECONDS))
-        self.tier_channels.append(Channel(our_tiers, self.seconds))
+    def _start_all(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with theirs, their_tiers:
-            numbers = theirs.fileno(), their_tiers.fileno()
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "kvpool.engine.rank_process", *map(str, numbers)],
-                    pass_fds=numbers,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+        for rank in range(1, self.size):
+            (ours, theirs), (our_tiers, their_tiers) = socket.socketpair(), socket.socketpair()
+            with theirs, their_tiers:
+                numbers = theirs.fileno(), their_tiers.fileno()
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "kvpool.engine.rank_process", *map(str, numbers)],
+                        pass_fds=numbers,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                    )
                 )
-            )
+            self._add(rank, Channel(ours, START_SECONDS), Channel(our_tiers, self.seconds))
+
+    def _add(self, rank: int, channel: Channel, tier_channel: Channel) -> None:
+        """A rank has been started; tells it who it is."""
+        self.channels.append(channel)
+        self.tier_channels.append(tier_channel)
         hello = Hello(
             rank,
             self.size,
@@ -144,7 +150,7 @@ class Ranks:
             self.seconds,
             torch.get_num_threads(),
         )
-        self.channels[-1].send(OK, json.dumps(hello).encode())
+        channel.send(OK, json.dumps(hello).encode())
 
     def connect(self) -> None:
         """Waits until all ranks are there, and joins them."""
@@ -215,17 +221,22 @@ class Ranks:
         late = error is not None and "peer" not in str(error) and _is_late(str(error))
         due = time.monotonic() + (0.0 if late else _REPORT_SECONDS)  # a rank may be about to say why
         said: list[str] = []
+        ended: list[str] = []
         for rank, channel in enumerate(self.channels, 1):
-            with suppress(OSError, EOFError):
+            try:
                 channel.socket.settimeout(max(0.001, due - time.monotonic()))
                 kind, content = channel.receive()
                 if kind == ERROR:
                     said.append(_said(rank, content))
-        ended: list[str] = []
+            except EOFError:
+                ended.append(f"rank {rank} has ended")
+            except OSError:
+                pass
         for rank, process in enumerate(self.processes, 1):
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(max(0.001, due - time.monotonic()))
-                ended.append(f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} has ended")
+                if code < 0:
+                    ended.append(f"rank {rank} was killed by signal {-code}")
         # Other ranks say only that they have lost the one with the error.
         causes = [what for what in ended if "signal" in what] + [what for what in said if not _is_late(what)]
         if late and not causes:
@@ -368,14 +379,12 @@ class Watch:
         self._woken.close()
 
 
-def as_ranks(asked: Any, device: Any) -> Ranks:
-    """What `tensor_parallel` means: a number of ranks, which are started, or ranks that are there."""
-    if isinstance(asked, Ranks):
-        if asked.failure is not None:
-            raise asked.failure
-        if asked.in_use:
-            raise SequenceStateError("these ranks compute for another engine; close it first")
-        if device is not None and torch_device(device).type != asked.devices[0].type:
-            raise ConfigError(f"device={show(str(device))}, but the ranks are on {asked.devices[0].type}")
-        return asked
-    return Ranks(asked, device=device)
+def check_ranks(asked: Ranks, device: Any) -> Ranks:
+    """Ranks that are there already, if an engine on `device` can use them; raises if not."""
+    if asked.failure is not None:
+        raise asked.failure
+    if asked.in_use:
+        raise SequenceStateError("these ranks compute for another engine; close it first")
+    if device is not None and torch_device(device).type != asked.devices[0].type:
+        raise ConfigError(f"device={show(str(device))}, but the ranks are on {asked.devices[0].type}")
+    return asked
