@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from stand_in import StandInRun
 
 from kvpool.eviction.experience import EDGES, MAX_AGE, NUM_KINDS, Experience, Worth, bin_of
-from kvpool.eviction.kind_rows import MARGIN, WEIGHT_OF, RowOrder
-from kvpool.eviction.run import KEY, RUN, Item
+from kvpool.eviction.kind_rows import MARGIN, WEIGHT_OF, Candidate, Row, RowOrder
 
 KINDS = 5
+
+
+def push(order: RowOrder, row: Row, run: StandInRun, since: int) -> Candidate:
+    """A run that was last used then becomes a candidate."""
+    candidate = Candidate(run, row, since, 0, 0, run.tokens, 0, None)
+    order.push(candidate)
+    return candidate
 
 
 def rising_and_falling(seed: int) -> Worth:
@@ -33,7 +39,7 @@ class Searched:
     def __init__(self, worth: Worth) -> None:
         self.worth = worth
         self.now = 0
-        self.live: list[tuple[Any, int, int, int, Item]] = []  # row, kind, class of the weight, since, item
+        self.live: list[tuple[Any, int, int, int, Candidate]] = []  # row, kind, class of the weight, since, itself
 
     def value(self, kind: int, weight_class: int, since: int) -> float:
         rates = self.worth.of(kind)
@@ -44,11 +50,11 @@ class Searched:
         lowest = min(row.priority for row, *_ in self.live)
         values = [(self.value(*at), item) for row, *at, item in self.live if row.priority == lowest]
         least = min(value for value, _ in values)
-        oldest_value, oldest = min(values, key=lambda found: found[1][KEY])
+        oldest_value, oldest = min(values, key=lambda found: found[1].key)
         if least > 1.000001 * MARGIN * oldest_value:
-            return [oldest[RUN]]
-        may_go = [item[RUN] for value, item in values if value <= least * 1.000001]
-        return [*may_go, oldest[RUN]] if least > 0.999999 * MARGIN * oldest_value else may_go
+            return [oldest.run]
+        may_go = [item.run for value, item in values if value <= least * 1.000001]
+        return [*may_go, oldest.run] if least > 0.999999 * MARGIN * oldest_value else may_go
 
 
 def test_the_victim_is_the_one_that_is_worth_least_of_all_unless_the_oldest_hardly_is() -> None:
@@ -66,7 +72,7 @@ def went(seed: int) -> set[bool]:
         kind, weight_class = int(random.integers(KINDS)), int(random.choice([0, 0, 5]))
         run = StandInRun(last_access=tick, created=tick, fingerprint=tick)
         row = order.row(int(random.choice([20, 35, 35])), kind, weight_class)
-        searched.live.append((row, kind, weight_class, now, order.push(row, run, now)))
+        searched.live.append((row, kind, weight_class, now, push(order, row, run, now)))
         if tick % 7 == 0:
             if tick % 140 == 0:
                 worth = searched.worth = rising_and_falling(seed + tick)
@@ -76,10 +82,10 @@ def went(seed: int) -> set[bool]:
         while len(searched.live) > 40 or (searched.live and random.random() < 0.2):
             victim = order.first()
             assert victim in searched.allowed()
-            (found,) = [found for found in searched.live if found[-1][RUN] is victim]
-            of_row = [item[KEY] for row, *_, item in searched.live if row is found[0]]
+            (found,) = [found for found in searched.live if found[-1].run is victim]
+            of_row = [item.key for row, *_, item in searched.live if row is found[0]]
             if len(of_row) > 1:
-                ends.add(found[-1][KEY] == min(of_row))
+                ends.add(found[-1].key == min(of_row))
             searched.live.remove(found)
             found[0].discard(found[-1])
         if searched.live and random.random() < 0.3:  # somebody uses one again
@@ -92,7 +98,7 @@ def test_given_a_run_older_than_every_bin_then_it_is_worth_what_the_last_bin_say
     worth = Worth(np.linspace(2e-6, 1e-6, len(EDGES))[None], {}, 0)
     order = RowOrder(worth)
     row = order.row(35, 0, 0)
-    order.push(row, StandInRun(), 0)
+    push(order, row, StandInRun(), 0)
     order.refresh(2 * MAX_AGE)
     assert row.value == worth.of(0)[-1]
 
@@ -100,7 +106,7 @@ def test_given_a_run_older_than_every_bin_then_it_is_worth_what_the_last_bin_say
 def test_given_an_item_that_lost_blocks_then_its_row_counts_what_is_left() -> None:
     order = RowOrder(rising_and_falling(0))
     row = order.row(35, 0, 0)
-    item = order.push(row, StandInRun(num_blocks=5), 0)
+    item = push(order, row, StandInRun(num_blocks=5), 0)
     row.trim(item, 2)
     assert row.num_blocks == 2
     row.discard(item)
@@ -110,7 +116,7 @@ def test_given_an_item_that_lost_blocks_then_its_row_counts_what_is_left() -> No
 def test_given_no_candidates_then_it_says_so() -> None:
     order = RowOrder(rising_and_falling(0))
     row = order.row(35, 0, 0)
-    row.discard(order.push(row, StandInRun(), 0))
+    row.discard(push(order, row, StandInRun(), 0))
     with pytest.raises(LookupError, match="no run can be evicted"):
         order.first()
 
@@ -121,7 +127,7 @@ def test_given_candidates_that_come_late_then_all_of_them_go_in_the_end() -> Non
     for key in keys:
         row = order.row(35, key % KINDS, 0)
         run = StandInRun(last_access=key, created=key)
-        run.entry = row, order.push(row, run, key * 50)
+        run.entry = row, push(order, row, run, key * 50)
     order.refresh(300 * 50)
     gone = []
     while True:

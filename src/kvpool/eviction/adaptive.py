@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Final
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.ghosts import Ghosts
-from kvpool.eviction.kind_rows import WEIGHTS, Row, RowOrder
+from kvpool.eviction.kind_rows import WEIGHTS, Candidate, RowOrder
 from kvpool.eviction.policy import EvictionPolicy, moment_of
-from kvpool.eviction.run import BLOCKS, KEY, RUN, START, Item, Run, Tokens
+from kvpool.eviction.run import Run, Tokens
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does
@@ -34,23 +34,6 @@ _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
 MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
 _MOST_EPOCHS: Final = 1024  # that are told apart at least; twice as many at most
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
-
-
-class _Record:
-    """What the policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
-
-    __slots__ = ("cohort", "hits", "item", "owner", "row", "tokens", "trimmed")
-
-    def __init__(
-        self, owner: AdaptivePolicy, cohort: int, row: Row, item: Item, hits: int, tokens: Tokens, trimmed: int
-    ) -> None:
-        self.owner = owner
-        self.cohort = cohort
-        self.row = row
-        self.item = item  # as it was last pushed; without a run while it is no candidate
-        self.hits = hits  # those seen
-        self.trimmed = trimmed  # blocks that it has lost since its last use
-        self.tokens = tokens  # with those of the lost blocks
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -109,59 +92,59 @@ class AdaptivePolicy(EvictionPolicy):
             return
         if self._newcomers:
             self._settle()
-        record: _Record | None = run.entry
-        if record is None or record.owner is not self:
+        known: Candidate | None = run.entry
+        if known is None or known.owner is not self:
             self._meet(run, run.hits)
         else:
-            self._come_back(run, record)
+            self._come_back(run, known)
         if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
             self._learn()
 
-    def _come_back(self, run: Run, record: _Record) -> None:
+    def _come_back(self, run: Run, known: Candidate) -> None:
         """A run that was a candidate before is one again: it was used since, trimmed, or neither."""
-        if record.item[RUN] is not None:
-            self._take_out(record)
-        if record.item[KEY] != run.last_access:
+        if known.run is not None:
+            self._take_out(known)
+        if known.key != run.last_access:
             self._put_in(run, run.hits, self._cohort(run, run.hits, self._moment(run)), run.tokens, 0)
         else:
-            tokens, lost = self._rest(run, record)
-            self._put_in(run, run.hits, record.cohort, tokens, record.trimmed + lost)
+            tokens, lost = self._rest(run, known)
+            self._put_in(run, run.hits, known.cohort, tokens, known.trimmed + lost)
 
     def remove(self, run: Run) -> None:
-        record = self._candidate(run)
-        if record is None:
+        candidate = self._candidate(run)
+        if candidate is None:
             return
-        self._take_out(record)
-        if run.hits > record.hits:
-            self._learned.count(record.cohort, self._now, record.item[BLOCKS] + record.trimmed)
-            if record.trimmed:
-                self._ghosts.count_behind(run.fingerprint, record.trimmed, self._now)
+        self._take_out(candidate)
+        if run.hits > candidate.hits:
+            self._learned.count(candidate.cohort, self._now, candidate.blocks + candidate.trimmed)
+            if candidate.trimmed:
+                self._ghosts.count_behind(run.fingerprint, candidate.trimmed, self._now)
 
     def trimmed(self, run: Run) -> None:
-        record = self._candidate(run)
-        if record is None:
+        candidate = self._candidate(run)
+        if candidate is None:
             self.add(run)
             return
         num_blocks = run.num_blocks
-        lost: int = record.item[BLOCKS] - num_blocks
-        record.row.trim(record.item, num_blocks)  # what it lost is followed with it
-        record.trimmed += lost
+        lost = candidate.blocks - num_blocks
+        candidate.row.trim(candidate, num_blocks)  # what it lost is followed with it
+        candidate.trimmed += lost
         self._num_blocks -= lost
 
     def evicted(self, run: Run) -> None:
-        record = self._candidate(run)
-        if record is None:
+        candidate = self._candidate(run)
+        if candidate is None:
             return
-        blocks: int = record.item[BLOCKS]
-        record.row.discard(record.item)
+        blocks = candidate.blocks
+        candidate.row.discard(candidate)
         run.entry = None
         self._len -= 1
         self._num_blocks -= blocks
         above = getattr(run, "parent", None) if run.start else None
         leader = None if above is None else above.fingerprint
-        self._ghosts.bury(run, record.tokens, blocks + record.trimmed, leader, record.cohort, self._now)
+        self._ghosts.bury(run, candidate.tokens, blocks + candidate.trimmed, leader, candidate.cohort, self._now)
         self._ghosts.trim(GHOSTS_PER_CACHE * self._capacity, self._now)
-        kind = record.row.kind
+        kind = candidate.row.kind
         if above is not None and kind != LOWEST:
             self._last_left = above.fingerprint, run.last_access, as_shared(kind)
 
@@ -186,17 +169,17 @@ class AdaptivePolicy(EvictionPolicy):
         return self._len + len(self._newcomers)
 
     def __contains__(self, run: object) -> bool:
-        record: Any = getattr(run, "entry", None)
-        if isinstance(record, _Record):
-            return record.owner is self and record.item[RUN] is not None
-        return record is self
+        known: Any = getattr(run, "entry", None)
+        if isinstance(known, Candidate):
+            return known.owner is self and known.run is not None
+        return known is self
 
-    def _candidate(self, run: Run) -> _Record | None:
+    def _candidate(self, run: Run) -> Candidate | None:
         """What is known about a run that is a candidate, be it put in order only now; None if it is none."""
         if self._newcomers:
             self._settle()
-        record: _Record | None = run.entry
-        return None if record is None or record.owner is not self or record.item[RUN] is None else record
+        known: Candidate | None = run.entry
+        return None if known is None or known.owner is not self or known.run is None else known
 
     def _settle(self) -> None:
         """Meets the newcomers that waited in a list. One may have been hit since; it counts as it was when it came."""
@@ -237,9 +220,9 @@ class AdaptivePolicy(EvictionPolicy):
         since = cohort // NUM_KINDS
         kind = cohort - since * NUM_KINDS
         row = self._order.row(run.priority, kind, self._weight_class(run) if self._depth_cost else 0)
-        item = self._order.push(row, run, since)
-        run.entry = _Record(self, cohort, row, item, hits, tokens, trimmed)
-        blocks = item[BLOCKS]
+        run.entry = candidate = Candidate(run, row, since, cohort, hits, tokens, trimmed, self)
+        self._order.push(candidate)
+        blocks = candidate.blocks
         self._learned.follow(cohort, self._now, blocks + trimmed)
         self._len += 1
         self._num_blocks = num_blocks = self._num_blocks + blocks
@@ -253,10 +236,10 @@ class AdaptivePolicy(EvictionPolicy):
         """
         return min(round(2 * log2(1.0 + self._depth_cost * (run.start + run.num_blocks - 1))), WEIGHTS - 1)
 
-    def _take_out(self, record: _Record) -> None:
-        blocks = record.item[BLOCKS]
-        record.row.discard(record.item)
-        self._learned.follow(record.cohort, self._now, -blocks - record.trimmed)
+    def _take_out(self, candidate: Candidate) -> None:
+        blocks = candidate.blocks
+        candidate.row.discard(candidate)
+        self._learned.follow(candidate.cohort, self._now, -blocks - candidate.trimmed)
         self._len -= 1
         self._num_blocks -= blocks
 
@@ -304,14 +287,14 @@ class AdaptivePolicy(EvictionPolicy):
         if self._learned.num_noted >= MOST_NOTES:
             self._learn()
 
-    def _rest(self, run: Run, record: _Record) -> tuple[Tokens, int]:
+    def _rest(self, run: Run, known: Candidate) -> tuple[Tokens, int]:
         """Of a run that comes back unused: its tokens with those it has lost since its last use, and how many blocks it lost.
 
         If its head was reused and is another run now, that counts, and it begins behind it.
         """
-        split_off: int = run.start + record.item[START]
+        split_off = run.start - known.start
         if split_off > 0:
-            self._learned.count(record.cohort, self._now, split_off)
-            had = record.item[BLOCKS] + record.trimmed
-            return record.tokens[len(record.tokens) // had * split_off :], 0
-        return record.tokens, max(0, record.item[BLOCKS] - run.num_blocks)
+            self._learned.count(known.cohort, self._now, split_off)
+            had = known.blocks + known.trimmed
+            return known.tokens[len(known.tokens) // had * split_off :], 0
+        return known.tokens, max(0, known.blocks - run.num_blocks)

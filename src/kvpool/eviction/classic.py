@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.policy import EvictionPolicy
-from kvpool.eviction.run import BLOCKS, GhostList, Item, Key, Run, RunQueue
+from kvpool.eviction.run import GhostList, Item, Key, Run, RunQueue
 
 
 class Record:
@@ -132,7 +132,7 @@ class GhostPolicy(RememberingPolicy):
         item = record.item if record is not None else None
         super().evicted(run)
         if record is not None and item is not None:
-            self._bury(run, record, item[BLOCKS])
+            self._bury(run, record, item.blocks)
 
     def clear(self) -> None:
         super().clear()

@@ -11,19 +11,39 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth, bin_of
-from kvpool.eviction.run import KEY, NO_CANDIDATES, RUN, Item, Run, RunQueue
+from kvpool.eviction.run import NO_CANDIDATES, Item, Queue, Run, Tokens
 
 MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 WEIGHTS: Final = 32  # classes of what a block counts for its depth, in steps of a quarter octave
 WEIGHT_OF: Final = [2 ** (weight_class / 4) for weight_class in range(WEIGHTS)]
-_SINCE: Final = 6  # in an item of a row: when its run was last used, by the beginning of that epoch
 _LAST: Final = len(EDGES) - 1
 
 
-class Row(RunQueue):
+class Candidate(Item):
+    """A run in its row, and what the policy knows about it. It lies in `run.entry` for as long as the run is in the cache."""
+
+    __slots__ = ("cohort", "hits", "owner", "row", "since", "tokens", "trimmed")
+
+    def __init__(
+        self, run: Run, row: Row, since: int, cohort: int, hits: int, tokens: Tokens, trimmed: int, owner: object
+    ) -> None:
+        super().__init__(run.last_access, run)
+        self.row = row
+        self.since = since  # when the run was last used, by the beginning of that epoch
+        self.cohort = cohort
+        self.hits = hits  # those seen
+        self.tokens = tokens  # with those of the lost blocks
+        self.trimmed = trimmed  # blocks that it has lost since its last use
+        self.owner = owner  # the policy
+
+
+class Row(Queue[Candidate]):
     """The candidates of one priority, kind and weight."""
 
-    __slots__ = ("age_key", "kind", "least", "number", "priority", "rates", "value", "weight")
+    __slots__ = (
+        *("age_key", "kind", "least", "newer", "number", "of_newer", "of_older", "older", "priority", "rates", "value"),
+        "weight",
+    )
 
     def __init__(self, number: int, priority: int, kind: int, weight_class: int, rates: list[float]) -> None:
         super().__init__()
@@ -32,9 +52,13 @@ class Row(RunQueue):
         self.kind = kind
         self.rates = rates  # what its runs are worth, by age bin, before their weight
         self.weight = WEIGHT_OF[weight_class]
-        self.least: Item | None = None  # the item by which it stands in the order of values
-        self.value = 0.0  # of that item
-        self.age_key = -1  # by which it stands in the order of ages: the key of its oldest item
+        # Two epochs that were asked about, by their beginnings, and what runs last used in them are worth: most runs that are
+        # looked at are the oldest and the youngest.
+        self.newer = self.older = -1
+        self.of_newer = self.of_older = 0.0
+        self.least: Candidate | None = None  # the one by which it stands in the order of values
+        self.value = 0.0  # of that one
+        self.age_key = -1  # by which it stands in the order of ages: the key of its oldest candidate
 
 
 class RowOrder:
@@ -44,11 +68,9 @@ class RowOrder:
         self._worth = worth
         self.ordered_at = 0  # the moment by which candidates are in order
         self._rows: dict[int, Row] = {}
-        self._by_value: list[
-            tuple[int, float, int, int]
-        ] = []  # heap of rows: priority, value and key of an item, number
-        self._by_age: list[tuple[int, int, int]] = []  # heap of rows: priority, key of the oldest item, number
-        self._oldest: Item | None = None  # of the lowest priority; None if it must be found
+        self._by_value: list[tuple[int, float, int, int, Row]] = []  # heap: priority, value and key of a candidate, row
+        self._by_age: list[tuple[int, int, int, Row]] = []  # heap: priority, key of the oldest candidate, row
+        self._oldest: Candidate | None = None  # of the lowest priority; None if it must be found
         self._of_oldest = 0.0  # its value
 
     def clear(self) -> list[Run]:
@@ -63,40 +85,38 @@ class RowOrder:
             row = self._rows[number] = Row(number, priority, kind, weight_class, self._worth.of(kind))
         return row
 
-    def push(self, row: Row, run: Run, since: int) -> Item:
-        """Adds a candidate to its row; it was last used in the epoch that began then."""
-        key = run.last_access
-        item = row.push(key, run)
-        item.append(since)
+    def push(self, candidate: Candidate) -> None:
+        """Adds a candidate to its row."""
+        row, key = candidate.row, candidate.key
+        row.insert(candidate)
         least = row.least
-        if least is None or least[RUN] is None:
+        if least is None or least.run is None:
             self._look_at(row)
-        elif (value := self._value(row, since)) < row.value:
-            self._stand(row, item, value)
+        elif (value := self._value(row, candidate.since)) < row.value:
+            self._stand(row, candidate, value)
         if row.num_runs == 1 or key < row.age_key:
             row.age_key = key
-            heappush(self._by_age, (row.priority, key, row.number))
+            heappush(self._by_age, (row.priority, key, row.number, row))
             self._oldest = None  # it may be older
-        return item
 
     def first(self) -> Run:
         """The run that goes next: the one that is worth least, unless the oldest is hardly worth more."""
-        by_value, rows = self._by_value, self._rows
+        by_value = self._by_value
         while by_value:
-            _, value, key, number = by_value[0]
-            row = rows[number]
+            _, value, key, _, row = by_value[0]
             least = row.least
-            if least is None or row.value != value or least[KEY] != key:
+            if least is None or row.value != value or least.key != key:
                 heappop(by_value)  # it stands elsewhere now
-            elif least[RUN] is None:
+            elif least.run is None:
                 heappop(by_value)
                 self._look_at(row)
             else:
                 oldest = self._oldest
-                if oldest is None or oldest[RUN] is None:
+                if oldest is None or oldest.run is None:
                     oldest = self._find_oldest()
-                run: Run = oldest[RUN] if value > MARGIN * self._of_oldest else least[RUN]
-                return run
+                chosen = oldest if value > MARGIN * self._of_oldest else least
+                assert chosen.run is not None
+                return chosen.run
         raise LookupError(NO_CANDIDATES)
 
     def learn(self, worth: Worth, now: int) -> None:
@@ -105,7 +125,7 @@ class RowOrder:
         self._rows = {number: row for number, row in self._rows.items() if row.num_runs}
         for row in self._rows.values():
             row.rates = worth.of(row.kind)
-        self._by_age = [(row.priority, row.age_key, number) for number, row in self._rows.items()]
+        self._by_age = [(row.priority, row.age_key, number, row) for number, row in self._rows.items()]
         heapify(self._by_age)
         self.refresh(now)
 
@@ -115,19 +135,34 @@ class RowOrder:
         self._by_value = []
         self._oldest = None
         for row in self._rows.values():
-            self._look_at(row)
+            row.newer = row.older = -1
+            row.least = None
+            if row.num_runs:
+                self._look_at(row)
 
     def _value(self, row: Row, since: int) -> float:
         """What runs of this row that were last used then are worth."""
-        rates, age = row.rates, self.ordered_at - since
+        if since == row.older:
+            return row.of_older
+        if since == row.newer:
+            return row.of_newer
+        value = self._rate(row.rates, self.ordered_at - since) * row.weight
+        if since > row.newer:
+            row.newer, row.of_newer = since, value
+        else:
+            row.older, row.of_older = since, value
+        return value
+
+    def _rate(self, rates: list[float], age: int) -> float:
+        """A rate by age bin, at an age: on the way from the value of its bin to that of the next one."""
         if age <= 0:
-            return rates[0] * row.weight
+            return rates[0]
         lower = bin_of(age)
         if lower == _LAST:
-            return rates[lower] * row.weight
-        start = EDGES[lower]  # on the way from the value of this bin to that of the next one
+            return rates[lower]
+        start = EDGES[lower]
         way = (age - start) / (EDGES[lower + 1] - start)
-        return (rates[lower] + (rates[lower + 1] - rates[lower]) * way) * row.weight
+        return rates[lower] + (rates[lower + 1] - rates[lower]) * way
 
     def _look_at(self, row: Row) -> None:
         """Finds the run of a row that is worth least, and gives the row its place by it."""
@@ -135,34 +170,33 @@ class RowOrder:
         if least is None:
             row.least = None
             return
-        value = self._value(row, least[_SINCE])
+        value = self._value(row, least.since)
         youngest = row.last()
         if youngest is not None and youngest is not least:
-            of_youngest = self._value(row, youngest[_SINCE])
+            of_youngest = self._value(row, youngest.since)
             if of_youngest < value:
                 least, value = youngest, of_youngest
         self._stand(row, least, value)
 
-    def _stand(self, row: Row, least: Item, value: float) -> None:
-        """A row stands in the order of values by this item."""
+    def _stand(self, row: Row, least: Candidate, value: float) -> None:
+        """A row stands in the order of values by this candidate."""
         row.least, row.value = least, value
-        heappush(self._by_value, (row.priority, value, least[KEY], row.number))
+        heappush(self._by_value, (row.priority, value, least.key, row.number, row))
 
-    def _find_oldest(self) -> Item:
-        """The oldest item of the lowest priority, which is worth `_of_oldest`; there is one."""
-        rows, by_age = self._rows, self._by_age
+    def _find_oldest(self) -> Candidate:
+        """The oldest candidate of the lowest priority, which is worth `_of_oldest`; there is one."""
+        by_age = self._by_age
         while True:
-            priority, key, number = by_age[0]
-            row = rows.get(number)
-            item = None if row is None or row.age_key != key else row.first()
-            if row is None or item is None:
+            priority, key, number, row = by_age[0]
+            oldest = row.first() if row.age_key == key else None
+            if oldest is None:
                 heappop(by_age)  # it stands elsewhere, or has no candidates
                 continue
-            if item[KEY] != key:
-                row.age_key = item[KEY]
-                heapreplace(by_age, (priority, row.age_key, number))
+            if oldest.key != key:
+                row.age_key = oldest.key
+                heapreplace(by_age, (priority, row.age_key, number, row))
                 if by_age[0][2] != number:
                     continue
-            self._oldest = item
-            self._of_oldest = row.value if item is row.least else self._value(row, item[_SINCE])
-            return item
+            self._oldest = oldest
+            self._of_oldest = row.value if oldest is row.least else self._value(row, oldest.since)
+            return oldest

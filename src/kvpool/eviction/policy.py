@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.eviction.run import KEY, RUN, Key, Run, RunQueue
+from kvpool.eviction.run import Item, Key, Run, RunQueue
 
 MOMENTS_PER_SECOND: Final = 2**20
 
@@ -122,7 +122,7 @@ class KeyedPolicy(EvictionPolicy):
 
     def __contains__(self, run: object) -> bool:
         item = getattr(run, "entry", None)
-        return item is not None and item[RUN] is run
+        return isinstance(item, Item) and item.run is run
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -218,7 +218,7 @@ class CostAwarePolicy(KeyedPolicy):
 
     def victim(self) -> Run:
         run = super().victim()
-        value: float = run.entry[KEY][0]
+        value: float = run.entry.key[0]
         if not self._clocks or value > self._clocks[-1]:
             self._raise_clock(value)
         return run

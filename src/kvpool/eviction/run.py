@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from heapq import heappop, heappush
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -88,28 +88,59 @@ class Run(Protocol):
         """The fingerprint of a run of this scope that begins at this depth, behind tokens of this checksum, with these."""
 
 
-Item = list[Any]  # [key, -start, created, serial, run or None once discarded, blocks]: a list, so that C compares it
-KEY: Final = 0
-START: Final = 1  # negative: of equal keys the deepest comes first
-RUN: Final = 4
-BLOCKS: Final = 5
 NO_CANDIDATES: Final = "no run can be evicted: every cached run is referenced, pinned or has children"
 _SLACK: Final = 64  # discarded items tolerated beyond one per live item
 
 
-class RunQueue:
-    """Runs in the order of their keys; of equal keys the deepest first, then the oldest, then the first pushed.
+class Item:
+    """A run in a queue, as it was when it was pushed. Without a run it was discarded."""
+
+    __slots__ = ("blocks", "created", "key", "run", "serial", "start")
+
+    def __init__(self, key: Any, run: Run) -> None:
+        self.key = key
+        self.run: Run | None = run
+        self.start = run.start
+        self.created = run.created
+        self.blocks = run.num_blocks
+        self.serial = 0  # of the push
+
+    def is_before(self, other: Item) -> bool:
+        """Whether it comes before another item of its queue."""
+        if self.key < other.key:
+            return True
+        if other.key < self.key:
+            return False
+        if self.start != other.start:
+            return self.start > other.start
+        if self.created != other.created:
+            return self.created < other.created
+        return self.serial < other.serial
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+
+
+def _order(item: Item) -> tuple[Any, int, int, int]:
+    """What `Item.is_before` compares, for those who compare much: C compares tuples."""
+    return item.key, -item.start, item.created, item.serial
+
+
+class Queue(Generic[ItemT]):
+    """Items in the order of their keys; of equal keys the deepest first, then the oldest, then the first pushed.
 
     Most keys arrive in ascending order (the newest access, the newest insertion), so the items are kept in an ordered
-    deque plus a heap for the late ones: O(1) in the usual case and O(log n) in the worst. Discarded items stay until
-    they reach the front, or until they outnumber the live ones and everything is rebuilt.
+    list plus a heap for the late ones: O(1) in the usual case and O(log n) in the worst. Discarded items stay until
+    they reach the front, or until they outnumber the live ones and everything is rebuilt. What left the front of the list is
+    cut off when it is half of it.
     """
 
-    __slots__ = ("_heap", "_ordered", "_serial", "_stale", "num_blocks", "num_runs")
+    __slots__ = ("_front", "_heap", "_ordered", "_serial", "_stale", "num_blocks", "num_runs")
 
     def __init__(self) -> None:
-        self._ordered: deque[Item] = deque()
-        self._heap: list[Item] = []
+        self._ordered: list[ItemT] = []
+        self._front = 0  # of the ordered ones: those before it have left
+        self._heap: list[tuple[tuple[Any, int, int, int], ItemT]] = []
         self.num_runs = 0
         self._stale = 0
         self._serial = 0
@@ -118,80 +149,108 @@ class RunQueue:
     def __len__(self) -> int:
         return self.num_runs
 
-    def push(self, key: Key, run: Run) -> Item:
-        """Insert `run`; the returned item is what `discard` takes."""
+    def insert(self, item: ItemT) -> None:
+        """Takes in a new item."""
         self._serial = serial = self._serial + 1
-        num_blocks = run.num_blocks
-        item: Item = [key, -run.start, run.created, serial, run, num_blocks]
+        item.serial = serial
         ordered = self._ordered
-        if not ordered or ordered[-1] < item:
+        if len(ordered) == self._front or ordered[-1].key < item.key or ordered[-1].is_before(item):
             ordered.append(item)
         else:
-            heappush(self._heap, item)
+            heappush(self._heap, (_order(item), item))
         self.num_runs += 1
-        self.num_blocks += num_blocks
-        return item
+        self.num_blocks += item.blocks
 
-    def discard(self, item: Item) -> None:
-        """Take out an item that `push` returned and that was not discarded before."""
-        item[RUN] = None
-        self.num_blocks -= item[BLOCKS]
+    def discard(self, item: ItemT) -> None:
+        """Take out an item that was not discarded before."""
+        item.run = None
+        self.num_blocks -= item.blocks
         self.num_runs = live = self.num_runs - 1
         self._stale = stale = self._stale + 1
         if stale > live + _SLACK:
             self._rebuild()
 
-    def trim(self, item: Item, num_blocks: int) -> None:
+    def trim(self, item: ItemT, num_blocks: int) -> None:
         """A live item has only so many blocks left; its place stays."""
-        self.num_blocks += num_blocks - item[BLOCKS]
-        item[BLOCKS] = num_blocks
+        self.num_blocks += num_blocks - item.blocks
+        item.blocks = num_blocks
 
     def head(self) -> Run:
         """The first run; it stays. Raises `LookupError` when the queue is empty."""
         first = self.first()
-        if first is None:
+        if first is None or first.run is None:
             raise LookupError(NO_CANDIDATES)
-        run: Run = first[RUN]
-        return run
+        return first.run
 
-    def first(self) -> Item | None:
+    def first(self) -> ItemT | None:
         """The first live item; None when there is none."""
-        ordered, heap = self._ordered, self._heap
-        while ordered and ordered[0][RUN] is None:
-            ordered.popleft()
-            self._stale -= 1
-        while heap and heap[0][RUN] is None:
+        ordered, heap, front = self._ordered, self._heap, self._front
+        first = None
+        while front < len(ordered):
+            if ordered[front].run is not None:
+                first = ordered[front]
+                break
+            front += 1
+        if front != self._front:
+            self._leave_behind(front)
+        while heap:
+            late = heap[0][1]
+            if late.run is not None:
+                return late if first is None or late.is_before(first) else first
             heappop(heap)
             self._stale -= 1
-        if heap and (not ordered or heap[0] < ordered[0]):
-            return heap[0]
-        return ordered[0] if ordered else None
+        return first
 
-    def last(self) -> Item | None:
+    def _leave_behind(self, front: int) -> None:
+        """The ordered items before this one have left."""
+        self._stale -= front - self._front
+        self._front = front
+        if front > _SLACK and 2 * front > len(self._ordered):
+            del self._ordered[:front]
+            self._front = 0
+
+    def last(self) -> ItemT | None:
         """The last of the live items that arrived in order; None when there is none."""
         ordered = self._ordered
-        while ordered and ordered[-1][RUN] is None:
+        while len(ordered) > self._front:
+            if ordered[-1].run is not None:
+                return ordered[-1]
             ordered.pop()
             self._stale -= 1
-        return ordered[-1] if ordered else None
+        return None
 
     def clear(self) -> list[Run]:
         """Empty the queue and return the runs that were in it."""
-        items = [item for source in (self._ordered, self._heap) for item in source if item[RUN] is not None]
-        runs: list[Run] = [item[RUN] for item in items]
-        for item in items:
-            item[RUN] = None
+        runs: list[Run] = []
+        for item in self._live():
+            assert item.run is not None
+            runs.append(item.run)
+            item.run = None
         self._ordered.clear()
         self._heap.clear()
-        self.num_runs = self._stale = self.num_blocks = 0
+        self._front = self.num_runs = self._stale = self.num_blocks = 0
         return runs
 
+    def _live(self) -> list[ItemT]:
+        """All items that were not discarded."""
+        return [item for item in [*self._ordered, *[late[1] for late in self._heap]] if item.run is not None]
+
     def _rebuild(self) -> None:
-        live = [item for source in (self._ordered, self._heap) for item in source if item[RUN] is not None]
-        live.sort()
-        self._ordered = deque(live)
+        self._ordered = sorted(self._live(), key=_order)
         self._heap = []
-        self._stale = 0
+        self._front = self._stale = 0
+
+
+class RunQueue(Queue[Item]):
+    """Runs in the order of keys of any kind."""
+
+    __slots__ = ()
+
+    def push(self, key: Key, run: Run) -> Item:
+        """Insert `run`; the returned item is what `discard` takes."""
+        item = Item(key, run)
+        self.insert(item)
+        return item
 
 
 class GhostList:
