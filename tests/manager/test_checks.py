@@ -65,12 +65,12 @@ def lose_a_free_block(manager: KVCacheManager) -> None:
 
 def free_a_block_twice(manager: KVCacheManager) -> None:
     pool = manager._state.gpu_pools[0]
-    pool._free[0] = pool._free[1]
+    pool._free[-1] = pool._free[-2]
 
 
 def free_a_block_in_use(manager: KVCacheManager) -> None:
     pool = manager._state.gpu_pools[0]
-    pool._free[0] = manager.get("live").block_ids()[-1]
+    pool._free[-1] = manager.get("live").block_ids()[-1]
 
 
 def reference_a_free_block(manager: KVCacheManager) -> None:
@@ -215,13 +215,13 @@ def keep_an_empty_root(manager: KVCacheManager) -> None:
 
 
 def free_a_published_block(manager: KVCacheManager) -> None:
-    manager._state.gpu_pools[0]._free[0] = cached_nodes(manager)[0].ids[0][0]
+    manager._state.gpu_pools[0]._free[-1] = cached_nodes(manager)[0].ids[0][0]
 
 
 def free_a_swapped_block(manager: KVCacheManager) -> None:
     swapped = manager.get("swapped").swapped
     assert swapped is not None
-    manager._state.pool(0, Tier.HOST)._free[0] = swapped.ids[0][0]
+    manager._state.pool(0, Tier.HOST)._free[-1] = swapped.ids[0][0]
 
 
 def track_a_row_without_a_request(manager: KVCacheManager) -> None:
@@ -391,7 +391,7 @@ def swap_to_a_host_copy(manager: KVCacheManager) -> None:
 
 
 def free_a_host_copy(manager: KVCacheManager) -> None:
-    manager._state.pool(0, Tier.HOST)._free[0] = host_copies_of(manager)[0][0][0]
+    manager._state.pool(0, Tier.HOST)._free[-1] = host_copies_of(manager)[0][0][0]
 
 
 def miscount_host_copies(manager: KVCacheManager) -> None:

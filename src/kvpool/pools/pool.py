@@ -73,8 +73,8 @@ class BlockPool:
         self.num_pinned = 0
         self.peak_referenced = 0
         self.refs: Int32Array = np.zeros(num_blocks, np.int32)
-        # A stack whose top is at the end; kept so that a fresh pool hands out 0, 1, 2, ...
-        self._free: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        # A stack of the last `num_free` places, whose top comes first: a fresh pool hands out 0, 1, 2, ...
+        self._free: Int32Array = np.arange(num_blocks, dtype=np.int32)
 
     @property
     def num_referenced(self) -> int:
@@ -83,13 +83,18 @@ class BlockPool:
 
     def take(self, num_blocks: int) -> Int32Array:
         """Hands out `num_blocks` free ids to a single owner. The caller made sure that they exist."""
-        top = self.num_free
-        if num_blocks > top:
+        return self.take_view(num_blocks).copy()
+
+    def take_view(self, num_blocks: int) -> Int32Array:
+        """`take` for who copies the ids at once: they stand here until other ones come back."""
+        num_free = self.num_free
+        if num_blocks > num_free:
             raise OutOfBlocksError(
-                f"pool {self.index} on {self.tier.name} has {top} free blocks, {num_blocks} were asked for"
+                f"pool {self.index} on {self.tier.name} has {num_free} free blocks, {num_blocks} were asked for"
             )
-        self.num_free = rest = top - num_blocks
-        return self._free[rest:top][::-1].copy() if not rest else self._free[top - 1 : rest - 1 : -1].copy()
+        top = self.num_blocks - num_free
+        self.num_free = num_free - num_blocks
+        return self._free[top : top + num_blocks]
 
     def take_counted(self, num_blocks: int) -> Int32Array:
         """`take` for blocks whose holders are all counted: each starts with one."""
@@ -99,9 +104,10 @@ class BlockPool:
 
     def give(self, ids: Int32Array) -> None:
         """Puts unreferenced ids back on the free stack; the first of them is handed out first."""
-        top = self.num_free
-        self.num_free = top + len(ids)
-        self._free[top : self.num_free] = ids[::-1]
+        num_given = len(ids)
+        self.num_free = num_free = self.num_free + num_given
+        top = self.num_blocks - num_free
+        self._free[top : top + num_given] = ids
 
     def share(self, ids: Int32Array) -> None:
         """One more sequence holds these private blocks, which were handed out by `take`."""
@@ -137,12 +143,12 @@ class BlockPool:
 
     def free_ids(self) -> Int32Array:
         """A copy of the free ids, next one last."""
-        return self._free[: self.num_free].copy()
+        return self._free[self.num_blocks - self.num_free :][::-1].copy()
 
     def set_free_ids(self, ids: Int32Array) -> None:
         """Replaces the free stack (used when blocks were moved or the pool was resized)."""
         self._free = np.empty(self.num_blocks, np.int32)
-        self._free[: len(ids)] = ids
+        self._free[self.num_blocks - len(ids) :] = ids[::-1]
         self.num_free = len(ids)
 
     def resize(self, num_blocks: int) -> None:
@@ -157,7 +163,7 @@ class BlockPool:
         else:
             free = np.concatenate([np.arange(num_blocks - 1, old - 1, -1, dtype=np.int32), free])
         stack = np.empty(num_blocks, np.int32)  # all memory is there before anything changes
-        stack[: len(free)] = free
+        stack[num_blocks - len(free) :] = free[::-1]
         self.refs, self._free, self.num_blocks, self.num_free = refs, stack, num_blocks, len(free)
 
 
