@@ -80,7 +80,7 @@ class CacheContext:
         row = node.open_row
         if row >= 0:
             rows = self.rows
-            end = int(rows.committed[row]) // self.block_size
+            end = rows.committed_of[row] // self.block_size
             node.num_blocks = end - node.start
             node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
             node.ids = [rows.tables[group.index][row, node.start : end] for group in self.cached]

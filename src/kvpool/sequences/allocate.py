@@ -78,12 +78,12 @@ class Allocator:
                     self.readers.release(partial, used=False)
             note_sessions(handle, partial.sessions)
         present = hit_tokens + match.num_recomputed
-        rows.reserved[row] = num_tokens if num_tokens > present else present
-        rows.written[row] = rows.committed[row] = hit_tokens
-        rows.present[row] = present
+        rows.reserved_of[row] = num_tokens if num_tokens > present else present
+        rows.written_of[row] = rows.committed_of[row] = hit_tokens
+        rows.present_of[row] = present
         tokens = found.tokens
         if tokens is None:
-            rows.known[row] = rows.num_history[row] = 0
+            rows.known_of[row] = rows.num_history_of[row] = 0
         else:
             rows.set_token_ids(row, tokens, match.num_blocks * size)
             handle.parted_at = match.num_found * size
@@ -146,7 +146,7 @@ class Allocator:
         """Matched ids, then that of the block taken over from the tree, if any, then new ones."""
         state, rows = self.state, self.rows
         hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
-        rows.num_blocks[row] = num_blocks
+        rows.num_blocks_of[row] = num_blocks
         path = plan.match.path
         first = hit_blocks
         if taken is not None:
@@ -159,7 +159,7 @@ class Allocator:
             if hit_blocks:
                 table[row, :hit_blocks] = path_ids(path, hit_blocks, 0)
             if new:
-                table[row, first:num_blocks] = state.gpu_pools[0].take(new)
+                table[row, first:num_blocks] = state.gpu_pools[0].take_view(new)
             state.counters.blocks_allocated += new
             return
         for group in state.growing:
@@ -262,7 +262,7 @@ class Allocator:
 
     def _share_row(self, source: int, child: KVCacheHandle) -> None:
         rows = self.rows
-        num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
+        num_blocks, cross = rows.num_blocks_of[source], int(rows.num_cross_blocks[source])
         row = child.row = rows.new_row(child, num_blocks, cross)
         for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
             array = getattr(rows, name)

@@ -146,20 +146,20 @@ class KVCacheHandle:
 
     @property
     def num_reserved(self) -> int:
-        return int(self._rows.reserved[self._live_row()])
+        return self._rows.reserved_of[self._live_row()]
 
     @property
     def num_written(self) -> int:
-        return int(self._rows.written[self._live_row()])
+        return self._rows.written_of[self._live_row()]
 
     @property
     def num_committed(self) -> int:
-        return int(self._rows.committed[self._live_row()])
+        return self._rows.committed_of[self._live_row()]
 
     @property
     def num_blocks(self) -> int:
         """Blocks per layer group that the sequence spans, dropped ones included."""
-        return int(self._rows.num_blocks[self._live_row()])
+        return self._rows.num_blocks_of[self._live_row()]
 
     @property
     def token_ids(self) -> Int32Array:

@@ -47,15 +47,15 @@ class InFlight:
         handle = rows.handles[row]
         assert handle is not None
         self.untrack(handle)
-        start = rows.committed.item(row) // size * size
-        if rows.known.item(row) - start < size:
+        start = rows.committed_of[row] // size * size
+        if rows.known_of[row] - start < size:
             return
         tip = rows.tips[row]
         assert tip is not None
         if tip.open_row != row:  # otherwise it ends with what is committed
             self.context.sync(tip)
             start = tip.end * size
-        if handle.publishes and rows.known.item(row) - start >= size:
+        if handle.publishes and rows.known_of[row] - start >= size:
             self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
 
     def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
@@ -146,7 +146,7 @@ class Publisher:
     def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
         """Merges what a row committed with equal runs below its tip and opens a node for the rest; returns its new tip."""
         rows, size = self.rows, self.context.block_size
-        done = rows.committed.item(row) // size
+        done = rows.committed_of[row] // size
         first = tip.start + tip.num_blocks
         while first < done:
             limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
@@ -202,8 +202,8 @@ class Publisher:
     def _agreed_length(self, row: int, other: int, first: int, done: int) -> int:
         """How many of the shared blocks from `first` on another row has written with the same tokens."""
         rows, size = self.rows, self.context.block_size
-        length = min(self._shared_length(row, other, first, done), rows.written.item(other) // size - first)
-        start, stop = first * size, min((first + max(length, 0)) * size, rows.known.item(other))
+        length = min(self._shared_length(row, other, first, done), rows.written_of[other] // size - first)
+        start, stop = first * size, min((first + max(length, 0)) * size, rows.known_of[other])
         if stop > start:
             differs = rows.ids_between(row, start, stop) != rows.ids_between(other, start, stop)
             if differs.any():
@@ -216,7 +216,7 @@ class Publisher:
         One may have given up windowed ones. What they hold behind `done` counts too: a row that grows in the tree by itself
         would take it along.
         """
-        end = min(self.rows.num_blocks.item(row), self.rows.num_blocks.item(other))
+        end = min(self.rows.num_blocks_of[row], self.rows.num_blocks_of[other])
         columns = np.arange(first, end)
         same, held = np.ones(len(columns), np.bool_), np.zeros(len(columns), np.bool_)
         for group in self.context.cached:
@@ -239,7 +239,7 @@ class Publisher:
             assert handle is not None and tip is not None
             closed = handle.swapped is None and tip.open_row != row
             # The last condition only saves time: without a whole block, neither call changes anything.
-            if closed and rows.committed.item(row) // self.context.block_size > tip.end:
+            if closed and rows.committed_of[row] // self.context.block_size > tip.end:
                 self.publish(row)
                 self.in_flight.track(row)
 
@@ -249,7 +249,7 @@ class Publisher:
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
-        self.rows.grows_alone[row] = handle.retention is None
+        self.rows.grows_alone_of[row] = handle.retention is None
         node.num_blocks = done - node.start  # the rest when it is read: `sync`
         self.tree.add(node)
         if tip.num_remainders:
@@ -263,7 +263,7 @@ class Publisher:
         something that begins with the same tokens is cached behind `tip`, which is closed.
         """
         rows, size = self.rows, self.context.block_size
-        first, start, end = tip.end, tip.end * size, rows.committed.item(row)
+        first, start, end = tip.end, tip.end * size, rows.committed_of[row]
         if not 0 < end - start < size or not handle.publishes or tip.detached:
             return tip
         groups = self.context.cached
@@ -271,7 +271,7 @@ class Publisher:
         held = (group.gpu.refs[block[0]] > 1 for group, block in zip(groups, ids, strict=True))
         if handle.family is not None and any(held):
             return tip
-        tokens = rows.final_token_ids(row, start, end, rows.num_history.item(row))
+        tokens = rows.final_token_ids(row, start, end, rows.num_history_of[row])
         key = tokens.tobytes()
         if tip.children is not None and tip.children.nearest(key)[1] == len(key):
             return tip
@@ -376,12 +376,12 @@ class Publisher:
         node = rows.tips[row]
         assert node is not None and node.open_row == row
         size = self.context.block_size
-        start, end = node.start, rows.committed.item(row) // size
+        start, end = node.start, rows.committed_of[row] // size
         node.open_row = -1
         node.num_blocks = end - start
-        node.tokens = rows.final_token_ids(row, start * size, end * size, rows.num_history.item(row))
+        node.tokens = rows.final_token_ids(row, start * size, end * size, rows.num_history_of[row])
         if self.has_one_group:
             node.ids = [rows.tables[0][row, start:end].copy()]
         else:
             node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
-        rows.grows_alone[row] = False
+        rows.grows_alone_of[row] = False

@@ -43,7 +43,7 @@ class Releaser:
         if handle.swapped is not None:
             root = tip
             if not keep and handle.publishes:
-                final = self.rows.token_ids(row)[: self.rows.committed.item(row)]
+                final = self.rows.token_ids(row)[: self.rows.committed_of[row]]
                 tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), root)
             self.release_host(handle)
             self.readers.release(root)
@@ -97,7 +97,7 @@ class Releaser:
             self.publisher.close(row)
         if keep_remainder:
             tip = self.publisher.publish_remainder(row, handle, tip)
-        used, published = rows.num_blocks.item(row), tip.start + tip.num_blocks
+        used, published = rows.num_blocks_of[row], tip.start + tip.num_blocks
         if used > published or not self.state.is_simple:
             self._release_groups(handle, row, tip, used, published)
         if handle.retention is not None and tip is not tip.root:

@@ -34,7 +34,7 @@ class Rewinder:
         """Forgets the last `num_tokens` reserved tokens and gives back the blocks behind them."""
         rows, size = self.rows, self.context.block_size
         row = self.state.row_of(handle)
-        length = int(rows.reserved[row]) - num_tokens
+        length = rows.reserved_of[row] - num_tokens
         rows.moves += 1
         tip = rows.tips[row]
         assert tip is not None
@@ -43,15 +43,15 @@ class Rewinder:
         if length < tip.end * size:
             self._leave_published(handle, row, length)
         self._drop_private(handle, row, ceil_div(length, size))
-        rows.reserved[row] = length
-        rows.present[row] = min(rows.present.item(row), length)
-        rows.written[row] = min(int(rows.written[row]), length)
-        if int(rows.committed[row]) > length:
-            rows.committed[row] = length
+        rows.reserved_of[row] = length
+        rows.present_of[row] = min(rows.present_of[row], length)
+        rows.written_of[row] = min(rows.written_of[row], length)
+        if rows.committed_of[row] > length:
+            rows.committed_of[row] = length
             rows.forget_token_ids(row, length)
         if handle.family is not None:
             rows.set_shared(row, True)  # the blocks that it will write now may be older than those it copied
-        if handle.publishes and int(rows.known[row]) > int(rows.committed[row]):
+        if handle.publishes and rows.known_of[row] > rows.committed_of[row]:
             self.in_flight.track(row)
         else:
             self.in_flight.untrack(handle)
@@ -115,7 +115,7 @@ class Rewinder:
     def _drop_private(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
         """Gives back the blocks from `num_blocks` on, all of them private by now."""
         rows = self.rows
-        used = int(rows.num_blocks[row])
+        used = rows.num_blocks_of[row]
         if num_blocks >= used:
             return
         if self.states is not None:
@@ -125,4 +125,4 @@ class Rewinder:
             ids = table[row, num_blocks:used]
             group.give_back(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
             table[row, num_blocks:used] = -1
-        rows.num_blocks[row] = num_blocks
+        rows.num_blocks_of[row] = num_blocks

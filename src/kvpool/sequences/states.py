@@ -69,10 +69,10 @@ class RowStates:
 
     def live_column(self, row: int) -> int:
         """The column that has the state behind all tokens written so far; -1 if none are, or if it was given up."""
-        return self.group.column_of(self._columns(row), self.rows.written.item(row))
+        return self.group.column_of(self._columns(row), self.rows.written_of[row])
 
     def _columns(self, row: int) -> Int32Array:
-        columns: Int32Array = self.rows.tables[self.table_of][row, : self.rows.num_blocks.item(row)]
+        columns: Int32Array = self.rows.tables[self.table_of][row, : self.rows.num_blocks_of[row]]
         return columns
 
     def of_step(self, batch: SequenceBatch, start: Int64Array, stop: Int64Array) -> StatePlaces:
@@ -104,7 +104,7 @@ class RowStates:
 
     def check_rewind(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Refuses to go back to where no state was kept."""
-        written, column = self.rows.written.item(row), (length - 1) // self.group.block_size
+        written, column = self.rows.written_of[row], (length - 1) // self.group.block_size
         if not 0 < length < written:
             return
         is_kept = self._columns(row)[column] >= 0 or column < self.rows.window_start[self.table_of, row]
@@ -123,7 +123,7 @@ class RowStates:
         """
         table, tip = self.rows.tables[self.table_of], self.rows.tips[row]
         assert tip is not None
-        used = self.rows.num_blocks.item(row)
+        used = self.rows.num_blocks_of[row]
         if num_blocks < 1 or table[row, num_blocks - 1] >= 0:
             return num_blocks
         behind = num_blocks + np.flatnonzero(table[row, num_blocks:used] >= 0)

@@ -167,11 +167,11 @@ class Stepper:
     def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
         """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
         rows, size = self.rows, self.context.block_size
-        missing = max(0, -(-(int(rows.reserved[row]) + num_tokens) // size) - int(rows.num_blocks[row]))
+        missing = max(0, -(-(rows.reserved_of[row] + num_tokens) // size) - rows.num_blocks_of[row])
         needs = self.state.needs(missing, int(missing > 0 and self._takes_state(np.array([row])).item()))
         if rows.shared[row]:
             for group in self.state.growing:
-                ids = rows.tables[group.index][row, self._first_private(row) : int(rows.num_blocks[row])]
+                ids = rows.tables[group.index][row, self._first_private(row) : rows.num_blocks_of[row]]
                 needs[group.pool] += int((group.gpu.refs[ids[ids >= 0]] > 1).sum())
         return tuple(needs)
 
@@ -228,7 +228,7 @@ class Stepper:
         """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
         tip = self.rows.tips[row]
         assert tip is not None
-        return max(self.rows.written.item(row) // self.context.block_size, tip.end)
+        return max(self.rows.written_of[row] // self.context.block_size, tip.end)
 
     def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, Group, int]]:
         """(row, group, column) of the blocks that flagged rows are about to write and that have another reader."""
@@ -237,7 +237,7 @@ class Stepper:
         flagged = batch.rows[rows.shared[batch.selection]].tolist()
         claimed: dict[tuple[int, int], int] = {}
         for row in flagged:
-            first, last = self._first_private(row), int(rows.num_blocks[row])
+            first, last = self._first_private(row), rows.num_blocks_of[row]
             shared = False
             for group in self.state.growing:
                 refs, pool = group.gpu.refs, group.pool
@@ -264,7 +264,7 @@ class Stepper:
             dst = group.take(1)
             handle = rows.handles[row]
             assert handle is not None
-            used: int | None = min(int(rows.written[row]) - column * size, size)
+            used: int | None = min(rows.written_of[row] - column * size, size)
             if group.keeps_state:
                 assert self.states is not None
                 used = None if column == self.states.live_column(row) else 0
@@ -321,7 +321,7 @@ class Stepper:
             self._refuse_over(batch, written, "written")
         if self.states is not None:
             for row, stop in zip(batch.rows.tolist(), written.tolist(), strict=True):
-                self.states.write(row, rows.written.item(row), stop)
+                self.states.write(row, rows.written_of[row], stop)
         rows.written[batch.selection] = written
 
     def _refuse_over(self, batch: SequenceBatch, wanted: Int64Array, verb: str) -> None:
@@ -370,7 +370,7 @@ class Stepper:
         for row in attention.tolist():
             self.state.publisher.publish(row)
             if self.context.windowed:
-                self.windows.slide(row, self.rows.committed.item(row))
+                self.windows.slide(row, self.rows.committed_of[row])
 
     def commit_rows(
         self,
@@ -397,13 +397,13 @@ class Stepper:
         if fresh:
             self.state.keep_symbols(fresh)
         for row, count, _ in pieces:
-            start = rows.committed.item(row)
-            self._commit_row(row, start, start + count, rows.known.item(row))
+            start = rows.committed_of[row]
+            self._commit_row(row, start, start + count, rows.known_of[row])
 
     def commit_prompt(self, row: int, count: int | None) -> None:
         """Commits the next `count` tokens of a row, with ids as far as they are known (None: what is reserved and known)."""
         rows = self.rows
-        start, known, reserved = rows.committed.item(row), rows.known.item(row), rows.reserved.item(row)
+        start, known, reserved = rows.committed_of[row], rows.known_of[row], rows.reserved_of[row]
         end = start + count if count is not None else known if known < reserved else reserved
         if end > reserved:
             raise _over(rows.handles[row], reserved, end, "committed")
@@ -414,13 +414,13 @@ class Stepper:
         rows, size = self.rows, self.context.block_size
         handle = rows.handles[row]
         assert handle is not None
-        if self.states is not None and end > rows.written.item(row):
-            self.states.write(row, rows.written.item(row), end)
+        if self.states is not None and end > rows.written_of[row]:
+            self.states.write(row, rows.written_of[row], end)
         if end > known and handle.publishes:
             self._stop_publishing(row)
-        rows.committed[row] = end
-        if end > rows.written.item(row):
-            rows.written[row] = end
+        rows.committed_of[row] = end
+        if end > rows.written_of[row]:
+            rows.written_of[row] = end
         if end // size > start // size:
             self.state.publisher.publish(row)
             if self.context.windowed:
@@ -436,7 +436,7 @@ class Stepper:
         """Before tokens without ids are committed: what precedes them is published, what follows cannot be found."""
         handle = self.rows.handles[row]
         assert handle is not None
-        self.rows.committed[row] = self.rows.known[row]
+        self.rows.committed_of[row] = self.rows.known_of[row]
         self.state.publisher.publish(row)
         if self.rows.has_open_tip(row):
             self.state.publisher.close(row)

@@ -69,7 +69,7 @@ class Swapper:
             of_group = []
             for row in row_list:
                 ids = rows.visible_blocks(group.index, row).copy()
-                written = int(rows.written[row])
+                written = rows.written_of[row]
                 if isinstance(group, StateGroup):
                     ids[np.arange(len(ids)) != group.column_of(ids, written)] = -1
                 elif group.grows:
@@ -131,7 +131,7 @@ class Swapper:
         for table in rows.tables:
             table[row, :] = -1
         rows.tips[row] = root
-        rows.present[row] = 0
+        rows.present_of[row] = 0
         rows.following.pop(row, None)
         rows.set_shared(row, False)
         rows.epoch += 1
@@ -210,7 +210,7 @@ class Swapper:
         rows, size = self.rows, self.context.block_size
         if not handle.publishes or self.context.windowed:
             return Match(None, [], 0)
-        final = min(int(rows.committed[row]), int(rows.known[row])) // size * size
+        final = min(rows.committed_of[row], rows.known_of[row]) // size * size
         if limit is not None:
             final = min(final, limit * size)
         return self.tree.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
@@ -235,13 +235,13 @@ class Swapper:
         Of states only the last column counts, unless what it had was written.
         """
         if group.keeps_state:
-            handle, last = self.rows.handles[row], int(self.rows.num_blocks[row]) - 1
+            handle, last = self.rows.handles[row], self.rows.num_blocks_of[row] - 1
             assert handle is not None and handle.swapped is not None
             live = np.flatnonzero(handle.swapped.ids[group.index] >= 0)
             passed = max(int(live[-1]) if len(live) else -1, int(self.rows.window_start[group.index, row]) - 1)
             return np.arange(last, last + int(last > passed))
-        first = ceil_div(int(self.rows.written[row]), self.context.block_size)
-        columns = np.arange(first, int(self.rows.num_blocks[row]))
+        first = ceil_div(self.rows.written_of[row], self.context.block_size)
+        columns = np.arange(first, self.rows.num_blocks_of[row])
         if group.slides:
             columns = columns[(columns >= self.rows.window_start[group.index, row]) | (columns < group.sinks)]
         return columns

@@ -31,7 +31,7 @@ class IncomingIds:
         return any(self._last_id(row) < 0 for row in settled.tolist())
 
     def _last_id(self, row: int) -> int:
-        known = self.rows.known.item(row)
+        known = self.rows.known_of[row]
         return int(self.rows.ids_between(row, known - 1, known)[0]) if known else 0
 
     def items_begun(self, batch: SequenceBatch, counts: Int64Array | None) -> tuple[MultimodalItem, ...]:
@@ -44,7 +44,7 @@ class IncomingIds:
         for row, count in zip(
             batch.rows.tolist(), [1] * len(batch) if counts is None else counts.tolist(), strict=True
         ):
-            end = rows.committed.item(row)
+            end = rows.committed_of[row]
             found.extend(rows.symbols.items(rows.ids_between(row, end - count, end), offset))
             offset += count
         return tuple(found)
@@ -81,7 +81,7 @@ class IncomingIds:
             if tokens is not None and encoded is not None:
                 given, coded = tokens[offset : offset + count], encoded[offset : offset + count]
                 offset += count
-                committed, known = rows.committed.item(row), rows.known.item(row)
+                committed, known = rows.committed_of[row], rows.known_of[row]
                 if committed > known:
                     raise SequenceStateError(
                         f"request {handle.request_id!r} committed {committed - known} tokens without ids; "
@@ -124,7 +124,7 @@ class IncomingIds:
 
     def _continued(self, handle: KVCacheHandle, row: int, ids: Int32Array, fresh: Fresh) -> Int32Array:
         """New ids of a row that may end inside an item: the first of them are its placeholders then."""
-        symbols, known, last = self.rows.symbols, self.rows.known.item(row), self._last_id(row)
+        symbols, known, last = self.rows.symbols, self.rows.known_of[row], self._last_id(row)
         if last >= 0:
             return ids
         key, length, _ = symbols.placeholder(last)

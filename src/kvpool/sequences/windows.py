@@ -89,7 +89,7 @@ class RowWindows:
         self.context.sync(tip)
         for group in self.context.windowed:
             old = int(rows.window_start[group.index, row])
-            new = min(group.first_read(position), rows.num_blocks.item(row))
+            new = min(group.first_read(position), rows.num_blocks_of[row])
             if new <= old:
                 continue
             table = rows.tables[group.index]
