@@ -116,7 +116,7 @@ def change_the_key_of_a_run(manager: KVCacheManager) -> None:
 
 def lose_a_child(manager: KVCacheManager) -> None:
     node = cached_nodes(manager)[-1]
-    dict.pop(node.parent.children, node.key)
+    node.parent.children.pop(node.key)
 
 
 def lift_a_child_above_its_parent(manager: KVCacheManager) -> None:
@@ -203,7 +203,7 @@ def empty_a_run(manager: KVCacheManager) -> None:
 
 def hang_a_child_elsewhere(manager: KVCacheManager) -> None:
     node = cached_nodes(manager)[-1]
-    dict.__setitem__(node.parent.children, b"elsewhere", dict.pop(node.parent.children, node.key))
+    node.parent.children[b"elsewhere"] = node.parent.children.pop(node.key)
 
 
 def detach_an_unread_run(manager: KVCacheManager) -> None:

@@ -10,7 +10,7 @@ from parts import add_run, make_context, make_tree
 
 from kvpool.config import Tier
 from kvpool.eviction.run import checksum
-from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
+from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node, Root, SortedKeys, common_prefix_length
 from kvpool.prefix.tree import divide_logits, trim_logits
 from kvpool.scope import ReuseScope
 
@@ -34,11 +34,16 @@ def make_run(parent: Node, *tokens: int) -> Node:
     return node
 
 
-def index_of(*keys: bytes) -> ChildIndex:
-    root, index = make_root(), ChildIndex()
+def parent_of(*keys: bytes) -> Node:
+    root = make_root()
     for key in keys:
-        index.add(key, Node(root, key, 0, 1, 0.0))
-    return index
+        root.add_child(key, Node(root, key, 0, 1, 0.0))
+    return root
+
+
+def child_of(parent: Node, key: bytes) -> Node:
+    assert parent.children is not None
+    return parent.children[key]
 
 
 def shared_tokens(left: bytes, right: bytes) -> int:
@@ -129,37 +134,38 @@ def test_what_follows_a_run_that_lost_its_end_is_known_by_what_is_left() -> None
     assert make_run(run, 5, 6).fingerprint == make_run(make_run(root, 1, 2), 5, 6).fingerprint
 
 
-# --- the index of children -------------------------------------------------------------------------------------------
+# --- children --------------------------------------------------------------------------------------------------------
 
 
 def test_children_are_found_by_their_first_block() -> None:
-    index = index_of(key_of(1, 2), key_of(3, 4))
-    assert index[key_of(3, 4)].key == key_of(3, 4)
-    assert index.get(key_of(3, 5)) is None
+    parent = parent_of(key_of(1, 2), key_of(3, 4))
+    assert child_of(parent, key_of(3, 4)).key == key_of(3, 4)
+    assert parent.children is not None
+    assert parent.children.get(key_of(3, 5)) is None
 
 
 def test_adding_a_known_key_replaces_the_child_and_keeps_the_order() -> None:
-    index = index_of(*(key_of(i, i) for i in range(20)))
+    parent = parent_of(*(key_of(i, i) for i in range(20)))
     replacement = Node(make_root(), key_of(7, 7), 0, 2, 0.0)
-    index.add(key_of(7, 7), replacement)
-    assert len(index) == 20
-    assert index.nearest(key_of(7, 9))[0] is replacement
+    parent.add_child(key_of(7, 7), replacement)
+    assert len(parent.children or ()) == 20
+    assert parent.nearest_child(key_of(7, 9))[0] is replacement
 
 
-def test_an_empty_index_has_no_nearest_child() -> None:
-    assert ChildIndex().nearest(key_of(1, 2)) == (None, 0)
+def test_a_node_without_children_has_no_nearest_child() -> None:
+    assert make_root().nearest_child(key_of(1, 2)) == (None, 0)
 
 
 def test_the_nearest_child_shares_at_least_one_whole_token() -> None:
-    index = index_of(key_of(1, 2))
-    assert index.nearest(key_of(1 + 256, 2)) == (None, 0)  # one byte in common is no token
-    assert index.nearest(key_of(1, 3))[1] // 4 == 1
+    parent = parent_of(key_of(1, 2))
+    assert parent.nearest_child(key_of(1 + 256, 2)) == (None, 0)  # one byte in common is no token
+    assert parent.nearest_child(key_of(1, 3))[1] // 4 == 1
 
 
 def test_a_query_shorter_than_a_block_finds_its_continuation() -> None:
-    index = index_of(key_of(1, 2, 3, 4), key_of(1, 5, 6, 7))
-    node, shared = index.nearest(key_of(1, 5))
-    assert node is index[key_of(1, 5, 6, 7)]
+    parent = parent_of(key_of(1, 2, 3, 4), key_of(1, 5, 6, 7))
+    node, shared = parent.nearest_child(key_of(1, 5))
+    assert node is child_of(parent, key_of(1, 5, 6, 7))
     assert shared // 4 == 2
 
 
@@ -187,22 +193,22 @@ def test_the_neighbours_of_a_string_may_stand_in_two_chunks() -> None:
 
 
 def test_children_that_start_alike_are_found_among_thousands() -> None:
-    index = index_of(*(key_of(7, token) for token in range(2000)))
-    node, shared = index.nearest(key_of(7, 1500, 1))
-    assert node is index[key_of(7, 1500)]
+    parent = parent_of(*(key_of(7, token) for token in range(2000)))
+    node, shared = parent.nearest_child(key_of(7, 1500, 1))
+    assert node is child_of(parent, key_of(7, 1500))
     assert shared == 8
     for token in range(2000):
-        index.discard(key_of(7, token))
-    assert (len(index), index.nearest(key_of(7, 1))) == (0, (None, 0))
+        parent.remove_child(child_of(parent, key_of(7, token)))
+    assert (parent.children, parent.nearest_child(key_of(7, 1))) == (None, (None, 0))
 
 
-def test_an_index_that_ran_empty_can_be_used_again() -> None:
+def test_a_node_that_lost_all_children_can_have_others() -> None:
     keys = [key_of(i, 0) for i in range(20)]
-    index = index_of(*keys)
+    parent = parent_of(*keys)
     for key in keys:
-        index.discard(key)
-    index.add(keys[3], Node(make_root(), keys[3], 0, 1, 0.0))
-    assert index.nearest(key_of(3, 9))[0] is index[keys[3]]
+        parent.remove_child(child_of(parent, key))
+    parent.add_child(keys[3], Node(make_root(), keys[3], 0, 1, 0.0))
+    assert parent.nearest_child(key_of(3, 9))[0] is child_of(parent, keys[3])
 
 
 # Tokens that share bytes, so that byte order and token order differ.
@@ -216,12 +222,12 @@ blocks = st.lists(tokens, min_size=3, max_size=3).map(lambda row: key_of(*row))
 def test_the_nearest_child_equals_brute_force_after_any_additions_and_removals(
     keys: list[bytes], removed: list[bytes], query_tokens: list[int]
 ) -> None:
-    index = index_of(*keys)
+    parent = parent_of(*keys)
     for key in set(removed) & set(keys):
-        index.discard(key)
+        parent.remove_child(child_of(parent, key))
     query = key_of(*query_tokens)
-    best = max((shared_tokens(key, query) for key in index), default=0)
-    node, shared = index.nearest(query)
+    best = max((shared_tokens(key, query) for key in parent.children or ()), default=0)
+    node, shared = parent.nearest_child(query)
     assert shared // 4 == best
     assert (node is None) == (best == 0)
     if node is not None:

@@ -44,6 +44,7 @@ class Node:
     __slots__ = (
         "_end_sum",
         "_fingerprint",
+        "_keys",
         "active",
         "children",
         "copied_sessions",
@@ -83,7 +84,10 @@ class Node:
 
     parent: Node
     root: Root
-    children: ChildIndex | None
+    children: dict[bytes, Node] | None  # by the bytes of their first block
+    # Their keys by first token: the only one, or all of them sorted. What shares the longest beginning with a key that is not
+    # there is its neighbour.
+    _keys: dict[bytes, bytes | SortedKeys]
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
     logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
@@ -153,9 +157,10 @@ class Node:
     @property
     def sum_before(self) -> int:
         """The checksum of all tokens that precede this run. It does not depend on how they are divided into runs."""
-        node, behind = self.parent, []
+        node = self.parent
         if node._end_sum >= 0:
             return node._end_sum
+        behind = []
         while node._end_sum < 0:
             behind.append(node)
             node = node.parent
@@ -188,23 +193,55 @@ class Node:
         return self.start + self.num_blocks
 
     def add_child(self, key: bytes, child: Node) -> None:
-        if self.children is None:
-            self.children = ChildIndex()
-        self.children.add(key, child)
+        children = self.children
+        if children is None:
+            children = self.children = {}
+            self._keys = {}
+        if key not in children:
+            first = key[:4]
+            keys = self._keys.get(first)
+            if keys is None:
+                self._keys[first] = key
+            elif isinstance(keys, bytes):
+                self._keys[first] = SortedKeys([sorted((keys, key))])
+            else:
+                keys.add(key)
+        children[key] = child
         if child.tier == self.tier:
             self.same_tier_children += 1
         if child.is_remainder:
             self.num_remainders += 1
 
     def remove_child(self, child: Node) -> None:
-        assert self.children is not None
-        self.children.discard(child.key)
-        if not self.children:
+        children, key = self.children, child.key
+        assert children is not None
+        del children[key]
+        if not children:
             self.children = None
+        first = key[:4]
+        keys = self._keys[first]
+        if isinstance(keys, bytes):
+            del self._keys[first]
+        else:
+            keys.remove(key)
+            if not keys:
+                del self._keys[first]
         if child.tier == self.tier:
             self.same_tier_children -= 1
         if child.is_remainder:
             self.num_remainders -= 1
+
+    def nearest_child(self, query: bytes) -> tuple[Node | None, int]:
+        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
+        best, shared = None, 0
+        if self.children is not None:
+            keys = self._keys.get(query[:4])
+            if keys is not None:
+                for key in (keys,) if isinstance(keys, bytes) else keys.neighbours(query):
+                    common = common_prefix_length(key, query)
+                    if common > shared:
+                        best, shared = self.children[key], common
+        return best, shared
 
     def is_candidate(self) -> bool:
         """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
@@ -249,58 +286,9 @@ class Root(Node):
         self.ids = []
 
 
-class ChildIndex(dict[bytes, Node]):
-    """Children by the bytes of their first block, and the nearest one for a key that is not there.
-
-    For the nearest, keys stand in one sorted list per first token: the key that shares the longest beginning with a query
-    is its neighbour in sorted order. Lists are cut into chunks, so that a step costs O(log n) comparisons and a bounded
-    number of moved pointers even when every prompt starts alike.
-    """
-
-    __slots__ = ("_by_token",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._by_token: dict[bytes, bytes | SortedKeys] = {}  # a first token's only key, or all of them
-
-    def add(self, key: bytes, child: Node) -> None:
-        if key not in self:
-            first = key[:4]
-            keys = self._by_token.get(first)
-            if keys is None:
-                self._by_token[first] = key
-            elif isinstance(keys, bytes):
-                self._by_token[first] = SortedKeys([sorted((keys, key))])
-            else:
-                keys.add(key)
-        self[key] = child
-
-    def discard(self, key: bytes) -> None:
-        del self[key]
-        first = key[:4]
-        keys = self._by_token[first]
-        if isinstance(keys, bytes):
-            del self._by_token[first]
-            return
-        keys.remove(key)
-        if not keys:
-            del self._by_token[first]
-
-    def nearest(self, query: bytes) -> tuple[Node | None, int]:
-        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
-        keys = self._by_token.get(query[:4])
-        best, shared = None, 0
-        if keys is not None:
-            for key in (keys,) if isinstance(keys, bytes) else keys.neighbours(query):
-                common = common_prefix_length(key, query)
-                if common > shared:
-                    best, shared = self[key], common
-        return best, shared
-
-
 @mypyc_attr(native_class=False)
 class SortedKeys(list[list[bytes]]):
-    """Sorted strings in chunks of bounded length."""
+    """Sorted strings in chunks, so that a step costs O(log n) comparisons and moves a bounded number of pointers."""
 
     __slots__ = ()
 

@@ -154,7 +154,7 @@ class RunTree:
             key = tokens[position : position + size].tobytes()
         next_key = key if len(key) == 4 * size else None
         if partial and node.children is not None and position < total:
-            near, shared = node.children.nearest(key)
+            near, shared = node.nearest_child(key)
             if near is not None:
                 if near.open_row >= 0:
                     self.context.sync(near)

@@ -273,7 +273,7 @@ class Publisher:
             return tip
         tokens = rows.final_token_ids(row, start, end, rows.num_history_of[row])
         key = tokens.tobytes()
-        if tip.children is not None and tip.children.nearest(key)[1] == len(key):
+        if tip.nearest_child(key)[1] == len(key):
             return tip
         if tip.num_remainders:
             self.cache.drop_covered(tip, key)
