@@ -103,6 +103,11 @@ class Guard:
         for callback in self.capacity_callbacks:
             contain(callback)
 
+    def go_on(self) -> None:
+        """Begins the next part of an operation that does several in one: it has its own tick and finds the cache anew."""
+        self.context.tick += 1
+        self.context.version += 1
+
     # --- who listens -------------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer) -> Callable[[], None]:

@@ -190,47 +190,11 @@ class KVCacheManager:
         if lease is not False:
             lease = as_flag(lease, "lease")
         prompt, places = self._request(tokens, num_tokens, scope, multimodal, cross_tokens, reserve, lease)
-        if type(lookahead) is not int or lookahead:
-            lookahead = as_count(lookahead, "lookahead")
-        if ttl is not None or retention is not None or session is not None:
-            check_keeping(ttl, retention, session)
-        if hint is not None:
-            check_hint(hint)
-        state, ids, scope, cross_tokens = self._state, prompt._tokens, prompt._scope, prompt._cross_tokens
-        limit = state.max_seq_len
-        if limit is not None:
-            longest = max(places + lookahead, 0 if ids is None else len(ids))
-            if longest > limit:
-                raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
+        lookahead = self._checked(prompt, places, lookahead, retention, ttl, session, hint)
         with self._guard:
-            if is_among(request_id, state.requests):
-                raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
-            handle = KVCacheHandle(state.rows, request_id, scope)
-            handle.retention = retention
-            handle.ttl = ttl if ttl is not None else state.default_ttl
-            handle.session = session
-            handle.encoder_tokens = cross_tokens
-            handle.is_lease = lease
-            handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
-            found = self._allocator.allocate(handle, prompt, places, lookahead)
-            if self._guard.observers:
-                options = dict(
-                    num_tokens=num_tokens,
-                    scope=scope,
-                    reserve=reserve,
-                    lookahead=lookahead,
-                    cross_tokens=cross_tokens,
-                    retention=retention,
-                    ttl=ttl,
-                    session=session,
-                    lease=lease,
-                    multimodal=prompt.items,
-                    source=found.source,
-                )
-                self._guard.tell("allocate", handle, request_id, ids, options)
-            if hint is not None:
-                self.hint(handle, hint)
-            return handle
+            return self._admit(
+                request_id, prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
+            )
 
     def allocate_batch(self, requests: Iterable[Mapping[str, Any]]) -> list[KVCacheHandle | KVPoolError]:
         """`allocate` for several requests in one operation; returns what became of each: its handle, or its error.
@@ -243,11 +207,94 @@ class KVCacheManager:
         results: list[KVCacheHandle | KVPoolError] = []
         with self._guard:
             for request in given:
+                self._guard.go_on()
                 try:
-                    results.append(self.allocate(**request))
+                    results.append(self._allocate_given(request.get))
                 except KVPoolError as error:
                     results.append(error)
         return results
+
+    def _allocate_given(self, given: Callable[..., Any]) -> KVCacheHandle:
+        """`allocate` inside an operation, by a function that gives its arguments by name."""
+        num_tokens, reserve, lease = given("num_tokens"), given("reserve"), as_flag(given("lease", False), "lease")
+        scope, cross_tokens = given("scope", DEFAULT_SCOPE), given("cross_tokens", 0)
+        prompt, places = self._request(
+            given("tokens"), num_tokens, scope, given("multimodal"), cross_tokens, reserve, lease
+        )
+        retention, ttl, session, hint = given("retention"), given("ttl"), given("session"), given("hint")
+        lookahead = self._checked(prompt, places, given("lookahead", 0), retention, ttl, session, hint)
+        return self._admit(
+            given("request_id"), prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
+        )
+
+    def _checked(
+        self,
+        prompt: Prompt,
+        places: int,
+        lookahead: int,
+        retention: Retention | None,
+        ttl: float | None,
+        session: str | None,
+        hint: ReuseHint | None,
+    ) -> int:
+        """Refuses wrong arguments of `allocate` beside the prompt; returns the lookahead as a number."""
+        if type(lookahead) is not int or lookahead:
+            lookahead = as_count(lookahead, "lookahead")
+        if ttl is not None or retention is not None or session is not None:
+            check_keeping(ttl, retention, session)
+        if hint is not None:
+            check_hint(hint)
+        limit, ids = self._state.max_seq_len, prompt._tokens
+        if limit is not None:
+            longest = max(places + lookahead, 0 if ids is None else len(ids))
+            if longest > limit:
+                raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
+        return lookahead
+
+    def _admit(
+        self,
+        request_id: Hashable,
+        prompt: Prompt,
+        places: int,
+        lookahead: int,
+        retention: Retention | None,
+        ttl: float | None,
+        session: str | None,
+        lease: bool,
+        hint: ReuseHint | None,
+        num_tokens: int | None,
+        reserve: int | None,
+    ) -> KVCacheHandle:
+        """Admits a request whose arguments are checked, inside an operation."""
+        state, scope, cross_tokens = self._state, prompt._scope, prompt._cross_tokens
+        if is_among(request_id, state.requests):
+            raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
+        handle = KVCacheHandle(state.rows, request_id, scope)
+        handle.retention = retention
+        handle.ttl = ttl if ttl is not None else state.default_ttl
+        handle.session = session
+        handle.encoder_tokens = cross_tokens
+        handle.is_lease = lease
+        handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
+        found = self._allocator.allocate(handle, prompt, places, lookahead)
+        if self._guard.observers:
+            options = dict(
+                num_tokens=num_tokens,
+                scope=scope,
+                reserve=reserve,
+                lookahead=lookahead,
+                cross_tokens=cross_tokens,
+                retention=retention,
+                ttl=ttl,
+                session=session,
+                lease=lease,
+                multimodal=prompt.items,
+                source=found.source,
+            )
+            self._guard.tell("allocate", handle, request_id, prompt._tokens, options)
+        if hint is not None:
+            self.hint(handle, hint)
+        return handle
 
     def _request(
         self,
@@ -434,7 +481,7 @@ class KVCacheManager:
         """
         with self._guard:
             row = self._state.row_of(handle)
-            longest = max(handle.num_prompt_tokens, int(self._state.rows.reserved[row]))
+            longest = max(handle.num_prompt_tokens, self._state.rows.reserved_of[row])
             position = as_count(position, "position", maximum=longest)
             self._windows.slide(row, position)
             if self._guard.observers:
@@ -447,7 +494,7 @@ class KVCacheManager:
         """
         with self._guard:
             row = self._state.row_of(handle)
-            limit = int(self._state.rows.reserved[row])
+            limit = self._state.rows.reserved_of[row]
             count = as_count(num_tokens, "num_tokens", maximum=limit)
             self._rewinder.rewind(handle, count)
             if self._guard.observers:
@@ -527,7 +574,7 @@ class KVCacheManager:
         with self._guard:
             row = self._state.row_of(handle)
             length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
-            if not length or int(self._state.rows.committed[row]) < length:
+            if not length or self._state.rows.committed_of[row] < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
             ids, tip = self._state.rows.token_ids(row)[:length], self._state.rows.tips[row]
             assert tip is not None
