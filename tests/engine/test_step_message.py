@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.config import Tier
+from kvpool.engine.step_memory import SLOT_BYTES, SLOTS, StepMemory
 from kvpool.engine.step_message import StepInputs, decode, encode, make_lists
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan, Request, Scheduler, SchedulerConfig
@@ -29,12 +33,16 @@ def plans() -> list[BatchPlan]:
     return made
 
 
+def message(step: StepInputs) -> bytearray:
+    return bytearray(encode(step, step.plan.batch, lambda count: np.empty(count, np.int32)))
+
+
 def test_given_the_steps_of_a_scheduler_then_messages_hold_them() -> None:
     made = plans()
     assert len(made) > 2
     for plan in made:
         lists = plan.batch
-        read = decode(bytearray(encode(StepInputs([], plan), lists)))
+        read = decode(message(StepInputs([], plan)))
         for name in ARRAYS:
             found, expected = getattr(read.plan, name), getattr(plan, name)
             np.testing.assert_array_equal(found, expected, name)
@@ -54,9 +62,32 @@ def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
         CopyOp(CopyKind.SWAP_OUT, 1, Tier.GPU, Tier.HOST, blocks, blocks + 1),
         CopyOp(CopyKind.COPY_ON_WRITE, 0, Tier.GPU, Tier.GPU, blocks[:1], blocks[2:], 3),
     ]
-    read = decode(bytearray(encode(StepInputs(copies, plan, True, np.array([0, 4])), plan.batch)))
+    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]))))
     assert read.launch
     assert read.keep.tolist() == [0, 4]
     assert [(*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in read.copies] == [
         (*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in copies
     ]
+
+
+def test_given_shared_memory_then_ranks_read_from_it_what_rank_0_wrote_and_slots_wait_for_all() -> None:
+    memory = StepMemory(3)
+    if memory.descriptor < 0:
+        pytest.skip("needs memory without a file: Linux")
+    other = StepMemory(3, os.dup(memory.descriptor))
+    assert memory.take(SLOT_BYTES // 4 + 1) is None
+    for number in range(2 * SLOTS):
+        taken = memory.take(5)
+        assert taken is not None
+        assert taken[0] == number
+        taken[1][:] = np.arange(5) + number
+        for rank in (1, 2):
+            assert np.frombuffer(other.read(rank, number, 5), np.int32).tolist() == list(range(number, number + 5))
+    for _ in range(SLOTS):
+        assert memory.take(1) is not None
+    other.read(1, 2 * SLOTS, 1)
+    assert memory.take(1) is None  # rank 2 has not read the oldest
+    other.read(2, 2 * SLOTS, 1)
+    assert memory.take(1) is not None
+    for each in (memory, other):
+        each.close()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kvpool.engine.launched import as_ranks
 from kvpool.engine.rank_tiers import RankTiers
-from kvpool.engine.ranks import COPIES, OK, START_SECONDS, STEP, TIERS, Ranks, Watch, rank_devices
+from kvpool.engine.ranks import COPIES, OK, START_SECONDS, TIERS, Ranks, Watch, rank_devices
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.step_message import StepInputs, encode, encode_copies, make_lists
@@ -144,8 +145,8 @@ class Leader:
         return behind
 
     def _step(self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None) -> None:
-        step = StepInputs(self._send_orders(), plan, launch, keep)
-        self.ranks.tell_all(STEP, encode(step, make_lists(plan, self._num_groups)))
+        step = StepInputs(self._send_orders(), plan, launch, keep, bool((plan.token_ids < 0).any()))
+        self.ranks.tell_step(partial(encode, step, make_lists(plan, self._num_groups)))
         if step.has_unknown_tokens:
             torch.distributed.broadcast(token_ids, 0)
 

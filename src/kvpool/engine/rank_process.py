@@ -22,8 +22,9 @@ from kvpool.engine.engine_parts import Parts, assemble
 from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
 from kvpool.engine.rank_tiers import RankAnswers, obey
-from kvpool.engine.ranks import COPIES, END, ERROR, OK, TIERS, Channel, Hello, join_ranks
+from kvpool.engine.ranks import COPIES, END, ERROR, OK, PLACE, STEP_AT, TIERS, Channel, Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
+from kvpool.engine.step_memory import StepMemory
 from kvpool.engine.step_message import decode, decode_copies
 from kvpool.kernels.layout import current
 from kvpool.model.loading import load_model
@@ -42,10 +43,11 @@ class Follower:
 
     shards: Shards | None = None  # only rank 0 tells others what to do
 
-    def __init__(self, hello: Hello, channel: Channel, answers: RankAnswers) -> None:
+    def __init__(self, hello: Hello, channel: Channel, answers: RankAnswers, memory: StepMemory | None) -> None:
         self._hello = hello
         self._channel = channel
         self._answers = answers
+        self._memory = memory
         self.shard = Shard(hello.rank, hello.size)
         self._device = torch.device(hello.device)
         channel.send(OK)
@@ -67,6 +69,9 @@ class Follower:
         kind, message = self._channel.receive()
         if kind == END:
             raise EngineEnded
+        if kind == STEP_AT:
+            assert self._memory is not None
+            message = self._memory.read(self._hello.rank, *PLACE.unpack(message))
         return kind, message
 
     def exchange(self, value: str) -> list[str]:
@@ -116,7 +121,9 @@ def follow(channel: Channel, asked: Channel) -> int:
     try:
         hello = Hello(*json.loads(channel.receive()[1]))
         torch.set_num_threads(hello.num_threads)
-        follower = Follower(hello, channel, RankAnswers(asked))
+        descriptors = socket.recv_fds(channel.socket, 1, 1)[1]
+        memory = StepMemory(hello.size, descriptors[0]) if descriptors else None
+        follower = Follower(hello, channel, RankAnswers(asked), memory)
         while True:
             follower.serve(pickle.loads(channel.receive()[1]))
             gc.collect()

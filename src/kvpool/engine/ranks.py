@@ -29,12 +29,15 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.engine.shared_gpu import HOST_BACKEND, register
+from kvpool.engine.step_memory import StepMemory
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, RankError, SequenceStateError
 from kvpool.model.loading import torch_device
+from kvpool.pools.arrays import Int32Array
 
 RANK_SECONDS = 60.0  # a collective or a message that takes longer ends the engine
 START_SECONDS = 1800.0  # the same for loading weights
@@ -43,7 +46,8 @@ _REPORT_SECONDS = 1.0
 _MOST_RANKS = 64
 _LENGTH = struct.Struct("<I")
 # What a message is, in its first byte
-STEP, COPIES, TIERS, END, ERROR, OK = b"S", b"C", b"T", b"E", b"X", b"K"
+STEP, STEP_AT, COPIES, TIERS, END, ERROR, OK = b"S", b"A", b"C", b"T", b"E", b"X", b"K"
+PLACE = struct.Struct("<qi")  # of a step in shared memory: its number, and how many integers it has
 
 
 class Hello(NamedTuple):
@@ -113,6 +117,7 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
         self.tier_channels: list[Channel] = []
+        self._memory = StepMemory(size)
         self.numbers = itertools.count()  # of questions, new ones for each engine
         try:
             self._start_all()
@@ -151,6 +156,10 @@ class Ranks:
             torch.get_num_threads(),
         )
         channel.send(OK, json.dumps(hello).encode())
+        if self._memory.descriptor < 0:
+            channel.socket.sendall(b"-")
+        else:
+            socket.send_fds(channel.socket, [b"+"], [self._memory.descriptor])
 
     def connect(self) -> None:
         """Waits until all ranks are there, and joins them."""
@@ -182,6 +191,22 @@ class Ranks:
                 raise self.fail(f"rank {rank} took no message for {channel.socket.gettimeout():g} s") from None
             except OSError:
                 raise self.fail() from None
+
+    def tell_step(self, write: Callable[[Callable[[int], Int32Array]], Int32Array]) -> None:
+        """Sends a step to every rank: `write` gets memory for so many integers by calling its argument, and writes it."""
+        numbers: list[int] = []
+
+        def place(count: int) -> Int32Array:
+            if (taken := self._memory.take(count)) is None:
+                return np.empty(count, np.int32)
+            numbers.append(taken[0])
+            return taken[1]
+
+        message = write(place)
+        if numbers:
+            self.tell_all(STEP_AT, PLACE.pack(numbers[0], len(message)))
+        else:
+            self.tell_all(STEP, message.tobytes())
 
     def end_engine(self) -> None:
         """Has every rank close its part of an engine, whatever it does now, and waits for that."""
@@ -268,6 +293,7 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._memory.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._ended.set()
 

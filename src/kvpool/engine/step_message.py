@@ -10,7 +10,7 @@ block lists   for each layer group: indptr, last_page_len, first_position, then 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +23,10 @@ from kvpool.scheduling import BatchPlan
 from kvpool.sequences.batch import CSRTable
 
 _HEADER = struct.Struct("<7i")
+_HEADER_WORDS = _HEADER.size // 4
 _COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
-_UNIFORM, _LAUNCH, _KEEPS = 1, 2, 4
+_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN = 1, 2, 4, 8
 _KINDS = tuple(CopyKind)
 _TIERS = tuple(Tier)
 
@@ -59,27 +60,28 @@ class StepInputs(NamedTuple):
     plan: BatchPlan
     launch: bool = False
     keep: Int64Array | None = None
-
-    @property
-    def has_unknown_tokens(self) -> bool:
-        """Whether the first rank has tokens on its device that the message does not have."""
-        return bool((self.plan.token_ids < 0).any())
+    has_unknown_tokens: bool = False  # the first rank has tokens on its device that the message does not have
 
 
-def encode(step: StepInputs, lists: BlockLists) -> bytes:
-    """The message of a step."""
-    copies, plan, launch, keep = step
-    kept: npt.NDArray[Any] = np.empty(0, np.int64) if keep is None else keep
-    flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
+def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Array]) -> Int32Array:
+    """Writes the message of a step into the memory that `place` has for so many integers."""
+    copies, plan, launch, keep, has_unknown = step
     rows, num_groups = len(plan.sequences), len(lists.tables)
-    counts = (plan.number, rows, plan.num_decode, plan.num_tokens, flags, len(kept), num_groups)
-    parts: list[Any] = [_HEADER.pack(*counts), encode_copies(copies)]
-    parts += _as_bytes(plan.token_ids, plan.positions, plan.slots, plan.kv_lengths, kept)
+    flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
+    flags += has_unknown * _UNKNOWN
+    num_kept = 0 if keep is None else len(keep)
+    parts: list[npt.NDArray[Any]] = [np.frombuffer(encode_copies(copies), np.int32)]
+    parts += plan.token_ids, plan.positions, plan.slots.reshape(-1), plan.kv_lengths
+    if keep is not None:
+        parts.append(keep)
     if not plan.is_uniform:  # otherwise every row has one token and one sample
-        parts += _as_bytes(plan.query_start, plan.num_samples, plan.num_drafts)
+        parts += plan.query_start, plan.num_samples, plan.num_drafts
     for table in lists.tables:
-        parts += _as_bytes(table.indptr, table.last_page_len, table.first_position, table.indices)
-    return b"".join(parts)
+        parts += table.indptr, table.last_page_len, table.first_position, table.indices
+    message = place(_HEADER_WORDS + sum(map(len, parts)))
+    _HEADER.pack_into(message.data, 0, plan.number, rows, plan.num_decode, plan.num_tokens, flags, num_kept, num_groups)
+    np.concatenate(parts, out=message[_HEADER_WORDS:], casting="unsafe")
+    return message
 
 
 def encode_copies(copies: Sequence[CopyOp]) -> bytes:
@@ -97,16 +99,17 @@ class _Reader:
     """Reads a message from its beginning to its end."""
 
     def __init__(self, message: bytearray) -> None:
-        self._message = message
+        self._message = np.frombuffer(message, np.int32)
         self._at = 0
 
     def fields(self, form: struct.Struct) -> tuple[Any, ...]:
-        self._at += form.size
-        return form.unpack_from(self._message, self._at - form.size)
+        found = form.unpack_from(self._message.data, 4 * self._at)
+        self._at += form.size // 4
+        return found
 
     def take(self, count: int) -> Int32Array:
-        self._at += 4 * count
-        return np.frombuffer(self._message, np.int32, count, self._at - 4 * count)
+        self._at += count
+        return self._message[self._at - count : self._at]
 
     def copies(self) -> list[CopyOp]:
         found = []
@@ -159,7 +162,8 @@ def decode(message: bytearray) -> StepInputs:
         copies=copies,
     )
     vars(plan)["batch"] = BlockLists(tables)
-    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None)
+    keep = kept if flags & _KEEPS else None
+    return StepInputs(copies, plan, bool(flags & _LAUNCH), keep, bool(flags & _UNKNOWN))
 
 
 def _as_bytes(*arrays: npt.NDArray[Any]) -> list[bytes]:
