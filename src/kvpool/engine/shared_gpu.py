@@ -48,8 +48,10 @@ class HostGroup(_distributed.ProcessGroup):  # type: ignore[misc]  # of type Any
         self._gloo.broadcast(held, opts).wait()
         return _done(tensors, held)
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Puts the tensors of all ranks one behind the other."""
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        """Puts the tensors of all ranks one behind the other. Older torch asks for it by this name, newer takes it, too."""
         for output, own in zip(outputs, _on_host(inputs), strict=True):
             parts = [torch.empty_like(own) for _ in range(self.size())]
             self._gloo.allgather([parts], [own]).wait()
