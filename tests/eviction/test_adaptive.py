@@ -533,7 +533,8 @@ def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounde
             order._by_age,
             learned._alive,
             learned._rows,
-            learned._changes,
+            learned._begun,
+            learned._ended,
         ]
         half = tick // 2_000
         most[half] = max(most[half], sum(map(len, held)))

@@ -92,29 +92,32 @@ class Experience:
         self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
         self._row_of: Ints = np.zeros(NUM_KINDS, np.int64)  # the same
+        self.num_noted = 0  # how much waits for the next digest
         self._reused: list[int] = []  # since the last digest: kind, age and blocks of each
-        self._changes: list[int] = []  # of what is followed since then: cohort, moment and blocks of each
+        # What is followed since then, and no longer: cohort, moment and blocks of each, those alike in one
+        self._begun: list[int] = []
+        self._ended: list[int] = []
         self._alive: Ints = np.zeros(0, np.int64)  # cohorts that are followed
         self._alive_blocks: Ints = np.zeros(0, np.int64)  # and how many blocks of each
         self._hits: Floats = np.zeros((0, _BINS))
         self._followed: Floats = np.zeros((0, _BINS))  # block-milliseconds, if nobody left any more
         self._exposure: Floats = np.zeros((0, _BINS))
 
-    @property
-    def num_noted(self) -> int:
-        """How much waits for the next digest."""
-        return (len(self._changes) + len(self._reused)) // 3
-
     def count(self, cohort: int, now: int, blocks: int) -> None:
         """At this moment so many blocks of a cohort were reused."""
         since, kind = divmod(cohort, NUM_KINDS)
         self._reused += (kind, now - since, blocks)
+        self.num_noted += 1
         self.has_news = True
 
     def follow(self, cohort: int, now: int, blocks: int) -> None:
         """From this moment on, so many more blocks of a cohort are followed, or fewer."""
-        changes = self._changes  # one by one: compiled, that makes no tuple and asks no iterator
-        changes.append(cohort)
+        self.num_noted += 1
+        changes = self._begun if blocks > 0 else self._ended
+        if changes and changes[-3] == cohort and changes[-2] == now:
+            changes[-1] += blocks
+            return
+        changes.append(cohort)  # one by one: compiled, that makes no tuple and asks no iterator
         changes.append(now)
         changes.append(blocks)
 
@@ -124,8 +127,8 @@ class Experience:
         What is followed from an age on is exposed at all later ones, less what is no longer followed then, and less what
         is not yet that old.
         """
-        self.has_news = False
-        cohort, moment, change = _columns(self._changes)
+        self.has_news, self.num_noted = False, 0
+        cohort, moment, change = _columns(self._begun + self._ended)
         reused, age, blocks = _columns(self._reused)
         since, kind = np.divmod(cohort, NUM_KINDS)
         self._meet(kind)
@@ -136,7 +139,7 @@ class Experience:
             _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
         ) * fading
         self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
-        self._changes, self._reused = [], []
+        self._begun, self._ended, self._reused = [], [], []
         self._change_alive(cohort, change)
         since, kind = np.divmod(self._alive, NUM_KINDS)
         to_come = _exposed(row_of[kind], now - since, self._alive_blocks, used)
