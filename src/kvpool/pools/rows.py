@@ -98,7 +98,6 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.num_history_of = self.num_history.data
         self.present_of = self.present.data
         self.grows_alone_of = self.grows_alone.data
-        self.recent_ids = self.recent.reshape(-1).data  # row after row
 
     @property
     def num_rows(self) -> int:
@@ -150,7 +149,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             self.num_shared -= int(self.shared[rows].sum())
             self.shared[rows] = False
         handles, tips, history, history_start = self.handles, self.tips, self.history, self.history_start
-        free = rows.tolist()
+        free: list[int] = rows.tolist()
         for row in free:
             handles[row] = tips[row] = None
             history[row] = _NO_TOKENS
@@ -280,8 +279,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             ids = history[start - base : stop - base]
             return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
         if stop - base <= len(history):
-            first = row * RECENT_TOKENS
-            history.data[have - base : stop - base] = self.recent_ids[first : first + stop - have]
+            history[have - base : stop - base] = self.recent[row, : stop - have]
             return history[start - base : stop - base]
         if start >= have:
             return self.recent[row, start - have : stop - have].copy()

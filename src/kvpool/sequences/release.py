@@ -149,9 +149,10 @@ class Releaser:
             self.cache.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
             node = parent
 
-    def free_batch(self, handles: Sequence[GivenHandle], keep: bool) -> None:
+    def free_batch(self, given: Sequence[GivenHandle], keep: bool) -> None:
         """Ends many sequences; checked as a whole first."""
-        row_list = [self.state.any_row_of(handle) for handle in handles]
+        row_list = [self.state.any_row_of(handle) for handle in given]
+        handles: list[KVCacheHandle] = list(given)
         if len(set(row_list)) < len(row_list):
             twice = next(handle for i, handle in enumerate(handles) if handle.row in row_list[:i])
             raise SequenceStateError(f"request {twice.request_id!r} stands twice in the batch to free")
@@ -176,11 +177,13 @@ class Releaser:
         rows, size = self.rows, self.state.context.block_size
         index = np.array(row_list)
         used = rows.num_blocks[index]
-        done = (rows.committed[index] // size).tolist()
-        have = rows.num_history[index].tolist()
-        table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
-        alike = int(used.max()) * len(index) <= 4 * int(used.sum())
-        published = []
+        longest = int(used.max())
+        done: list[int] = (rows.committed[index] // size).tolist()
+        have: list[int] = rows.num_history[index].tolist()
+        table = rows.tables[0][index, :longest]  # a copy, of which nodes may keep slices
+        blocks: list[Int32Array] = list(table)
+        alike = longest * len(index) <= 4 * int(used.sum())
+        published: list[int] = []
         for i, row in enumerate(row_list):
             tip = rows.tips[row]
             assert tip is not None
@@ -189,7 +192,8 @@ class Releaser:
                 tip.open_row = -1
                 tip.num_blocks = end - start
                 tip.tokens = rows.final_token_ids(row, start * size, end * size, have[i])
-                tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
+                ids = blocks[i] if end - start == longest else blocks[i][start:end]
+                tip.ids = [ids if alike else ids.copy()]
             if self.keeps_remainders:
                 tip = rows.tips[row] = self.publisher.publish_remainder(row, handles[i], tip)
             published.append(tip.start + tip.num_blocks)
