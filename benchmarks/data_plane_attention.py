@@ -28,10 +28,12 @@ from torch import Tensor
 
 from harness import Bar, Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times, argument_parser, main
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch, create_backend
+from kvpool.config import KVCacheConfig
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.kernels import compiled_attention
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.storage.layout import GroupLayout
 
 BLOCK_SIZE = 16
 LAYERS = 3  # of the store; runs go round them, so that nothing is left in a cache from the run before
@@ -92,18 +94,17 @@ def make_problem(
 
 def _random_store(spec: AttentionSpec, num_blocks: int, device: str, layers: int) -> Iterator[LayerCache]:
     """Layers of a block-first store; integers are any bytes with small scales, which costs a kernel the same."""
-    shape = (num_blocks, layers, 2, BLOCK_SIZE, spec.kv_heads)
-    dtype = TORCH_DTYPES[spec.kv_dtype]
-    if dtype.itemsize > 1:
-        store = torch.empty(*shape, spec.head_dim, dtype=dtype, device=device).normal_()
-        return (LayerCache(spec.kv_dtype, store[:, n, 0], store[:, n, 1]) for n in range(layers))
-    width = spec.head_dim * spec.kv_dtype.bits // 8
-    store = torch.randint(0, 120, (*shape, width), dtype=torch.uint8, device=device).view(dtype)
-    if not spec.kv_dtype.scale_bytes:
-        return (LayerCache(spec.kv_dtype, store[:, n, 0], store[:, n, 1]) for n in range(layers))
-    scales = torch.full(shape, 0.01, dtype=torch.float16, device=device)
-    sides = [(scales[:, n, 0], scales[:, n, 1]) for n in range(layers)]
-    return (LayerCache(spec.kv_dtype, store[:, n, 0], store[:, n, 1], *sides[n], *sides[n]) for n in range(layers))
+    layer = LayerSpec(spec.kv_heads, spec.head_dim, spec.kv_dtype)
+    config = KVCacheConfig([layer] * layers, BLOCK_SIZE, gpu_blocks=1)
+    layout = GroupLayout(config.groups[0])
+    store = torch.randint(0, 120, (num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+    for number in range(layers):
+        cache = layout.layer_cache(store, number)
+        scales = [cache.k_scale, cache.v_scale, cache.v_zero]
+        for part in (*scales, *((cache.k, cache.v) if spec.kv_dtype.bits > 8 else ())):
+            if part is not None:
+                part.copy_(torch.randn(part.shape, device=device) * 0.01 if part.dim() == 3 else torch.randn_like(part))
+        yield cache
 
 
 def decode_lengths(params: Mapping[str, Any]) -> list[int]:

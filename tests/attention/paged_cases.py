@@ -22,10 +22,9 @@ TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1e-2}
 
 def poisoned_layer(spec: AttentionSpec, num_blocks: int, block_size: int, layout: str, device: str) -> LayerCache:
     """Layer 1 of a block-first store of two layers, K beside V; every byte is NaN, or worth NaN."""
-    stored = TORCH_DTYPES[spec.kv_dtype]
 
-    def part(dim: int) -> Tensor:
-        width = -(-dim // 2) if spec.kv_dtype is DType.INT4 else dim
+    def part(dim: int, dtype: DType) -> Tensor:
+        stored, width = TORCH_DTYPES[dtype], -(-dim // 2) if dtype is DType.INT4 else dim
         inner = (block_size, spec.kv_heads) if layout == "nhd" else (spec.kv_heads, block_size)
         memory = torch.full((num_blocks, 2, 2, *inner, width), 0.0, device=device)
         memory = memory.to(stored) if not stored.is_floating_point else memory.fill_(torch.nan).to(stored)
@@ -35,7 +34,8 @@ def poisoned_layer(spec: AttentionSpec, num_blocks: int, block_size: int, layout
     def scales() -> Tensor:
         return torch.full((num_blocks, 2, 2, block_size, spec.kv_heads), torch.nan, device=device).half()[:, 1]
 
-    k, v = part(spec.head_dim)[:, 0], None if spec.k_only else part(spec.v_dim)[:, 1]
+    k = part(spec.head_dim, spec.kv_dtype.of_keys)[:, 0]
+    v = None if spec.k_only else part(spec.v_dim, spec.kv_dtype)[:, 1]
     integer = spec.kv_dtype in (DType.INT8, DType.INT4)
     four = spec.kv_dtype is DType.INT4
     return LayerCache(
@@ -44,7 +44,6 @@ def poisoned_layer(spec: AttentionSpec, num_blocks: int, block_size: int, layout
         v,
         k_scale=scales()[:, 0] if integer else None,
         v_scale=scales()[:, 1] if integer and v is not None else None,
-        k_zero=scales()[:, 0] if four else None,
         v_zero=scales()[:, 1] if four and v is not None else None,
         k_factor=0.5 if "fp8" in spec.kv_dtype.value else 1.0,
         v_factor=0.25 if "fp8" in spec.kv_dtype.value else 1.0,
@@ -53,13 +52,13 @@ def poisoned_layer(spec: AttentionSpec, num_blocks: int, block_size: int, layout
 
 def write(cache: LayerCache, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor | None) -> None:
     """K and V [tokens, heads, dim] into their places, quantised as the store does."""
-    for values, data, scale, zero, factor in (
-        (k, cache.k, cache.k_scale, cache.k_zero, cache.k_factor),
-        (v, cache.v, cache.v_scale, cache.v_zero, cache.v_factor),
+    for values, dtype, data, scale, zero, factor in (
+        (k, cache.dtype.of_keys, cache.k, cache.k_scale, None, cache.k_factor),
+        (v, cache.dtype, cache.v, cache.v_scale, cache.v_zero, cache.v_factor),
     ):
         if values is None or data is None:
             continue
-        stored = quantize(values, cache.dtype, factor)
+        stored = quantize(values, dtype, factor)
         if data.element_size() == 1:  # indexing has no fp8
             data.view(torch.uint8)[blocks, offsets] = stored.data.view(torch.uint8)
         else:
@@ -199,7 +198,10 @@ def feature_cases() -> list[Case]:
     narrow = (DType.INT8, DType.INT4, DType.FP8_E4M3, DType.FP8_E5M2)
     cases += [Case(f"odd heads stored as {dtype.value}", spec(head_dim=33, kv_dtype=dtype)) for dtype in narrow]
     cases += [Case("short V stored as int4", spec(head_dim=40, v_dim=22, kv_dtype=DType.INT4))]
-    cases += [Case("K only, stored as int8", spec(4, 1, 96, v_dim=64, k_only=True, kv_dtype=DType.INT8))]
+    cases += [
+        Case(f"K only, stored as {dtype.value}", spec(4, 1, 96, v_dim=64, k_only=True, kv_dtype=dtype))
+        for dtype in (DType.INT8, DType.INT4)
+    ]
     cases += [
         Case(f"{kv.value} stored, {dtype.value} computed", spec(dtype=dtype, kv_dtype=kv), layout="hnd")
         for dtype in (DType.BFLOAT16, DType.FLOAT16)

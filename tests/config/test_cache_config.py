@@ -75,7 +75,7 @@ def test_unknown_dtype_is_refused_with_the_known_ones(wrong: object) -> None:
         (DType.FP8_E4M3, 8 * 2 * 128),
         (DType.FP8_E5M2, 8 * 2 * 128),
         (DType.INT8, 8 * 2 * (128 + 2)),
-        (DType.INT4, 8 * 2 * (64 + 4)),
+        (DType.INT4, 8 * (128 + 2 + 64 + 4)),
     ],
 )
 def test_bytes_per_token_of_a_layer_count_elements_and_scales(dtype: DType, expected: int) -> None:
@@ -83,7 +83,7 @@ def test_bytes_per_token_of_a_layer_count_elements_and_scales(dtype: DType, expe
 
 
 def test_int4_rounds_an_odd_head_up_to_whole_bytes_per_head() -> None:
-    assert LayerSpec(kv_heads=3, head_dim=5, dtype=DType.INT4).bytes_per_token == 3 * 2 * (3 + 4)
+    assert LayerSpec(kv_heads=3, head_dim=5, dtype=DType.INT4).bytes_per_token == 3 * (5 + 2 + 3 + 4)
 
 
 def test_value_heads_of_another_size_and_k_only_layers() -> None:
@@ -111,9 +111,10 @@ def test_bytes_per_token_equals_a_count_bit_by_bit(
 ) -> None:
     spec = LayerSpec(kv_heads, head_dim, dtype, None if k_only else v_head_dim, k_only)
     bits = 0
-    for dim in [head_dim] if k_only else [head_dim, v_head_dim or head_dim]:
+    of_keys = DType.INT8 if dtype is DType.INT4 else dtype
+    for side, dim in [(of_keys, head_dim), (dtype, v_head_dim or head_dim)][: 1 if k_only else 2]:
         for _ in range(kv_heads):
-            bits += math.ceil(dim * dtype.bits / 8) * 8 + 16 * {DType.INT8: 1, DType.INT4: 2}.get(dtype, 0)
+            bits += math.ceil(dim * side.bits / 8) * 8 + 16 * {DType.INT8: 1, DType.INT4: 2}.get(side, 0)
     assert spec.bytes_per_token * 8 == bits
 
 

@@ -206,7 +206,7 @@ def test_llama_in_one_call() -> None:
     int8 = config_from_hf(LLAMA_31_8B, dtype=DType.INT8, gpu_blocks=2)
     assert int8.bytes_per_token == 32 * 2 * 8 * (128 + 2)
     int4 = config_from_hf(LLAMA_31_8B, dtype="int4", gpu_blocks=2)
-    assert int4.bytes_per_token == 32 * 2 * 8 * (64 + 4)
+    assert int4.bytes_per_token == 32 * 8 * (128 + 2 + 64 + 4)  # K is int8
 
 
 def test_deepseek_is_one_k_only_head_per_layer() -> None:

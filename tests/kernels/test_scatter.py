@@ -55,14 +55,14 @@ def test_given_written_slots_when_read_then_they_hold_the_quantised_values_and_n
     write_slots_reference(cache, torch.tensor(SLOTS), k, v)
     kept = [i for i, slot in enumerate(SLOTS) if slot >= 0]
     found = read_slots(cache, torch.tensor([SLOTS[i] for i in kept]))
-    sides = [(found[0], k, cache.k_factor), (found[1], v, cache.v_factor)]
-    for stored, values, factor in sides:
+    sides = [(found[0], k, cache.dtype.of_keys, cache.k_factor), (found[1], v, cache.dtype, cache.v_factor)]
+    for stored, values, kind, factor in sides:
         if values is None:
             assert stored is None
             continue
-        expected = quantize(values[kept], cache.dtype, factor)
+        expected = quantize(values[kept], kind, factor)
         dim = values.shape[-1]
-        assert torch.equal(dequantize(stored, cache.dtype, dim, factor), dequantize(expected, cache.dtype, dim, factor))
+        assert torch.equal(dequantize(stored, kind, dim, factor), dequantize(expected, kind, dim, factor))
     changed = (data != POISON).sum().item()
     assert 0 < changed <= len(kept) * layout.group.bytes_per_token // 2
 

@@ -233,9 +233,11 @@ def test_given_a_quantised_cache_then_reading_gives_nearly_what_was_written_and_
     found = engine.plane.read(handle, 1)
     assert (found[0] - k.float()).abs().max() < error
     assert (found[1] - v.float()).abs().max() < error
-    raw = engine.plane.read(handle, 1, raw=True)[0]
-    assert raw.dtype == engine.plane.layer_cache(1).k.dtype
-    assert raw.shape == (7, HEADS, DIM // 2 if dtype == "int4" else DIM)
+    raw_k, raw_v = engine.plane.read(handle, 1, raw=True)
+    cache = engine.plane.layer_cache(1)
+    assert (raw_k.dtype, raw_v.dtype) == (cache.k.dtype, cache.v.dtype)
+    assert raw_k.shape == (7, HEADS, DIM)
+    assert raw_v.shape == (7, HEADS, DIM // 2 if dtype == "int4" else DIM)
 
 
 def test_given_cross_attention_then_the_encoder_s_tokens_have_slots_of_their_own() -> None:

@@ -12,7 +12,7 @@ from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
 
-FIELDS = ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")
+FIELDS = ("k", "v", "k_scale", "v_scale", "v_zero")
 
 
 def layout_of(layers: list[LayerSpec], block_size: int = 4, **options: Any) -> GroupLayout:
@@ -46,7 +46,7 @@ def test_given_a_layout_when_every_view_is_filled_then_every_byte_is_hit_exactly
 def test_given_a_layer_then_its_views_have_the_order_block_token_head_element() -> None:
     layout = layout_of([LayerSpec(kv_heads=3, head_dim=8, v_head_dim=2, dtype="int4")] * 2)
     cache = layout.layer_cache(torch.zeros((4, layout.block_bytes), dtype=torch.uint8), 1)
-    assert cache.k.shape == (4, 4, 3, 4)
+    assert cache.k.shape == (4, 4, 3, 8)  # K of int4 is int8
     assert cache.v is not None
     assert cache.v.shape == (4, 4, 3, 1)
     assert cache.k_scale is not None

@@ -60,6 +60,11 @@ def test_given_anything_that_changes_bytes_then_no_key_is_equal(other: KeySpace)
     assert other.prefix != space().prefix
 
 
+def test_given_int4_then_its_keys_name_the_format_whose_keys_have_8_bits() -> None:
+    groups = [json.loads(group) for group in space(config(dtype="int4")).fingerprint.groups]
+    assert {group["dtype"] for group in groups} == {"int4 with keys in int8"}  # "int4" had 4 bits for both
+
+
 def test_given_another_layer_group_prefix_or_scope_then_the_keys_differ() -> None:
     keys = space()
     found = digests([1, 2, 3, 4])

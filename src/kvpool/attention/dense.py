@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvpool.config.layers import DType
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache, slopes_on
 from kvpool.kernels.quantization import Quantized, dequantize
@@ -250,11 +251,11 @@ def gather_layer(
 ) -> tuple[Tensor, Tensor]:
     """K and V of the given tokens, dequantised: [sequences, heads, tokens, dim] of type `dtype`."""
 
-    def worth(name: str, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
+    def worth(name: str, stored: DType, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
         parts = [None if part is None else places.gather(part, scratch, name) for part in scales]
-        return dequantize(Quantized(places.gather(data, scratch, name), *parts), cache.dtype, dim, factor).to(dtype)
+        return dequantize(Quantized(places.gather(data, scratch, name), *parts), stored, dim, factor).to(dtype)
 
-    k = worth("k", head_dim, cache.k_factor, cache.k, cache.k_scale, cache.k_zero)
+    k = worth("k", cache.dtype.of_keys, head_dim, cache.k_factor, cache.k, cache.k_scale)
     if cache.v is None:
         return k, k[..., :v_dim]
-    return k, worth("v", v_dim, cache.v_factor, cache.v, cache.v_scale, cache.v_zero)
+    return k, worth("v", cache.dtype, v_dim, cache.v_factor, cache.v, cache.v_scale, cache.v_zero)

@@ -161,7 +161,7 @@ class TritonBackend(AttentionBackend):
         row_bytes = elements * (4 if spec.dtype is DType.FLOAT32 else 2)
         wide = max(1, row_bytes // _WIDE_BYTES)
         if short and wide == 1 and spec.kv_dtype is DType.INT4:
-            return TileShape(_DECODE_ROWS, 64, warps=1, stages=3, programs=8)
+            return TileShape(_DECODE_ROWS, 64, warps=1, stages=2, programs=8)
         if short and wide == 1 and spec.kv_dtype.bits <= 8:
             return TileShape(_DECODE_ROWS, 64, warps=2, stages=3, programs=4)
         if short:

@@ -313,5 +313,5 @@ def _blocks(name: str, given: Any) -> list[KVCacheBlock]:
 
 def _tensors(cache: LayerCache) -> list[Tensor]:
     """Keys and values of a layer, and their scales where it has any."""
-    parts = (cache.k, cache.v, cache.k_scale, cache.k_zero, cache.v_scale, cache.v_zero)
+    parts = (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.v_zero)
     return [part for part in parts if part is not None]

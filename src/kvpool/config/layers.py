@@ -36,8 +36,9 @@ class Tier(IntEnum):
 class DType(str, Enum):
     """Element type of the stored K and V. `DType("fp16")`, `DType("half")` and `DType("torch.float16")` are FLOAT16.
 
-    Integer types are quantised per token and head, separately for K and V: INT8 stores one float16 scale, INT4 a
-    float16 scale and a float16 zero point. The fp8 types store no scales (a constant per layer goes with the weights).
+    Integer types are quantised per token and head, separately for K and V: 8 bits have one float16 scale, 4 bits a float16
+    scale and a float16 zero point. INT4 is the type of V; K beside it is INT8, because 4 bits are too few for keys. The fp8
+    types store no scales (a constant per layer goes with the weights).
     """
 
     FLOAT32 = "float32"
@@ -63,14 +64,27 @@ class DType(str, Enum):
             raise ConfigError(f"{name}={show(value)} is no known dtype; use one of {known}") from None
 
     @property
+    def of_keys(self) -> DType:
+        """The type of K where V has this one.
+
+        >>> DType.INT4.of_keys
+        <DType.INT8: 'int8'>
+        """
+        return DType.INT8 if self is DType.INT4 else self
+
+    @property
     def bits(self) -> int:
         """Bits of one element."""
         return _BITS[self]
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scale (and zero point) stored beside each token's K, and again beside its V, for every head."""
+        """Bytes of scale (and zero point) stored beside each row of this type: one head of one token."""
         return _SCALE_BYTES.get(self, 0)
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of one head of one token with `dim` elements, scales included. A head starts on a whole byte."""
+        return ceil_div(dim * self.bits, 8) + self.scale_bytes
 
 
 _BITS = {
@@ -185,9 +199,9 @@ class LayerSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in this layer, scales included. A head starts on a whole byte."""
-        rows = (self.head_dim,) if self.k_only else (self.head_dim, self.value_dim)
-        return self.kv_heads * sum(ceil_div(dim * self.dtype.bits, 8) + self.dtype.scale_bytes for dim in rows)
+        """Bytes that one token takes in this layer, scales included."""
+        v_bytes = 0 if self.k_only else self.dtype.row_bytes(self.value_dim)
+        return self.kv_heads * (self.dtype.of_keys.row_bytes(self.head_dim) + v_bytes)
 
     @property
     def group_key(self) -> tuple[Any, ...]:

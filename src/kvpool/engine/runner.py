@@ -86,7 +86,7 @@ log = logging.getLogger("kvpool")
 
 
 def rotates(layer: AttentionSpec | LayerSpec) -> bool:
-    """Whether keys of such a layer are rotated before they are stored: 4 bits are too few for keys with outliers."""
+    """Whether values of such a layer are rotated before they are stored: outliers would cost the others their 4 bits."""
     stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
     return stored is DType.INT4 and not layer.k_only
 
@@ -144,7 +144,7 @@ class ModelRunner:
                 self.kinds.append(kind)
             self.kind_of_layer[layer] = self.kinds.index(kind)
         self._rotations = [
-            rotation(kind.spec.head_dim).to(self.device, TORCH_DTYPES[kind.spec.dtype]) if rotates(kind.spec) else None
+            rotation(kind.spec.v_dim).to(self.device, TORCH_DTYPES[kind.spec.dtype]) if rotates(kind.spec) else None
             for kind in self.kinds
         ]
         self.graphs: DecodeGraphs | None = None
@@ -373,7 +373,10 @@ class ModelRunner:
         def counted(call: AttentionCall) -> Tensor:
             nonlocal num_calls
             num_calls += 1
-            return attend(self._rotated(call))
+            rotated = self._rotations[self.kind_of_layer[self.layer_of(call)]]
+            if rotated is None or call.across:  # values of an encoder are written as they are
+                return attend(call)
+            return attend(call._replace(v=call.v @ rotated)) @ rotated.T
 
         logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
         if num_calls != len(self.kind_of_layer):
@@ -382,13 +385,6 @@ class ModelRunner:
                 "attention that kvpool registered in transformers; start this one again without it"
             )
         return logits
-
-    def _rotated(self, call: AttentionCall) -> AttentionCall:
-        """The same attention with queries and keys that lose less when keys are stored."""
-        rotated = self._rotations[self.kind_of_layer[self.layer_of(call)]]
-        if rotated is None or call.across:  # keys of an encoder are written as they are
-            return call
-        return call._replace(q=call.q @ rotated, k=call.k @ rotated)
 
     def _run_once(self) -> None:
         """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""

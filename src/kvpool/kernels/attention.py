@@ -30,7 +30,7 @@ TILE_FIELDS = 4
 # Few merges get many warps a head, to have the parts of a long context read at once. Of many, most have nothing to merge,
 # and ending a program early costs as much for one head as for four: these get four heads, with a warp each.
 FEW_MERGES = 1024  # heads, over all tiles
-_KINDS = {DType.FP8_E4M3: "e4m3", DType.FP8_E5M2: "e5m2", DType.INT8: "int8", DType.INT4: "int4"}
+KINDS = {DType.FP8_E4M3: "e4m3", DType.FP8_E5M2: "e5m2", DType.INT8: "int8", DType.INT4: "int4"}  # as kernels name them
 
 
 class TileShape(NamedTuple):
@@ -68,10 +68,10 @@ def attend_items(
     programs = len(items) * spec.kv_heads * ceil_div(spec.group_size, heads)
     if programs == 0:
         return
-    stored, parts, k, v = _words(cache)
-    k_scale, k_zero = _scales(cache.k_scale, cache.k_zero, q)
-    v_scale, v_zero = (k_scale, k_zero) if cache.v is None else _scales(cache.v_scale, cache.v_zero, q)
     nothing = q  # stands in for a pointer that is not used
+    (k_stored, k_parts, k), (v_stored, v_parts, v) = _words(cache)
+    k_scale = nothing if cache.k_scale is None else cache.k_scale
+    v_scale, v_zero = (k_scale, k_scale) if cache.v is None else scales_of(cache.v_scale, cache.v_zero, nothing)
     no_partials = items.view(torch.float32)  # of the right type, so that one variant of the kernel does for both cases
     score_scale = spec.scale * cache.k_factor
     softmax_scale = abs(score_scale) if spec.soft_cap is None else spec.soft_cap
@@ -81,7 +81,6 @@ def attend_items(
         v,
         k_scale,
         v_scale,
-        k_zero,
         v_zero,
         out,
         no_partials if partials is None else partials.values,
@@ -123,8 +122,10 @@ def attend_items(
         SINK_LOGITS=sink_logits is not None,
         SLOPES=spec.slopes is not None,
         BIASES=spec.biases,
-        STORED=stored,
-        PARTS=parts,
+        K_STORED=k_stored,
+        V_STORED=v_stored,
+        K_PARTS=k_parts,
+        V_PARTS=v_parts,
         K_ONLY=cache.v is None,
         PRECISION="ieee",
         ASSEMBLER=not use_interpreter(),
@@ -160,18 +161,27 @@ def merge_partials(
     )
 
 
-def _words(cache: LayerCache) -> tuple[str, int, Tensor, Tensor]:
-    """What the store holds, how many elements a word has, and K and V as words of 16 bits, or of 8 where those do not fit."""
-    v = cache.k if cache.v is None else cache.v
-    kind = _KINDS.get(cache.dtype)
-    if kind is None:
-        return "float", 1, cache.k, v
-    sizes = [size for data in (cache.k, v) for size in (data.shape[-1], data.storage_offset(), *data.stride()[:3])]
+class _Words(NamedTuple):
+    """Stored K or V as a kernel reads it: words of 16 bits, or of 8 where those do not fit; floats are words of one part."""
+
+    kind: str
+    parts: int  # elements of a word
+    data: Tensor
+
+
+def _words(cache: LayerCache) -> tuple[_Words, _Words]:
+    """K and V; a K-only layer has K twice."""
+    sides = [(cache.k, cache.dtype.of_keys)]
+    sides.append(sides[0] if cache.v is None else (cache.v, cache.dtype))
+    if cache.dtype not in KINDS:
+        return _Words("float", 1, sides[0][0]), _Words("float", 1, sides[1][0])
+    sizes = [size for data, _ in sides for size in (data.shape[-1], data.storage_offset(), *data.stride()[:3])]
     word = torch.uint8 if any(size % 2 for size in sizes) else torch.int16
-    return kind, 8 * word.itemsize // cache.dtype.bits, cache.k.view(word), v.view(word)
+    k, v = (_Words(KINDS[dtype], 8 * word.itemsize // dtype.bits, data.view(word)) for data, dtype in sides)
+    return k, v
 
 
-def _scales(scale: Tensor | None, zero: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+def scales_of(scale: Tensor | None, zero: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors to point at; one set of strides serves both."""
     if scale is None:
         return unused, unused

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpool.config.layers import DType
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize
@@ -133,11 +134,11 @@ def merge_partials_reference(
 
 
 def _values(cache: LayerCache, spec: AttentionSpec, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    def worth(data: Tensor, scale: Tensor | None, zero: Tensor | None, dim: int, factor: float) -> Tensor:
-        parts = [None if part is None else part[ids, offsets] for part in (scale, zero)]
-        return dequantize(Quantized(data[ids, offsets], *parts), cache.dtype, dim, factor).double()
+    def worth(stored: DType, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
+        parts = [None if part is None else part[ids, offsets] for part in scales]
+        return dequantize(Quantized(data[ids, offsets], *parts), stored, dim, factor).double()
 
-    k = worth(cache.k, cache.k_scale, cache.k_zero, spec.head_dim, cache.k_factor)
+    k = worth(cache.dtype.of_keys, spec.head_dim, cache.k_factor, cache.k, cache.k_scale)
     if cache.v is None:
         return k, k[..., : spec.v_dim]
-    return k, worth(cache.v, cache.v_scale, cache.v_zero, spec.v_dim, cache.v_factor)
+    return k, worth(cache.dtype, spec.v_dim, cache.v_factor, cache.v, cache.v_scale, cache.v_zero)

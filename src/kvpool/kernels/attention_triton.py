@@ -54,7 +54,6 @@ def attend_kernel(
     v,
     k_scale,
     v_scale,
-    k_zero,
     v_zero,
     out,
     partial_values,
@@ -106,17 +105,19 @@ def attend_kernel(
     SINK_LOGITS: tl.constexpr,
     SLOPES: tl.constexpr,
     BIASES: tl.constexpr,  # distances that have one
-    STORED: tl.constexpr,  # what a word of the store holds: "float", or PARTS elements of "e4m3", "e5m2", "int8" or "int4"
-    PARTS: tl.constexpr,
+    K_STORED: tl.constexpr,  # what a word of K holds: "float", or K_PARTS elements of "e4m3", "e5m2" or "int8"
+    V_STORED: tl.constexpr,  # or "int4"
+    K_PARTS: tl.constexpr,
+    V_PARTS: tl.constexpr,
     K_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
     ASSEMBLER: tl.constexpr,  # words are taken apart by machine instructions, which the interpreter does not know
 ):
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    NIBBLES: tl.constexpr = STORED == "int4"
-    SCALED: tl.constexpr = STORED == "int8" or STORED == "int4"
-    D_WORDS: tl.constexpr = BLOCK_D // PARTS
-    V_WORDS: tl.constexpr = BLOCK_V // PARTS
+    NIBBLES: tl.constexpr = V_STORED == "int4"
+    SCALED: tl.constexpr = K_STORED == "int8"
+    D_WORDS: tl.constexpr = BLOCK_D // K_PARTS
+    V_WORDS: tl.constexpr = BLOCK_V // V_PARTS
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     head_block = program // KV_HEADS % head_blocks
@@ -138,20 +139,17 @@ def attend_kernel(
     head = kv_head * GROUP + head_in_group
     used = (token < num_tokens) & (head_in_group < GROUP)
     q_row = (token_start + token).to(tl.int64) * q_token + head * q_head
-    query_sum = tl.zeros([ROWS], tl.float32)
-    queries = ()  # a word's elements of K are multiplied apart: part i holds the elements i, PARTS + i, ...
-    for part in tl.static_range(PARTS):
-        column = tl.arange(0, D_WORDS) * PARTS + part
+    queries = ()  # a word's elements of K are multiplied apart: part i holds the elements i, K_PARTS + i, ...
+    for part in tl.static_range(K_PARTS):
+        column = tl.arange(0, D_WORDS) * K_PARTS + part
         some = tl.load(
             q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
         )
         # Bytes become float16 in a step or two, bfloat16 in several
-        if STORED != "float" and some.dtype == tl.bfloat16:
+        if K_STORED != "float" and some.dtype == tl.bfloat16:
             some = some.to(tl.float16)
         if NEGATED:
             some = -some
-        if NIBBLES:
-            query_sum += tl.sum(some.to(tl.float32), axis=1)
         queries = queries + (some,)
     query_position = position + token
 
@@ -164,13 +162,13 @@ def attend_kernel(
     if SLOPES:  # in the unit of scores, which `softmax_scale` multiplies later
         slope = tl.load(slopes + head, mask=used, other=0.0) * (1.4426950408889634 / softmax_scale)
     values = ()
-    for _ in tl.static_range(PARTS):
+    for _ in tl.static_range(V_PARTS):
         values = values + (tl.zeros([ROWS, V_WORDS], tl.float32),)
+    zeros = tl.zeros([ROWS], tl.float32)  # the sum of zero points, which all elements of a row have in common
 
     k += kv_head * k_head
     v += kv_head * v_head
     k_scale += kv_head * k_scale_head
-    k_zero += kv_head * k_scale_head
     v_scale += kv_head * v_scale_head
     v_zero += kv_head * v_scale_head
     all_see = key_start  # every query of the tile sees the keys before this one
@@ -193,7 +191,7 @@ def attend_kernel(
         v_place = next_block * v_scale_block + offset * v_scale_token
         next_scales = _load_both(k_scale + k_place, v_scale + v_place, key < key_end - key_start)
         if NIBBLES:
-            next_zeros = _load_both(k_zero + k_place, v_zero + v_place, key < key_end - key_start)
+            next_zeros = (_load_some(v_zero + v_place, key < key_end - key_start),)
         scale_block = _block_ids(table, key_start + KEYS, key, key_end, PAGE, ALIGNED)
     for start in range(key_start, key_end, KEYS):
         live = key < key_end - start
@@ -202,7 +200,7 @@ def attend_kernel(
         if not ALIGNED:
             offset = (start + key) % PAGE
         scales = next_scales
-        zeros = next_zeros
+        v_zeros = next_zeros
         if SCALED:
             later = offset
             if not ALIGNED:
@@ -211,27 +209,25 @@ def attend_kernel(
             v_place = scale_block * v_scale_block + later * v_scale_token
             next_scales = _load_both(k_scale + k_place, v_scale + v_place, key < key_end - start - KEYS)
             if NIBBLES:
-                next_zeros = _load_both(k_zero + k_place, v_zero + v_place, key < key_end - start - KEYS)
+                next_zeros = (_load_some(v_zero + v_place, key < key_end - start - KEYS),)
             scale_block = _block_ids(table, start + 2 * KEYS, key, key_end, PAGE, ALIGNED)
 
         # What stands first in a sum of addresses is the same in every round. Keys behind the last are those of block 0:
         # their scores are left out below. Values behind the last are zeros, as no weight makes a NaN vanish.
         words = tl.arange(0, D_WORDS)
-        if STORED == "float":
+        if K_STORED == "float":
             places = (k + offset * k_token)[:, None] + words[None, :] + (block * k_block)[:, None]
             keys = _load(places, (words < HEAD_DIM)[None, :], HEAD_DIM == BLOCK_D).to(queries[0].dtype)
             scores = tl.dot(queries[0], tl.trans(keys), input_precision=PRECISION)
         else:
             places = (k + offset * k_token)[None, :] + words[:, None] + (block * k_block)[None, :]
-            loaded = _load(places, (words < (HEAD_DIM + PARTS - 1) // PARTS)[:, None], HEAD_DIM == BLOCK_D)
-            keys = _take_apart(loaded, STORED, PARTS, queries[0].dtype, ASSEMBLER)
+            loaded = _load(places, (words < (HEAD_DIM + K_PARTS - 1) // K_PARTS)[:, None], HEAD_DIM == BLOCK_D)
+            keys = _take_apart(loaded, K_STORED, K_PARTS, queries[0].dtype, ASSEMBLER)
             scores = tl.zeros([ROWS, KEYS], tl.float32)
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(K_PARTS):
                 scores = tl.dot(queries[part], keys[part], scores, input_precision=PRECISION)
         if SCALED:
             scores *= scales[0][None, :]
-            if NIBBLES:
-                scores += query_sum[:, None] * zeros[0][None, :]
         if SOFT_CAP:
             # tanh by way of exp2: 1 - 2 / (e^2x + 1)
             grown = tl.exp2(scores * (score_scale * 2.8853900817779268 / soft_cap))
@@ -266,7 +262,7 @@ def attend_kernel(
         highest = new_highest
 
         if NIBBLES:
-            added = tl.sum(weights * zeros[1][None, :], axis=1)
+            zeros = zeros * shrink + tl.sum(weights * v_zeros[0][None, :], axis=1)
         if SCALED:
             weights *= scales[1][None, :]
         weights = weights.to(queries[0].dtype)
@@ -277,26 +273,27 @@ def attend_kernel(
             places = (v + offset * v_token)[:, None] + v_words[None, :] + (block * v_block)[:, None]
         inside = live[:, None]
         if V_DIM != BLOCK_V:
-            inside = inside & (v_words < (V_DIM + PARTS - 1) // PARTS)[None, :]
+            inside = inside & (v_words < (V_DIM + V_PARTS - 1) // V_PARTS)[None, :]
         loaded_values = _load(places, inside, False)
-        if STORED == "float":
+        if V_STORED == "float":
             stored = (loaded_values.to(queries[0].dtype),)
         else:
-            stored = _take_apart(loaded_values, STORED, PARTS, queries[0].dtype, ASSEMBLER)
+            stored = _take_apart(loaded_values, V_STORED, V_PARTS, queries[0].dtype, ASSEMBLER)
         grown_values = ()
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(V_PARTS):
             kept = values[part] * shrink[:, None]
-            if NIBBLES:
-                kept += added[:, None]
             grown_values = grown_values + (tl.dot(weights, stored[part], kept, input_precision=PRECISION),)
         values = grown_values
 
     total = tl.where(total == 0.0, 1.0, total)  # nothing was seen: the values are 0, and `highest` weighs them with 0
     out_row = (token_start + token).to(tl.int64) * out_token + head * out_head
     partial = (slot.to(tl.int64) * (KV_HEADS * GROUP) + head) * TILE_TOKENS + token
-    for part in tl.static_range(PARTS):
-        some = values[part] * (v_factor / total)[:, None]
-        column = tl.arange(0, V_WORDS) * PARTS + part
+    for part in tl.static_range(V_PARTS):
+        some = values[part]
+        if NIBBLES:
+            some += zeros[:, None]
+        some *= (v_factor / total)[:, None]
+        column = tl.arange(0, V_WORDS) * V_PARTS + part
         mask = used[:, None] & (column < V_DIM)[None, :]
         if slot < 0:
             tl.store(out + out_row[:, None] + column[None, :], some.to(out.dtype.element_ty), mask=mask)
@@ -308,9 +305,14 @@ def attend_kernel(
 
 @triton.jit
 def _load_both(k_places, v_places, live):
-    """The scales (or zeros) of some keys and values, float32."""
-    k_loaded = tl.load(k_places, mask=live, other=0.0).to(tl.float32)
-    return (k_loaded, tl.load(v_places, mask=live, other=0.0).to(tl.float32))
+    """The scales of some keys and values."""
+    return (_load_some(k_places, live), _load_some(v_places, live))
+
+
+@triton.jit
+def _load_some(places, live):
+    """Scales or zero points, float32."""
+    return tl.load(places, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -30,16 +30,15 @@ class LayerCache(NamedTuple):
     The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a
     kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale`
     tensors [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4
-    packs elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * k_factor` (or
-    `v_factor`).
+    packs elements 2i and 2i + 1 into the low and high half of byte i, and is a type of V alone. fp8 elements are worth
+    `q * k_factor` (or `v_factor`).
     """
 
-    dtype: DType
+    dtype: DType  # of V; K has `dtype.of_keys`
     k: Tensor
     v: Tensor | None  # None in a K-only layer: V is then the first elements of K
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    k_zero: Tensor | None = None
     v_zero: Tensor | None = None
     k_factor: float = 1.0
     v_factor: float = 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpool.kernels.layout import LayerCache, current, widest_view
 from kvpool.kernels.quantization import Quantized, dequantize, quantize
 
-_FIELDS = {"k": ("k", "k_scale", "k_zero"), "v": ("v", "v_scale", "v_zero")}
+_FIELDS = {"k": ("k", "k_scale"), "v": ("v", "v_scale", "v_zero")}
 
 
 def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
@@ -36,10 +36,11 @@ def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor
     if not len(slots):
         return
     places = _Places.of(slots, cache.block_size)
-    for side, values, factor in (("k", k, cache.k_factor), ("v", v, cache.v_factor)):
+    sides = (("k", k, cache.dtype.of_keys, cache.k_factor), ("v", v, cache.dtype, cache.v_factor))
+    for side, values, dtype, factor in sides:
         if values is not None:
-            stored = quantize(values, cache.dtype, factor)
-            for field, rows in zip(_FIELDS[side], stored, strict=True):
+            stored = quantize(values, dtype, factor)
+            for field, rows in zip(_FIELDS[side], stored, strict=False):
                 if rows is not None:
                     _put_rows(getattr(cache, field), places, rows)
 
@@ -51,7 +52,7 @@ def read_slots(cache: LayerCache, slots: Tensor) -> tuple[Quantized, Quantized |
     for fields in _FIELDS.values():
         tensors = [getattr(cache, field) for field in fields]
         rows = [None if tensor is None else _get_rows(tensor, places) for tensor in tensors]
-        sides.append(None if rows[0] is None else Quantized(rows[0], rows[1], rows[2]))
+        sides.append(None if rows[0] is None else Quantized(rows[0], *rows[1:]))
     assert sides[0] is not None
     return sides[0], sides[1]
 
@@ -60,7 +61,7 @@ def read_values(cache: LayerCache, slots: Tensor, k_dim: int, v_dim: int) -> tup
     """What K and V in these slots are worth, [token, head, element]; heads have `k_dim` and `v_dim` elements."""
     k, v = read_slots(cache, slots)
     values = None if v is None else dequantize(v, cache.dtype, v_dim, cache.v_factor)
-    return dequantize(k, cache.dtype, k_dim, cache.k_factor), values
+    return dequantize(k, cache.dtype.of_keys, k_dim, cache.k_factor), values
 
 
 class _Places(NamedTuple):

@@ -186,9 +186,9 @@ def write_slots_triton(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | 
     if not len(slots):
         return
     if cache.dtype in (DType.INT8, DType.INT4):
-        _quantize(cache.k, cache.k_scale, cache.k_zero, slots, k, cache.dtype is DType.INT4)
+        _quantize(cache.k, cache.k_scale, None, slots, k)
         if v is not None and cache.v is not None:
-            _quantize(cache.v, cache.v_scale, cache.v_zero, slots, v, cache.dtype is DType.INT4)
+            _quantize(cache.v, cache.v_scale, cache.v_zero, slots, v)
         return
     k, target_k = _flat(k), cache.k
     v, target_v = (k, target_k) if v is None or cache.v is None else (_flat(v), cache.v)
@@ -230,10 +230,10 @@ def _flat(values: Tensor) -> Tensor:
     return values.flatten(1) if values.stride(-1) == 1 else values.contiguous().flatten(1)
 
 
-def _quantize(
-    data: Tensor, scale: Tensor | None, zero: Tensor | None, slots: Tensor, values: Tensor, is_int4: bool
-) -> None:
+def _quantize(data: Tensor, scale: Tensor | None, zero: Tensor | None, slots: Tensor, values: Tensor) -> None:
+    """Rows with zero points have 4 bits an element, others 8."""
     assert scale is not None
+    is_int4 = zero is not None
     values = values if values.stride(-1) == 1 else values.contiguous()
     heads, dim = values.shape[1:]
     _quantize_kernel[(len(slots),)](

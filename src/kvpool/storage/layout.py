@@ -48,16 +48,21 @@ class GroupLayout:
         self.factors = factors or {}
         self.block_size = group.block_size
         self.block_bytes = group.block_bytes
-        spec, dtype = group.attention, TORCH_DTYPES[group.attention.dtype]
-        widths = {"k": spec.head_dim} if spec.k_only else {"k": spec.head_dim, "v": spec.value_dim}
-        shapes = [(name, dtype, ceil_div(dim * spec.dtype.bits, 8 * dtype.itemsize)) for name, dim in widths.items()]
-        scales = ["scale", "zero"][: spec.dtype.scale_bytes // 2]
-        if scales and self.block_bytes % 2:
+        spec = group.attention
+        sides = {"k": (spec.dtype.of_keys, spec.head_dim), "v": (spec.dtype, spec.value_dim)}
+        if spec.k_only:
+            del sides["v"]
+        shapes, scale_shapes = [], []
+        for name, (dtype, dim) in sides.items():
+            stored = TORCH_DTYPES[dtype]
+            shapes.append((name, stored, ceil_div(dim * dtype.bits, 8 * stored.itemsize)))
+            scales = ("scale", "zero")[: dtype.scale_bytes // 2]
+            scale_shapes += [(f"{name}_{scale}", torch.float16, 0) for scale in scales]
+        if scale_shapes and self.block_bytes % 2:
             raise ConfigError(
                 f"blocks of layer group {group.index} take {self.block_bytes} bytes: their float16 scales would start at "
                 f"odd addresses; use an even block_size or head_dim"
             )
-        scale_shapes = [(f"{name}_{scale}", torch.float16, 0) for name in widths for scale in scales]
         elements = self._place(shapes, 0)
         behind = sum(part.token_bytes for part in elements) * self.block_size * len(group.layers)
         self.parts = (*elements, *self._place(scale_shapes, behind))

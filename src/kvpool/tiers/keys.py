@@ -114,7 +114,8 @@ def _described(group: LayerGroup) -> str:
         spec: dict[str, Any] = {"parts": [[part.name, part.shape, part.dtype.value] for part in group.spec.parts]}
     else:
         spec = {each.name: getattr(group.spec, each.name) for each in dataclass_fields(group.spec)}
-        spec["dtype"] = group.spec.dtype.value
+        dtype = group.spec.dtype
+        spec["dtype"] = dtype.value if dtype.of_keys is dtype else f"{dtype.value} with keys in {dtype.of_keys.value}"
     fields = {**spec, "layers": list(group.layers), "bytes": group.block_bytes}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
