@@ -37,7 +37,7 @@ def test_rows_are_handed_out_from_0_and_reused() -> None:
     assert rows.live_rows() == [0, 1]
 
 
-def test_a_row_that_ended_leaves_nothing_in_its_tables_or_token_ids() -> None:
+def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its_token_ids() -> None:
     rows = make_rows(FULL, CROSS, num_rows=2)
     for drop in (rows.drop_row, lambda row: rows.drop_rows(np.array([row]))):
         row = add(rows, 3)
@@ -47,9 +47,10 @@ def test_a_row_that_ended_leaves_nothing_in_its_tables_or_token_ids() -> None:
         rows.set_token_ids(row, tokens_of(1, 2, 3), 0)
         rows.set_shared(row, True)
         drop(row)
-        again = add(rows)
+        again = add(rows, 1)
         assert again == row
-        assert all((table[row] == -1).all() for table in rows.tables)
+        assert (rows.tables[0][row, 1:] == -1).all()
+        assert (rows.tables[1][row] == -1).all()  # it has no encoder
         assert (rows.token_ids(row).tolist(), rows.num_shared) == ([], 0)
         rows.num_blocks[row] = 0
         rows.drop_row(row)

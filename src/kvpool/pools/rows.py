@@ -111,27 +111,27 @@ class SequenceRows(Generic[TipT, HandleT]):
         return [row for row, handle in enumerate(self.handles) if handle is not None]
 
     def new_row(self, handle: HandleT, num_blocks: int, num_cross_blocks: int = 0) -> int:
-        """A cleared row with room for so many blocks in its tables."""
+        """A row with room for so many blocks in its tables, which the caller fills; behind them they are clear."""
         if not self._free_rows:
             self._grow_rows()
         if num_blocks > self.num_columns or num_cross_blocks > self.num_columns:
             self.ensure_columns(max(num_blocks, num_cross_blocks))
         row = self._free_rows.pop()
         self.handles[row] = handle
+        left = self.num_blocks_of[row]  # by the sequence that had it before
         if not self.all_grow:
+            left = max(left, self.num_cross_blocks.item(row))
             self.num_cross_blocks[row] = 0
+        if left > num_blocks or not self.all_grow:
+            for group, table in zip(self.groups, self.tables, strict=True):
+                table[row, group.follows(num_blocks, num_cross_blocks) : left] = -1
         return row
 
     def drop_row(self, row: int) -> None:
-        """Clears a row and makes it available again. Its blocks were released before.
+        """Makes a row available again. Its blocks were released before.
 
-        Its lengths stay, because whoever gets it next sets all of its own.
+        Its lengths and tables stay, because whoever gets it next sets its own.
         """
-        used = self.num_blocks_of[row]
-        if not self.all_grow:
-            used = max(used, self.num_cross_blocks.item(row))
-        for table in self.tables:
-            table[row, :used].fill(-1)
         if self.num_shared:
             self.set_shared(row, False)
         self.handles[row] = self.tips[row] = None
@@ -142,9 +142,6 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def drop_rows(self, rows: Int64Array) -> None:
         """`drop_row` for many rows in a few array operations."""
-        used = max(int(self.num_blocks[rows].max()), int(self.num_cross_blocks[rows].max()))
-        for table in self.tables:
-            table[rows, :used] = -1
         if self.num_shared:
             self.num_shared -= int(self.shared[rows].sum())
             self.shared[rows] = False
