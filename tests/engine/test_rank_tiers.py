@@ -29,6 +29,8 @@ from kvpool.engine.ranks import Channel, Ranks  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 from kvpool.tiers.upkeep import listed, opened_store  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("patient_tiers")
+
 SECONDS = 60.0
 EIGHT = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = [random_prompt(length, seed=length).tolist() for length in (66, 43)]

@@ -91,7 +91,7 @@ class TierTransport:
         self.timeout = opened.timeout
         self.chain = TierChain(opened.tiers)
         self.decider = Decider(len(opened.tiers))
-        allocate = _pinned if plane.device.type == "cuda" else page_aligned
+        allocate = partial(_pinned, plane.device) if plane.device.type == "cuda" else page_aligned
         staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
         self.memory = StagingMemory(staging, allocate)
         self.storer = Storer(self.chain.watched, StagingMemory(staging, allocate), shards)
@@ -233,9 +233,10 @@ def _release_after(waits: Sequence[Callable[[], None]], memory: Keeper) -> None:
     memory.release()
 
 
-def _pinned(num_bytes: int) -> Bytes:
+def _pinned(device: torch.device, num_bytes: int) -> Bytes:
     """Page-locked memory, which a GPU reads by itself."""
-    found: Bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()[:num_bytes]
+    with torch.cuda.device(device):  # in any thread: otherwise the first GPU would be used, too
+        found: Bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()[:num_bytes]
     return np.asarray(found)
 
 
