@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -49,7 +51,7 @@ specs = st.one_of(windowed_specs, st.just(LayerSpec(1, 8)))
 )
 def test_a_group_is_full_windowed_or_cross(spec: LayerSpec, cross: bool, windowed: bool) -> None:
     group = make_group(spec, 4)
-    assert (not group.grows, group.slides) == (cross, windowed)
+    assert (not group.grows, group.slides, group.keeps_state) == (cross, windowed, False)
     assert group.follows("sequence", "encoder") == ("encoder" if cross else "sequence")
     assert kind_of(group.spec) is type(group)
 
@@ -94,6 +96,33 @@ def test_the_longest_valid_prefix_equals_brute_force(
     found = group.longest_valid(present, num_tokens)
     assert valid(found)
     assert found == expected
+
+
+def test_the_longest_valid_prefix_of_every_short_path_equals_brute_force() -> None:
+    for spec in (LayerSpec(1, 8), LayerSpec(1, 8, window=2), LayerSpec(1, 8, window=3, sink_tokens=1)):
+        for size in (1, 2):
+            group = make_group(spec, size)
+            for num_tokens in range(6):
+                blocks = -(-num_tokens // size)
+                lengths = [num_tokens, *(block * size for block in range((num_tokens - 1) // size, -1, -1))]
+                for pattern in itertools.product((False, True), repeat=blocks):
+                    valid = (
+                        length
+                        for length in lengths
+                        if all(pattern[block] for block in needed_blocks(group, length, size))
+                        and (length % size == 0 or pattern[length // size])
+                    )
+                    found = group.longest_valid(np.array(pattern, np.bool_), num_tokens)
+                    assert found == next(valid), (spec, size, pattern)
+
+
+def test_the_state_behind_some_tokens_stands_in_the_first_column_from_theirs_on_that_has_a_block() -> None:
+    state = StateSpec((StatePart("state", (4,), DType.FLOAT32),))
+    group = groups_of(KVCacheConfig([LayerSpec(1, 8), state], block_size=4, gpu_blocks=8))[1]
+    assert (group.keeps_state, group.slides, group.grows) == (True, True, True)
+    row = np.array([-1, 7, -1, 0, -1], np.int32)
+    columns = {num_tokens: group.column_of(row, num_tokens) for num_tokens in (0, 1, 4, 5, 8, 9, 16, 17, 20)}
+    assert columns == {0: -1, 1: 1, 4: 1, 5: 1, 8: 1, 9: 3, 16: 3, 17: -1, 20: -1}
 
 
 def test_visible_ids_are_the_same_array_while_nothing_left_the_window() -> None:

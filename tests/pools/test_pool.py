@@ -66,6 +66,10 @@ def test_releasing_a_counted_block_without_holder_is_an_error_and_changes_nothin
     with pytest.raises(InvalidArgumentError, match=r"blocks \[0\] of pool 0 on GPU"):
         pool.release(ids)
     assert (pool.num_free, pool.refs.tolist()) == (4, [0, 0, 0, 0])
+    held = pool.take_counted(2)
+    with pytest.raises(InvalidArgumentError, match=r"blocks \[3\] of pool 0"):
+        pool.release(ids_of(*held, 3))
+    assert (pool.num_free, pool.refs.tolist()) == (2, [1, 1, 0, 0])
 
 
 def test_a_shared_block_is_free_again_when_the_last_of_its_sequences_lets_go() -> None:

@@ -44,14 +44,18 @@ def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its
         rows.num_blocks[row], rows.num_cross_blocks[row] = 2, 3
         rows.tables[0][row, :2] = rows.tables[1][row, :2] = 7
         rows.tables[1][row, 2] = 7
-        rows.set_token_ids(row, tokens_of(1, 2, 3), 0)
+        rows.set_token_ids(row, tokens_of(1, 2, 3), 2)
         rows.set_shared(row, True)
+        rows.known[row] = rows.num_history[row] = 0
+        epoch = rows.epoch
         drop(row)
+        assert rows.epoch > epoch  # batches with this row look at it again
         again = add(rows, 1)
         assert again == row
         assert (rows.tables[0][row, 1:] == -1).all()
         assert (rows.tables[1][row] == -1).all()  # it has no encoder
-        assert (rows.token_ids(row).tolist(), rows.num_shared) == ([], 0)
+        assert (rows.token_ids(row).tolist(), rows.history_start[row], rows.num_shared) == ([], 0, 0)
+        assert (rows.handles[row] is None, rows.tips[row]) == (False, None)
         rows.num_blocks[row] = 0
         rows.drop_row(row)
 
@@ -148,23 +152,42 @@ def test_ids_for_a_node_are_the_same_wherever_they_lie_and_no_larger_than_they_m
     rows.history[row] = tokens_of(*ids[:num_history], *[0] * (room - num_history))
     rows.num_history[row], rows.known[row] = num_history, 6
     rows.recent[row, : 6 - num_history] = ids[num_history:]
-    for start, stop in ((0, 6), (4, 6), (0, 4)):
+    for start, stop in ((0, 6), (4, 6), (0, 4), (5, 6), (3, 6)):
         assert rows.final_token_ids(row, start, stop, rows.num_history.item(row)).tolist() == ids[start:stop]
+
+
+@pytest.mark.parametrize(("num_history", "room"), [(6, 4), (6, 100), (4, 100), (4, 2), (5, 3), (2, 0)])
+def test_given_a_row_whose_first_ids_stand_on_its_path_then_ids_for_a_node_are_the_same(
+    num_history: int, room: int
+) -> None:
+    rows = make_rows()
+    row = add(rows)
+    ids = [10, 11, 12, 13, 14, 15]
+    rows.history[row] = tokens_of(*ids[2:num_history], *[0] * (room - num_history + 2))
+    rows.history_start[row] = 2
+    rows.num_history[row], rows.known[row] = num_history, 6
+    rows.recent[row, : 6 - num_history] = ids[num_history:]
+    for start, stop in ((2, 6), (4, 6), (2, 4), (2, 5), (5, 6)):
+        assert rows.final_token_ids(row, start, stop, num_history).tolist() == ids[start:stop]
 
 
 def test_ids_for_a_node_do_not_keep_a_long_history_alive() -> None:
     rows = make_rows()
     row = add(rows)
     rows.set_token_ids(row, np.arange(2000, dtype=np.int32), 0)
-    assert rows.final_token_ids(row, 0, 4, rows.num_history.item(row)).base is None
+    assert rows.final_token_ids(row, 0, 4, 2000).base is None
+    assert rows.final_token_ids(row, 0, 1395, 2000).base is None
+    assert rows.final_token_ids(row, 0, 1396, 2000).base is rows.history[row]  # a copy would save too little
 
 
 def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:
     rows = make_rows()
     source, target = add(rows), add(rows)
     rows.set_token_ids(source, tokens_of(1, 2), 0)
-    rows.append_token_ids(source, tokens_of(3))
+    rows.recent[source, 0] = 3
+    rows.known[source] = 3
     rows.share_token_ids(source, target)
+    assert rows.token_ids(target).tolist() == [1, 2, 3]
     rows.append_token_ids(source, tokens_of(4))
     rows.append_token_ids(target, tokens_of(5))
     assert rows.token_ids(source).tolist() == [1, 2, 3, 4]

@@ -80,7 +80,14 @@ def test_what_is_forgotten_and_comes_back_has_its_old_symbols() -> None:
     symbols.forget_all_but(numbers_in(dog))
     assert [placeholder.key for placeholder in symbols.placeholders.values()] == ["dog"]
     assert kept(symbols, tokens, (0, 3, "cat")).tolist() == cat.tolist()
+    assert symbols.items(cat) == [(0, 3, "cat")]
     assert symbols.decode(dog).tolist() == [1, 1, 1]
+
+
+def test_what_the_last_item_lacks_is_counted_from_its_own_beginning() -> None:
+    symbols, tokens = Symbols(), ids(5, 1, 1, 1, 1, 1, 1)
+    encoded = kept(symbols, tokens, (1, 2, "cat"), (3, 4, "dog"))
+    assert [symbols.num_missing(encoded[:stop]) for stop in (2, 3, 4, 6, 7)] == [1, 0, 3, 1, 0]
 
 
 def test_it_is_time_to_forget_when_there_are_twice_as_many_as_were_in_use() -> None:

@@ -52,6 +52,9 @@ class Recording:
         again = replay_recording(self._path)
         assert _seen(again) == _seen(live), "a replay of the recording differs from what happened"
 
+    def lines(self) -> list[str]:
+        return self._path.read_text().splitlines()
+
     def close(self) -> None:
         self._recorder.close()
         self._folder.cleanup()

@@ -72,8 +72,7 @@ class Group(ABC):
 
     def settle(self, ids: Int32Array) -> None:
         """All holders of these GPU blocks were counted; a single one is noted as this kind does it."""
-        if self.single_owner != 1:
-            self.gpu.refs[ids[self.gpu.refs[ids] == 1]] = self.single_owner
+        self.gpu.refs[ids[self.gpu.refs[ids] == 1]] = self.single_owner
 
     def publish(self, ids: Int32Array) -> None:  # noqa: B027 - most kinds go on counting as before
         """Private GPU blocks enter the tree."""

@@ -146,8 +146,7 @@ class BlockPool:
         return self._free[self.num_blocks - self.num_free :][::-1].copy()
 
     def set_free_ids(self, ids: Int32Array) -> None:
-        """Replaces the free stack (used when blocks were moved or the pool was resized)."""
-        self._free = np.empty(self.num_blocks, np.int32)
+        """Replaces the free stack (used when blocks were moved)."""
         self._free[self.num_blocks - len(ids) :] = ids[::-1]
         self.num_free = len(ids)
 

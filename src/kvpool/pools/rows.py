@@ -271,8 +271,6 @@ class SequenceRows(Generic[TipT, HandleT]):
         """Ids `start..stop` for a node that outlives the row, whose `num_history` is `have`: no larger than it must be."""
         history, base = self.history[row], self.history_start[row]
         if stop <= have:
-            if start == base and stop - base == len(history):
-                return history
             ids = history[start - base : stop - base]
             return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
         if stop - base <= len(history):
