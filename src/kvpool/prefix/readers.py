@@ -362,19 +362,16 @@ class WindowReaders:
         freed = 0
         waiting = [g for g in self.windowed if g.pool == pool.index and self.leftovers[g.index]]
         for group in sorted(waiting, key=lambda g: self.leftovers[g.index][0].tick):
-            if freed < num_blocks:
-                # A checkpoint inside a run is worth less than any run
-                oldest = math.inf if group.keeps_state else until
-                freed += self._evict_queue(
-                    self.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason
-                )
+            # A checkpoint inside a run is worth less than any run
+            oldest = math.inf if group.keeps_state else until
+            freed += self._evict_queue(self.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason)
         return freed
 
     def evict_lasting(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
         """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
         freed = 0
         for group in self.windowed:
-            if group.pool == pool.index and freed < num_blocks:
+            if group.pool == pool.index:
                 queue = self.lasting[group.index]
                 freed += self._evict_queue(queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
         return freed
