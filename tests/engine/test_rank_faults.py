@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import random_prompt, tiny_config
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tiers"))
+from servers import eventually
 
 from kvpool.engine import Engine, Generation, SamplingParams
 from kvpool.engine.ranks import Ranks
 from kvpool.engine.shared_gpu import HOST_BACKEND
 from kvpool.errors import KVPoolError, RankError
+from kvpool.scope import ReuseScope
 
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 PROMPT = random_prompt(20).tolist()
@@ -68,8 +75,16 @@ def test_given_a_rank_that_hangs_then_the_engine_ends_within_the_deadline() -> N
     check_that_nothing_is_left(ranks)
 
 
-def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed() -> None:
-    two = engine(tensor_parallel=2)
+def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed_and_the_next_is_warm_from_disk(
+    tmp_path: Path,
+) -> None:
+    settings: dict[str, Any] = {"tensor_parallel": 2, "disk": tmp_path, "tier_timeout": 60.0}
+    two = engine(**settings)
+    tokens = two.generate([PROMPT])[0].token_ids
+    assert two._tiers is not None
+    assert two._tiers.flush(60.0)
+    key = two._tiers.keys.of_prompt(np.array(PROMPT, np.int32), ReuseScope()).keys[0][0]
+    eventually(lambda: two._leader.shards.find([key], time.monotonic() + 60.0) == [True], "rank 1 has stored its shard")
     ranks = two._leader.ranks
     ranks.processes[0].kill()
     assert two._thread._inbox.closed.wait(60)
@@ -77,6 +92,9 @@ def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed() -
         two.generate([PROMPT])
     two.close()
     check_that_nothing_is_left(ranks)
+    with engine(**settings) as again:
+        (done,) = again.generate([PROMPT])
+        assert (done.token_ids, done.num_cached_tokens) == (tokens, 16)
 
 
 def test_given_a_rank_that_cannot_open_its_tier_then_no_engine_starts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from models import random_prompt, tiny_config, tiny_model
 
+from kvpool.cluster.wire_events import BlockStored, decode_batch
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.ranks import Ranks
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnsupportedModelError
@@ -103,6 +104,37 @@ def test_given_too_little_memory_then_preempted_requests_give_the_same_tokens(
         stats = tight.stats().scheduler
         assert stats.preemptions > 0
         assert (stats.swapped_out > 0) == (mode == "swap")
+
+
+def test_given_prefixes_that_moved_to_host_memory_then_every_rank_brings_its_part_back(
+    ranks: Ranks, llama: str
+) -> None:
+    prompts = [random_prompt(64, seed=seed).tolist() for seed in range(4)]
+    with engine(llama) as one:
+        expected = [tokens(one, [prompt]) for prompt in prompts]
+    with engine(llama, tensor_parallel=ranks, kv_blocks=12, host_bytes=1 << 20) as two:
+        for _ in range(2):
+            assert [tokens(two, [prompt]) for prompt in prompts] == expected
+        assert two.stats().scheduler.cached_tokens >= 3 * 48
+
+
+def test_given_publish_then_one_stream_announces_each_block_once(ranks: Ranks, llama: str) -> None:
+    zmq = pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
+    context = zmq.Context()
+    with engine(llama, tensor_parallel=ranks, publish="tcp://127.0.0.1:0") as two:
+        asking = context.socket(zmq.DEALER)
+        asking.setsockopt(zmq.RCVTIMEO, 60_000)
+        asking.connect(two.publishes.replay_endpoint)
+        answer = two.generate([PROMPTS[0]], TEN)[0].token_ids
+        told: list[int] = []
+        while len(told) < 48:  # the engine's thread may still be at the last block
+            told = []
+            asking.send_multipart((b"", (0).to_bytes(8, "big")))
+            while payload := asking.recv_multipart()[-1]:
+                events = decode_batch(payload).events
+                told += [token for event in events if isinstance(event, BlockStored) for token in event.tokens]
+    context.destroy(linger=0)
+    assert told == [*PROMPTS[0], *answer][:48]
 
 
 def test_given_overlap_and_drafts_then_the_tokens_are_those_of_one(ranks: Ranks, llama: str) -> None:

@@ -86,6 +86,9 @@ def as_ranks(asked: Any, device: Any) -> Ranks:
 def connect(launch: Launch) -> list[Channel]:
     """The two channels of a process with another rank to rank 0."""
     path = _store().get(_KEY).decode()
+    folder = os.stat(os.path.dirname(path))
+    if folder.st_uid != os.getuid() or folder.st_mode & 0o077:  # rank 0 sends a pickle
+        raise ConfigError(f"rank 0 is said to listen at {path}, which others than this user can write to")
     channels = []
     for number in range(2):
         connection = socket.socket(socket.AF_UNIX)
