@@ -19,7 +19,7 @@ from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError, KVPoolError, SequenceStateError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.on_ray.engine_replica import MOST_WAITING, EngineReplica, Head, called, placed, scope_for
-from kvpool.server.on_ray.ray_application import travelling
+from kvpool.server.on_ray.ray_application import needs_of, travelling
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
 from kvpool.server.on_ray.replica_table import ReplicaTable, Ticket
 from kvpool.server.serve_settings import ModelSettings
@@ -343,3 +343,11 @@ def test_given_no_ray_then_one_line_says_how_to_get_it(
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     assert main(["serve", "--ray", "--model", "nowhere"]) == 2
     assert "serving on Ray needs ray: pip install 'kvpool[ray]'" in capsys.readouterr().err
+
+
+def test_given_a_model_that_ranks_share_then_its_replica_asks_ray_for_as_many_gpus_of_one_machine() -> None:
+    assert needs_of(EngineOptions(device="cuda", tensor_parallel=4)) == {"num_cpus": 1, "num_gpus": 4}
+    assert needs_of(EngineOptions(device="cuda")) == {"num_cpus": 1, "num_gpus": 1}
+    assert needs_of(EngineOptions(device="cpu", tensor_parallel=4)) == {"num_cpus": 1}
+    with pytest.raises(ConfigError, match="Ray gives each replica its GPU"):
+        needs_of(EngineOptions(device="cuda:1"))

@@ -66,7 +66,7 @@ def application(
     }
     if "autoscaling_config" not in engines:
         engines.setdefault("num_replicas", ray_settings.replicas)
-    engines.setdefault("ray_actor_options", _needs(plan.model.options.device))
+    engines.setdefault("ray_actor_options", needs_of(plan.model.options))
     # only our router says that a replica was there for a request
     patience = None if "request_router_config" in ray_settings.engines else ray_settings.wait_seconds
     front = {
@@ -106,17 +106,19 @@ def travelling(models: list[ModelSettings]) -> ModelSettings:
     return replace(models[0], options=options.changed(model=model, config=config, disk=disk))
 
 
-def _needs(device: str | None) -> dict[str, Any]:
-    """What a replica takes of its machine if the configuration does not say: a CPU, and a GPU if there are some."""
-    import ray
+def needs_of(options: EngineOptions) -> dict[str, Any]:
+    """What a replica takes of its machine by default: a CPU, and a GPU for each rank where the cluster has GPUs.
 
-    if device is not None and device.startswith("cuda:"):
-        raise ConfigError(f"Ray gives each replica its GPU: --device cuda, not {device}")
-    if device is None:
+    So Ray starts a model that is divided between ranks where that many GPUs of one machine are free.
+    """
+    if options.device is not None and options.device.startswith("cuda:"):
+        raise ConfigError(f"Ray gives each replica its GPU: --device cuda, not {options.device}")
+    has_gpus = options.device == "cuda"
+    if options.device is None:
+        import ray
+
         has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    else:
-        has_gpus = device == "cuda"
-    return {"num_cpus": 1, **({"num_gpus": 1} if has_gpus else {})}
+    return {"num_cpus": 1, **({"num_gpus": options.tensor_parallel or 1} if has_gpus else {})}
 
 
 def ray_serve() -> Any:
