@@ -320,7 +320,11 @@ def test_given_a_clip_then_the_processor_reads_it_and_the_prompt_is_the_decoders
         assert result.token_ids == expected
         begun_by = engine.submit([1, 7, 8], GREEDY, audio=[clip]).result()
         assert begun_by.prompt_token_ids.tolist() == [1, 7, 8]
-        for audio, message in (([clip, clip], "one clip"), ([[[0.0]]], "array of samples")):
+        for audio, message in (
+            ([clip, clip], "one clip"),
+            ([[[0.0]]], "array of samples"),
+            ([[0.0] * 16001], "16001 samples is too long"),
+        ):
             with pytest.raises(InvalidArgumentError, match=message):
                 engine.submit("", audio=audio)
     with engine_of(models["whisper"]) as engine, pytest.raises(InvalidArgumentError, match="without a processor"):

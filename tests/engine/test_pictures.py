@@ -395,7 +395,7 @@ def test_given_events_then_they_name_the_image_by_its_key(models: dict[str, Any]
         with engine.manager.subscribe() as subscription:
             engine.generate([given], GREEDY)
             items = [item for event in subscription.poll().events for item in getattr(event, "multimodal", ())]
-        pictures_read = engine._read(given).pictures
+        pictures_read = engine.read_prompt(given).pictures
     assert pictures_read is not None
     assert set(items) == set(pictures_read.items)
 

@@ -10,16 +10,16 @@ import numpy as np
 from kvpool.checks import show
 from kvpool.config.layers import GroupKind
 from kvpool.engine.generation import Generation
+from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import EncoderCache, PicturedPrompt, processor_output
 from kvpool.engine.requests import prompt_tokens
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
+from kvpool.engine.sound import SAMPLING_RATE
 from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
 from kvpool.model.encoders import InputEncoder
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import ScheduledSequence
-
-_SAMPLING_RATE = 16_000  # of Whisper, samples a second
 
 
 class EncodedInputs:
@@ -54,6 +54,7 @@ class EncoderPrompts:
     """Reads prompts of an encoder-decoder model: what its encoder takes, and the tokens that its decoder begins with."""
 
     def __init__(self, model: Any, encoder: InputEncoder, tokenizer: Any, processor: Any) -> None:
+        self._model = model
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._processor = processor
@@ -87,17 +88,32 @@ class EncoderPrompts:
     def _features(self, audio: Sequence[Any]) -> Any:
         if len(audio) != 1:
             raise InvalidArgumentError(f"{self._encoder.family} takes one clip a prompt, got {len(audio)}")
+        extractor = self._extractor()
+        clip = np.asarray(audio[0], np.float32)
+        if clip.ndim != 1 or not len(clip):
+            raise InvalidArgumentError(
+                f"a clip is an array of samples, {SAMPLING_RATE} a second, got one of shape {clip.shape}"
+            )
+        if len(clip) > extractor.n_samples:
+            raise InvalidArgumentError(
+                f"a clip of {len(clip)} samples is too long: {self._encoder.family} hears {extractor.n_samples} at once; "
+                "cut it, see kvpool.engine.sound.windows"
+            )
+        return extractor(clip, sampling_rate=SAMPLING_RATE, return_tensors="pt")["input_features"]
+
+    def _extractor(self) -> Any:
         extractor = getattr(self._processor, "feature_extractor", self._processor)
         if extractor is None:
             raise InvalidArgumentError(
                 "this model came without a processor: use Engine(processor=...), or give input_features"
             )
-        clip = np.asarray(audio[0], np.float32)
-        if clip.ndim != 1 or not len(clip):
-            raise InvalidArgumentError(
-                f"a clip is an array of samples, {_SAMPLING_RATE} a second, got one of shape {clip.shape}"
-            )
-        return extractor(clip, sampling_rate=_SAMPLING_RATE, return_tensors="pt")["input_features"]
+        return extractor
+
+    def speech(self) -> Speech:
+        """How to ask for what is said in a clip."""
+        if not self._encoder.hears:
+            raise UnsupportedModelError(f"{self._encoder.family} takes no audio")
+        return Speech(self._model, self._extractor().n_samples)
 
     def token_ids(self, prompt: Any) -> Int32Array:
         """The tokens of a prompt for the encoder, if it reads text; else for the decoder."""
@@ -110,6 +126,54 @@ class EncoderPrompts:
             return np.array(self._begin, np.int32)
         tokens = prompt_tokens(np.asarray(begin).reshape(-1), None, self._vocab_size)
         return tokens if tokens[0] == self._begin[0] else np.concatenate([self._begin[:1], tokens]).astype(np.int32)
+
+
+class Speech:
+    """How a model of Whisper is asked: the tokens that its decoder begins with, as its generation configuration says."""
+
+    def __init__(self, model: Any, num_samples: int) -> None:
+        config = model.generation_config
+        self.num_samples = num_samples  # that it hears at once
+        self.languages: dict[str, int] = {
+            name.strip("<|>"): token for name, token in (getattr(config, "lang_to_id", None) or {}).items()
+        }
+        self._tasks: dict[str, int] = getattr(config, "task_to_id", None) or {}
+        self._without_times: int | None = getattr(config, "no_timestamps_token_id", None)
+        self._start = decoder_begin(model)[:1]
+
+    def language(self, name: str) -> str:
+        """The code of a language that the model knows, from its code or its English name."""
+        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+        code: str = TO_LANGUAGE_CODE.get(name.lower(), name.lower())
+        if code not in self.languages:
+            known = ", ".join(sorted(self.languages)) or "none, because it was made for one language only"
+            raise InvalidArgumentError(f"the model knows no language {show(name)}; it knows {known}")
+        return code
+
+    def begin(self, language: str | None, task: str) -> list[int]:
+        """What the decoder begins with to write what is said, without times. `language` is a code."""
+        begin = list(self._start)
+        if language is not None:
+            begin += [self.languages[language], *([self._tasks[task]] if task in self._tasks else [])]
+        elif task != "transcribe":
+            raise InvalidArgumentError("the model was made for one language only and does not translate")
+        return begin if self._without_times is None else [*begin, self._without_times]
+
+    def detection(self) -> tuple[list[int], SamplingParams]:
+        """A beginning of the decoder, and how to sample one token behind it: that of the language."""
+        allowed = list(self.languages.values())
+
+        def only_languages(token_ids: Any, scores: Any) -> Any:
+            masked = scores.new_full(scores.shape, float("-inf"))
+            masked[:, allowed] = scores[:, allowed]
+            return masked
+
+        return list(self._start), SamplingParams(max_new_tokens=1, temperature=0.0, logits_processors=[only_languages])
+
+    def code_of(self, token: int) -> str:
+        """The code of the language that a token stands for."""
+        return next(code for code, each in self.languages.items() if each == token)
 
 
 def decoder_begin(model: Any) -> list[int]:

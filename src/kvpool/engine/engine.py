@@ -27,7 +27,7 @@ from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
-from kvpool.engine.encoding import EncoderPrompts
+from kvpool.engine.encoding import EncoderPrompts, Speech
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, tokens_by_tier, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -65,7 +65,7 @@ from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
 from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
-from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError, UnsupportedModelError
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
@@ -220,7 +220,7 @@ class Engine:
         for index, (prompt, wanted) in enumerate(chosen):
             watch = None if on_chunk is None else partial(on_chunk, index)
             try:
-                read = self._read(prompt, seen[index], heard[index])
+                read = self.read_prompt(prompt, seen[index], heard[index])
                 asked.append(self._requests.make(read.token_ids, wanted, watch, **read.beside, **options))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(chosen)) from error
@@ -268,7 +268,7 @@ class Engine:
             pooled = Pooled(pooling, source)
             options["private"] = pooled.is_mean  # so that it finds nothing cached
             try:
-                read = self._read(prompt, seen[index])
+                read = self.read_prompt(prompt, seen[index])
                 one = SamplingParams(max_new_tokens=1)
                 made = self._requests.make(read.token_ids, one, **read.beside, **options)
             except KVPoolError as error:
@@ -312,7 +312,7 @@ class Engine:
         say so. A request that can never fit ends with `NeverFitsError`.
         """
         check_options(unknown)
-        read = self._read(prompt, images, audio)
+        read = self.read_prompt(prompt, images, audio)
         generation, request = self._requests.make(
             read.token_ids,
             params,
@@ -364,7 +364,7 @@ class Engine:
         self._refuse_ranks("prefill for other engines")
         tiers = self._handing_over()
         prefill: list[Prefill] = []
-        read = self._read(prompt, images)
+        read = self.read_prompt(prompt, images)
         generation, request = self._requests.make(
             read.token_ids,
             SamplingParams(max_new_tokens=1),
@@ -396,7 +396,7 @@ class Engine:
         tiers, link = self._handing_over(), self._tiers
         assert link is not None
         check_callbacks(on_end)
-        read = self._read(prompt)
+        read = self.read_prompt(prompt)
         _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
@@ -517,8 +517,11 @@ class Engine:
         ids = processor_output(prompt)[0] if isinstance(prompt, Mapping) else prompt
         return prompt_tokens(ids, self.tokenizer, self.shape.vocab_size)
 
-    def _read(self, prompt: Prompt, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
-        """The token ids of a prompt, and its pictures or what an encoder reads. Raises if they do not belong together."""
+    def read_prompt(self, prompt: Prompt, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
+        """The token ids of a prompt, and its pictures or what an encoder reads. Raises if they do not belong together.
+
+        `submit` takes the result, too: reading images and sound takes a while, and any thread may do it.
+        """
         if self._prompts is not None and not len(images):
             return prompt if isinstance(prompt, PicturedPrompt) else self._prompts.read(prompt, audio)
         if len(audio):
@@ -531,6 +534,13 @@ class Engine:
         rest = processor_output(prompt)[1] if isinstance(prompt, Mapping) else {}
         tokens = self.token_ids(prompt)
         return PicturedPrompt(tokens, self._encoder.pictures(tokens, rest))
+
+    @property
+    def speech(self) -> Speech:
+        """How to ask a model that hears (Whisper) for what is said in a clip."""
+        if self._prompts is None:
+            raise UnsupportedModelError(f"{self.shape.family} takes no audio")
+        return self._prompts.speech()
 
     def _without_encoder(self, what: str) -> None:
         if self._prompts is not None:
@@ -549,10 +559,10 @@ class Engine:
             check_images(self.processor, self._encoder)
         by_processor = bool(getattr(self.processor, "chat_template", None))
         if not images and not by_processor:
-            return self._read(chat_tokens(messages, self.tokenizer, **template)).token_ids
+            return self.read_prompt(chat_tokens(messages, self.tokenizer, **template)).token_ids
         templates = self.processor if by_processor else self.tokenizer
         text = rendered_chat(in_parts(messages), templates, tokenize=False, **template)
-        read = self._read(text, images) if images else self._read(chat_text_tokens(text, self.tokenizer))
+        read = self.read_prompt(text, images) if images else self.read_prompt(chat_text_tokens(text, self.tokenizer))
         return read.token_ids if read.pictures is None else read
 
     def cached_tokens(
@@ -562,7 +572,7 @@ class Engine:
 
         It asks keyed tiers and waits for their answers, for `tier_timeout` at most.
         """
-        read = self._read(prompt)
+        read = self.read_prompt(prompt)
         _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
         match = self.manager.match_prefix(request.prompt, request.scope, request.items)
         media = {} if self._tiers is None else self._tiers.find(request, match.num_blocks)
