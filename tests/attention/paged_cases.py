@@ -264,4 +264,7 @@ def large_cases() -> list[Case]:
     for kv in (DType.FP8_E4M3, DType.FP8_E5M2, DType.INT8, DType.INT4):
         kind = spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=kv)
         cases.append(Case(f"llama in {kv.value}", kind, (1,) * 20 + (300,), (*lens[:20], 700)))
+        cases.append(Case(f"prompts of odd lengths in {kv.value}", kind, (130, 257, 40, 33), (130, 300, 0, 9033), 256))
+        narrow = spec(16, 8, 64, causal=False, dtype=DType.FLOAT16, kv_dtype=kv)
+        cases.append(Case(f"prompts across heads of 64 in {kv.value}", narrow, (300, 20), (700, 90), 12))
     return cases

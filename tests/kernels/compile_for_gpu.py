@@ -165,8 +165,9 @@ def main() -> None:
     attend(SPECS["llama"], max_sequences=256)
     case = "llama, a graph for 256 and prompts"
     attend(SPECS["llama"], max_sequences=256, max_query_tokens=2048)
-    case = "llama, prompts on Hopper"
-    attend(SPECS["llama"], specialised=True)
+    for name in ("llama", "llama in fp8", "llama in int8", "llama in int4"):
+        case = f"{name}, prompts on Hopper"
+        attend(SPECS[name], specialised=True)
 
 
 if __name__ == "__main__":

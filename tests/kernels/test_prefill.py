@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import torch
-from paged_cases import Case, spec
+from paged_cases import Case, poisoned_layer, spec
 
 from kvpool.attention import triton_backend
 from kvpool.attention.triton_backend import TritonBackend
@@ -34,10 +35,14 @@ LLAMA = spec(32, 8, 128, **HALF)
         spec(64, 1, 128, **HALF),
         spec(32, 8, 128, causal=False, **HALF),
         spec(32, 8, 128, dtype=DType.FLOAT16, kv_dtype=DType.FLOAT16),
+        *(
+            spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=kv)
+            for kv in (DType.INT8, DType.INT4, DType.FP8_E4M3, DType.FP8_E5M2)
+        ),
     ],
     ids=str,
 )
-def test_given_plain_attention_over_16_bit_floats_then_it_is_used(kind: AttentionSpec) -> None:
+def test_given_plain_attention_of_16_bit_floats_then_it_is_used(kind: AttentionSpec) -> None:
     assert prefills(kind)
 
 
@@ -55,8 +60,8 @@ def test_given_plain_attention_over_16_bit_floats_then_it_is_used(kind: Attentio
             {"scale": -1.0},
         ),
         *({"v_dim": 64}, {"head_dim": 96, "v_dim": 96}, {"head_dim": 256, "v_dim": 256}),
-        *({"q_heads": 24}, {"q_heads": 128, "kv_heads": 1}, {"kv_dtype": DType.INT8}),
-        {"dtype": DType.FLOAT32, "kv_dtype": DType.FLOAT32},
+        *({"q_heads": 24}, {"q_heads": 128, "kv_heads": 1}, {"kv_dtype": DType.FLOAT16}),
+        *({"dtype": DType.FLOAT32, "kv_dtype": kv} for kv in (DType.FLOAT32, DType.INT8)),
     ],
     ids=str,
 )
@@ -82,6 +87,19 @@ def test_given_tensors_that_the_copy_engine_cannot_read_then_it_is_not_used() ->
     assert not reads(q, store(block_size=12))
     assert not reads(q, store(block_size=4))
     assert not reads(torch.zeros(300 * 32 * 128 + 1).bfloat16()[1:].view(300, 32, 128), store())
+
+
+@pytest.mark.parametrize("kv_dtype", [DType.INT8, DType.INT4, DType.FP8_E4M3])
+def test_given_quantised_tensors_then_blocks_of_any_size_can_be_read_and_rows_of_odd_sizes_cannot(
+    kv_dtype: DType,
+) -> None:
+    q = torch.zeros(300, 32, 128).bfloat16()
+    kind = replace(LLAMA, kv_dtype=kv_dtype)
+
+    for block_size in (1, 12, 16, 256):
+        assert reads(q, poisoned_layer(kind, 4, block_size, "nhd", "cpu"))
+    cache = poisoned_layer(replace(kind, head_dim=130, v_dim=130), 4, 16, "nhd", "cpu")
+    assert not reads(q, cache._replace(k=cache.k[..., :128], v=cache.v[..., : 64 if kv_dtype is DType.INT4 else 128]))
 
 
 class Specialised(TritonBackend):

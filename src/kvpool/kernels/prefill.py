@@ -1,13 +1,15 @@
-"""Long chunks of prompts on Hopper: launches the kernel in `prefill_gluon.py`, and says for what it can be used."""
+"""Long chunks of prompts on Hopper: launches the kernels for floats and for quantised K and V, and says what they can do."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from kvpool.config.layers import DType
-from kvpool.kernels.attention import LOG2_E, Partials, TileShape
+from kvpool.kernels.attention import KINDS, LOG2_E, Partials, TileShape, scales_of
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 
@@ -25,7 +27,7 @@ def prefills_on(device: torch.device) -> bool:
 
 
 def prefills(spec: AttentionSpec) -> bool:
-    """Whether it computes this kind of attention: plain, causal or not, over 16-bit floats."""
+    """Whether it computes this kind of attention: plain, causal or not, of 16-bit floats over such or quantised ones."""
     plain = spec.window is None and spec.chunk is None and spec.soft_cap is None
     plain = (
         plain
@@ -35,19 +37,28 @@ def prefills(spec: AttentionSpec) -> bool:
         and not spec.k_only
         and spec.scale > 0
     )
-    floats = spec.dtype is spec.kv_dtype and spec.dtype in (DType.BFLOAT16, DType.FLOAT16)
+    floats = spec.dtype in (DType.BFLOAT16, DType.FLOAT16) and spec.kv_dtype in (spec.dtype, *KINDS)
     even = spec.group_size <= PREFILL_TILE.rows // 2 and spec.group_size & (spec.group_size - 1) == 0
     return plain and floats and even and spec.head_dim == spec.v_dim and spec.head_dim in (64, 128)
 
 
 def reads(q: Tensor, cache: LayerCache) -> bool:
-    """Whether the copy engine can read these tensors: it wants multiples of 16 bytes, and rounds of whole blocks."""
+    """Whether the kernel can read these tensors.
+
+    The copy engine, which reads floats and queries, wants multiples of 16 bytes, and rounds of whole blocks.
+    """
     assert cache.v is not None
-    aligned = all(
-        tensor.data_ptr() % 16 == 0 and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
-        for tensor in (q, cache.k, cache.v)
+    if cache.dtype in KINDS:
+        return _aligned(q, 16) and _aligned(cache.k, 8) and _aligned(cache.v, 4)
+    in_rounds = cache.block_size >= 8 and cache.block_size & (cache.block_size - 1) == 0
+    return in_rounds and all(_aligned(data, 16) for data in (q, cache.k, cache.v))
+
+
+def _aligned(data: Tensor, num_bytes: int) -> bool:
+    """Whether all rows begin at a multiple of so many bytes."""
+    return all(
+        each % num_bytes == 0 for each in (data.data_ptr(), *(n * data.element_size() for n in data.stride()[:-1]))
     )
-    return aligned and cache.block_size >= 8 and cache.block_size & (cache.block_size - 1) == 0
 
 
 def prefill_items(
@@ -62,26 +73,15 @@ def prefill_items(
     num_programs: int,
 ) -> None:
     """Computes work items as `attend_items` does, whose tiles have as many tokens as their heads leave room for."""
-    from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped, unused-ignore]
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
-
     from kvpool.kernels.prefill_gluon import COLUMNS, GROUP_ROWS, prefill_kernel
+    from kvpool.kernels.prefill_quantized_gluon import prefill_quantized_kernel
 
     if not len(items):
         return
     assert cache.v is not None
-    tokens, columns = GROUP_ROWS.value // spec.group_size, COLUMNS.value
-    box = min(cache.block_size, shape.keys)
-    q_box, kv_box = [tokens, spec.group_size, columns], [1, box, 1, columns]
-    q_boxes, k_boxes, v_boxes = (
-        TensorDescriptor(data, [*data.shape], [*data.stride()], size, NVMMASharedLayout(128, 16, data.dim()))
-        for data, size in ((q, q_box), (cache.k, kv_box), (cache.v, kv_box))
-    )
     units = len(items) * spec.kv_heads
-    prefill_kernel[(min(units, num_programs),)](
-        q_boxes,
-        k_boxes,
-        v_boxes,
+    grid = (min(units, num_programs),)
+    results = (
         out,
         items.view(torch.float32) if partials is None else partials.values,
         items.view(torch.float32) if partials is None else partials.weights,
@@ -89,16 +89,50 @@ def prefill_items(
         items,
         units,
         *out.stride()[:2],
-        spec.scale * cache.k_factor * LOG2_E,
-        cache.v_factor,
-        KV_HEADS=spec.kv_heads,
-        GROUP=spec.group_size,
-        DIM=spec.head_dim,
-        PAGE=cache.block_size,
-        BOX=box,
-        KEYS=shape.keys,
-        STAGES=shape.stages,
-        Q_STAGES=_Q_STAGES,
-        CAUSAL=spec.causal,
-        num_warps=shape.warps,
     )
+    scales = spec.scale * cache.k_factor * LOG2_E, cache.v_factor
+    shapes = {
+        "KV_HEADS": spec.kv_heads,
+        "GROUP": spec.group_size,
+        "DIM": spec.head_dim,
+        "PAGE": cache.block_size,
+        "KEYS": shape.keys,
+        "STAGES": shape.stages,
+        "Q_STAGES": _Q_STAGES,
+        "CAUSAL": spec.causal,
+        "num_warps": shape.warps,
+    }
+    q_box = [GROUP_ROWS.value // spec.group_size, spec.group_size, COLUMNS.value]
+    if cache.dtype not in KINDS:
+        box = min(cache.block_size, shape.keys)
+        sides = (_boxes(data, [1, box, 1, COLUMNS.value]) for data in (cache.k, cache.v))
+        prefill_kernel[grid](_boxes(q, q_box), *sides, *results, *scales, BOX=box, **shapes)
+        return
+    k, v = cache.k.view(torch.int32), cache.v.view(torch.int32)
+    k_scale = k if cache.k_scale is None else cache.k_scale
+    v_scale, v_zero = scales_of(cache.v_scale, cache.v_zero, v)
+    prefill_quantized_kernel[grid](
+        _boxes(q.to(torch.float16), q_box),
+        k,
+        v,
+        k_scale,
+        v_scale,
+        v_zero,
+        *results,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *k_scale.stride()[:3],
+        *v_scale.stride()[:3],
+        *scales,
+        K_STORED=KINDS[cache.dtype.of_keys],
+        V_STORED=KINDS[cache.dtype],
+        **shapes,
+    )
+
+
+def _boxes(data: Tensor, box: list[int]) -> Any:
+    """What the copy engine needs to know to copy boxes of a tensor of 16-bit floats."""
+    from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped, unused-ignore]
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
+
+    return TensorDescriptor(data, [*data.shape], [*data.stride()], box, NVMMASharedLayout(128, 16, data.dim()))
