@@ -1,6 +1,6 @@
 """What keys and values in fewer bits cost: answers that stay as they are, and the perplexity of a text.
 
-    python benchmarks/kv_quality.py --model DIR --text FILE    default: SmolLM2-135M-Instruct and docs/architecture.md
+    python benchmarks/kv_quality.py --model DIR --text FILE    default: SmolLM2-135M-Instruct and docs/decisions
 
 Weights are float32, on a CPU. An answer is 24 greedy tokens behind one of 20 beginnings of sentences.
 """
@@ -23,6 +23,7 @@ BEGINNINGS = (
     *("The population of China is", "If you want to stay healthy,", "A triangle has three"),
     "Shakespeare wrote many plays, among them",
 )
+DECISIONS = Path(__file__).parent.parent / "docs" / "decisions"
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
 SCORED = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
 
@@ -31,7 +32,7 @@ def main() -> None:
     """Prints a line for each type."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
-    parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "docs" / "architecture.md")
+    parser.add_argument("--text", type=Path, nargs="*", default=sorted(DECISIONS.glob("000*.md")))
     parser.add_argument("--pieces", type=int, default=4, help="of 512 tokens each, of the text")
     given = parser.parse_args()
     wanted: list[list[int]] = []
@@ -40,7 +41,7 @@ def main() -> None:
             answers = [out.token_ids for out in engine.generate(BEGINNINGS, GREEDY)]
             wanted = wanted or answers
             same = [_num_same(*pair) for pair in zip(answers, wanted, strict=True)]
-            ids = engine.token_ids(given.text.read_text()).tolist()
+            ids = engine.token_ids("\n".join(file.read_text() for file in given.text)).tolist()
             # Some models (Gemma) know no text without the token that begins it
             begin = ids[:1] if ids[:1] == [getattr(engine.tokenizer, "bos_token_id", None)] else []
             pieces = [begin + ids[at : at + 512] for at in range(len(begin), 512 * given.pieces, 512)]

@@ -86,9 +86,15 @@ log = logging.getLogger("kvpool")
 
 
 def rotates(layer: AttentionSpec | LayerSpec) -> bool:
-    """Whether values of such a layer are rotated before they are stored: outliers would cost the others their 4 bits."""
+    """Whether keys and values of such a layer are rotated before they are stored: outliers would cost others their bits."""
     stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
     return stored is DType.INT4 and not layer.k_only
+
+
+def _rotations(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The matrices for keys and queries, and for values and results."""
+    k, v = (rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) for dim in (spec.head_dim, spec.v_dim))
+    return k, v
 
 
 class ModelRunner:
@@ -143,10 +149,7 @@ class ModelRunner:
             if kind not in self.kinds:
                 self.kinds.append(kind)
             self.kind_of_layer[layer] = self.kinds.index(kind)
-        self._rotations = [
-            rotation(kind.spec.v_dim).to(self.device, TORCH_DTYPES[kind.spec.dtype]) if rotates(kind.spec) else None
-            for kind in self.kinds
-        ]
+        self._rotations = [_rotations(kind.spec, self.device) if rotates(kind.spec) else None for kind in self.kinds]
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
@@ -373,10 +376,11 @@ class ModelRunner:
         def counted(call: AttentionCall) -> Tensor:
             nonlocal num_calls
             num_calls += 1
-            rotated = self._rotations[self.kind_of_layer[self.layer_of(call)]]
-            if rotated is None or call.across:  # values of an encoder are written as they are
+            rotations = self._rotations[self.kind_of_layer[self.layer_of(call)]]
+            if rotations is None or call.across:  # keys and values of an encoder are written as they are
                 return attend(call)
-            return attend(call._replace(v=call.v @ rotated)) @ rotated.T
+            of_keys, of_values = rotations
+            return attend(call._replace(q=call.q @ of_keys, k=call.k @ of_keys, v=call.v @ of_values)) @ of_values.T
 
         logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
         if num_calls != len(self.kind_of_layer):

@@ -26,8 +26,8 @@ _SMALLEST_SCALE = 2.0**-24  # of float16, so that a row of zeros divides by some
 def rotation(dim: int) -> Tensor:
     """An orthogonal matrix [dim, dim], of Hadamard's form. Rows times it have no element that is much larger than others.
 
-    Values that are multiplied with it lose less to int4. Results of attention over them, times its transpose, are those
-    over the values as they were.
+    Keys and values that are multiplied with it lose less when they are rounded. Products of keys and queries stay the same if
+    queries are multiplied with it, too. Results of attention, times its transpose, are those over the values as they were.
 
     >>> (rotation(12) @ rotation(12).T).round().equal(torch.eye(12))
     True

@@ -82,15 +82,15 @@ class ModelTiers:
     ) -> OpenedTiers | None:
         """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none.
 
-        Values that are rotated before they are stored have other names than those that are not. Ranks that share a model
-        `exchange` what identifies their weights: what one computes depends on the weights of all.
+        Keys and values that are rotated before they are stored have other names than those that are not. Ranks that share
+        a model `exchange` what identifies their weights: what one computes depends on the weights of all.
         """
         if not self.given and self.disk is None and self.remote is None:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
         models = [model] if draft is None else [model, draft]
-        names = [*map(model_id, models), *(["with rotated values"] if are_rotated else [])]
+        names = [*map(model_id, models), *(["with rotated keys and values"] if are_rotated else [])]
         weights = " ".join(map(weights_id, models))
         if exchange is not None:
             weights = hashlib.sha256(" ".join(exchange(weights)).encode()).hexdigest()
