@@ -55,9 +55,19 @@ def test_given_rotated_keys_and_values_that_lose_nothing_then_the_answers_are_th
     assert tokens(model) == plain
 
 
-def test_given_int4_then_rotated_values_are_stored_in_4_bits_beside_rotated_keys_in_8(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("kv_dtype", "warns"),
+    [("int4", True), ("fp8_e4m3", True), ("fp8_e5m2", True), ("int8", False), (None, False)],
+)
+def test_given_a_type_that_changes_many_answers_then_a_warning_names_it(
+    kv_dtype: str | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype=kv_dtype):
+        assert (f"values in {kv_dtype} change answers" in caplog.text) == warns
+        assert ("change answers" in caplog.text) == warns
+
+
+def test_given_int4_then_rotated_values_are_stored_in_4_bits_beside_rotated_keys_in_8() -> None:
     kept = []
     for kv_dtype in ("float32", "int4"):
         with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype=kv_dtype) as engine:
@@ -68,7 +78,6 @@ def test_given_int4_then_rotated_values_are_stored_in_4_bits_beside_rotated_keys
     turn = rotation(plain_v.shape[-1])
     assert (stored_k @ turn.T - plain_k).abs().mean() < 0.01 * plain_k.abs().mean()
     assert (stored_v @ turn.T - plain_v).abs().mean() < 0.15 * plain_v.abs().mean()
-    assert "int4 change answers" in caplog.text
 
 
 def test_given_a_disk_with_blocks_that_are_not_rotated_then_an_engine_with_int4_does_not_find_them(

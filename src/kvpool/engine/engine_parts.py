@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from kvpool.attention import AttentionBackend, create_backend
-from kvpool.config import KVCacheConfig, LayerSpec, StateSpec, Tier
+from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.drafts import DraftModel, check_vocabulary
 from kvpool.engine.encoding import EncodedInputs, check_settings
@@ -145,10 +145,7 @@ def assemble(
         own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
         drafted = None if draft is None else draft.model
         opened = model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)
-        if are_rotated:
-            log.warning(
-                "keys and values in int4 change answers; int8 keeps most: docs/engine.md#types-of-keys-and-values"
-            )
+        _warn_of_loss(layers)
         requests, inbox = ScheduledRequests(scheduler, adapters), Inbox()
         shards = None if ranks is None else ranks.shards
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox, shards)
@@ -167,6 +164,16 @@ def assemble(
             weights=[SharedWeights(each) for each in (model, *(() if draft is None else (draft.model,)))],
         )
     return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder, inputs)
+
+
+def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:
+    """Names types of keys and values that change answers of real models more than int8 does."""
+    attention = [layer for layer in layers if isinstance(layer, LayerSpec)]
+    stored = {layer.dtype.of_keys if layer.k_only else layer.dtype for layer in attention}
+    for dtype in sorted(stored & {DType.INT4, DType.FP8_E4M3, DType.FP8_E5M2}):
+        log.warning(
+            f"keys and values in {dtype.value} change answers, more than in int8: docs/engine.md#types-of-keys-and-values"
+        )
 
 
 class _Draft(NamedTuple):
