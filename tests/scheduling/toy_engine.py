@@ -16,6 +16,7 @@ import numpy as np
 from kvpool import CopyOp, GroupKind, KVCacheManager, Tier
 from kvpool.pools.groups import kind_of
 from kvpool.scheduling import BatchPlan, Finished, Request, Scheduler, StepResult
+from kvpool.scheduling.request import SequenceState
 
 VOCABULARY = 50
 NOTHING = -7  # what a block holds before anybody wrote to it
@@ -208,11 +209,19 @@ class ToyEngine:
         """Plans and launches one step; completes the oldest one when `depth` are in flight."""
         self._land()
         plan = self.scheduler.step()
+        self._check_waiting()
         self._note(plan.finished)
         self.launched.append((plan, *self.launch(plan)))
         while len(self.launched) >= (1 if plan.is_empty else self.depth):
             self.complete()
         return plan
+
+    def _check_waiting(self) -> None:
+        """What waits is what holds nothing, counted one by one."""
+        groups = self.scheduler._groups.values()
+        every = [each for group in groups for each in group.sequences if each.state is SequenceState.WAITING]
+        assert self.scheduler.num_waiting == len(every)
+        assert set(self.scheduler.waiting(1000)) == set(every)
 
     def complete(self) -> StepResult:
         """Tells the scheduler what the oldest plan in flight brought."""
