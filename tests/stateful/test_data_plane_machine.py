@@ -88,7 +88,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         """What these tokens are worth once they were stored and read back."""
         k, v = self.stacked(histories, layer)
         spec = self.config.layers[layer]
-        k = dequantize(quantize(k, spec.dtype), spec.dtype, spec.head_dim)
+        k = dequantize(quantize(k, spec.dtype.of_keys), spec.dtype.of_keys, spec.head_dim)
         return k, None if v is None else dequantize(quantize(v, spec.dtype), spec.dtype, spec.value_dim)
 
     def histories(self, seq: Sequence, positions: range) -> list[tuple[int, ...]]:
@@ -360,7 +360,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         k, v = read_slots(cache, slots)
         dtype = spec.spec.dtype
         return (
-            dequantize(k, dtype, spec.spec.head_dim),
+            dequantize(k, dtype.of_keys, spec.spec.head_dim),
             None if v is None else dequantize(v, dtype, spec.spec.value_dim),
         )
 
