@@ -174,7 +174,7 @@ def cold_admission(num_tokens: int, per_repeat: int) -> Runner:
             admitted.append(request)
         for request in admitted:
             engine.manager.free(request)
-        assert engine.manager.cache.reset()
+        assert engine.manager.reset_prefix_cache()
         return samples
 
     return repeat
@@ -215,7 +215,7 @@ def free_all(num_sequences: int, prompt_length: int, num_decoded: int) -> Runner
         elapsed = cpu_ms(start)
         del request
         requests.clear()
-        assert engine.manager.cache.reset()
+        assert engine.manager.reset_prefix_cache()
         return [elapsed]
 
     return repeat
@@ -254,7 +254,7 @@ def announce(num_tokens: int) -> Runner:
         elapsed = cpu_ms(start)
         assert sum(len(event.block_hashes) for event in events) == num_tokens // BLOCK_SIZE
         engine.manager.free(request)
-        assert engine.manager.cache.reset()
+        assert engine.manager.reset_prefix_cache()
         engine.manager.take_events()
         return [elapsed]
 
