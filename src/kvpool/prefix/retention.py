@@ -85,6 +85,10 @@ class Retention:
 
     def cuts(self, num_prompt_tokens: int, block_size: int) -> list[int]:
         """Depths in blocks where the priority may change; behind the prompt it is the same everywhere."""
-        named = {edge for part in self.ranges for edge in (part.start, part.end) if edge is not None}
-        edges = {min(edge, num_prompt_tokens) for edge in named} | {num_prompt_tokens}
-        return sorted({ceil_div(edge, block_size) for edge in edges} - {0})
+        depths = {ceil_div(num_prompt_tokens, block_size)}
+        for part in self.ranges:
+            depths.add(ceil_div(min(part.start, num_prompt_tokens), block_size))
+            if part.end is not None:
+                depths.add(ceil_div(min(part.end, num_prompt_tokens), block_size))
+        depths.discard(0)
+        return sorted(depths)
