@@ -48,7 +48,7 @@ def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
     raise InvalidArgumentError(f"a request id must be hashable and comparable, got {show(request_id)}: {error}")
 
 
-def check_requests(requests: Any, names: frozenset[str]) -> list[Mapping[str, Any]]:
+def check_requests(requests: Any, names: frozenset[str]) -> list[dict[str, Any]]:
     """The requests of `allocate_batch`: their `names` are checked here, before any is admitted, values where each is."""
     try:
         given = list(requests)
@@ -60,7 +60,7 @@ def check_requests(requests: Any, names: frozenset[str]) -> list[Mapping[str, An
         if "request_id" not in request or not names.issuperset(request):
             known = ", ".join(sorted(names))
             raise InvalidArgumentError(f"a request has a request_id and may have {known}; got {show(list(request))}")
-    return given
+    return [request if type(request) is dict else dict(request) for request in given]
 
 
 def check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:

@@ -209,22 +209,30 @@ class KVCacheManager:
             for request in given:
                 self._guard.go_on()
                 try:
-                    results.append(self._allocate_given(request.get))
+                    results.append(self._allocate_given(request))
                 except KVPoolError as error:
                     results.append(error)
         return results
 
-    def _allocate_given(self, given: Callable[..., Any]) -> KVCacheHandle:
-        """`allocate` inside an operation, by a function that gives its arguments by name."""
-        num_tokens, reserve, lease = given("num_tokens"), given("reserve"), as_flag(given("lease", False), "lease")
-        scope, cross_tokens = given("scope", DEFAULT_SCOPE), given("cross_tokens", 0)
+    def _allocate_given(self, request: dict[str, Any]) -> KVCacheHandle:
+        """`allocate` inside an operation, with arguments by their names."""
+        given: dict[str, Any] = request  # said again: compiled, parameters of this module have no types
+        num_tokens, reserve, lease = given.get("num_tokens"), given.get("reserve"), given.get("lease", False)
+        if lease is not False:
+            lease = as_flag(lease, "lease")
+        scope, cross_tokens = given.get("scope", DEFAULT_SCOPE), given.get("cross_tokens", 0)
         prompt, places = self._request(
-            given("tokens"), num_tokens, scope, given("multimodal"), cross_tokens, reserve, lease
+            given.get("tokens"), num_tokens, scope, given.get("multimodal"), cross_tokens, reserve, lease
         )
-        retention, ttl, session, hint = given("retention"), given("ttl"), given("session"), given("hint")
-        lookahead = self._checked(prompt, places, given("lookahead", 0), retention, ttl, session, hint)
+        retention, ttl, session, hint = (
+            given.get("retention"),
+            given.get("ttl"),
+            given.get("session"),
+            given.get("hint"),
+        )
+        lookahead = self._checked(prompt, places, given.get("lookahead", 0), retention, ttl, session, hint)
         return self._admit(
-            given("request_id"), prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
+            given["request_id"], prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
         )
 
     def _checked(
