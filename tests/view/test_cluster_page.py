@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from chromium import Chromium, Page, find_chromium
@@ -29,12 +30,12 @@ class Shown:
     """A proxy behind a real socket whose nodes hold and do what a test says."""
 
     def __init__(self, num_nodes: int, key: str | None = None) -> None:
-        from kvpool.cluster.proxy.app import Proxy, create_proxy_app
+        from kvpool.cluster.proxy.app import Proxy, create_proxy_app, holders_of
         from kvpool.cluster.proxy.backends import Backend
 
         self.nodes = [f"http://127.0.0.1:{9 + at}" for at in range(num_nodes)]  # nobody listens there
         backends = [Backend.parse(url) for url in self.nodes]
-        self.proxy = Proxy(backends, block_size=SIZE, health_seconds=1e6, view_key=key)
+        self.proxy = Proxy(backends, block_size=SIZE, health_seconds=1e6, may_look=holders_of(key))
         self._live = Live(create_proxy_app(self.proxy), "critical")
         self.url = self._live.url
         self.rng = random.Random(num_nodes)
@@ -150,6 +151,37 @@ def test_given_a_node_that_comes_and_goes_when_the_page_is_open_then_it_says_so(
     page.until("document.querySelectorAll('#node-list .badge')[0].textContent === 'ready'")
     shown.proxy.router.set_ready(shown.nodes[0], False)
     page.until("document.querySelectorAll('#node-list .badge')[0].textContent === 'silent'")
+
+
+@needs_browser
+def test_given_engines_of_one_server_then_they_have_names_and_the_states_of_their_processes(browser: Chromium) -> None:
+    shown = Shown(2)
+    engines = {
+        shown.nodes[0]: {"name": "engine 0", "pid": 1, "device": "cuda:0", "num_starts": 2, "state": "starting"},
+        shown.nodes[1]: {"name": "engine 1", "pid": 2, "device": "cuda:1", "num_starts": 1},
+    }
+    look = shown.proxy.described
+
+    def described() -> dict[str, Any]:
+        told = look()
+        return {**told, "nodes": {url: {**node, **engines[url]} for url, node in told["nodes"].items()}}
+
+    shown.proxy.view._look = described
+    shown.traffic(8)
+    try:
+        page = browser.open(f"{shown.url}/")
+        page.until("document.querySelectorAll('#decision-list li').length == 8")
+        assert page.value(TEXTS.format("#node-list .name")) == ["engine 0", "engine 1"]
+        assert page.value(TEXTS.format("#node-list .badge")) == ["starting", "ready"]
+        assert page.value("document.querySelector('#node-list button').title") == f"{shown.nodes[0]}, cuda:0"
+        assert "started 2 times" in page.value("document.querySelector('#node-list li').textContent")
+        assert set(page.value(TEXTS.format("#decision-list .name"))) == {"engine 1"}
+        page.value("document.querySelectorAll('#node-list button')[1].click()")
+        page.until("document.getElementById('decisions-count').textContent == 'the last 8 to engine 1'")
+        assert page.problems() == []
+        page.ask("Page.close")
+    finally:
+        shown.close()
 
 
 @needs_browser

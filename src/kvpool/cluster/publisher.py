@@ -49,7 +49,8 @@ class EventPublisher:
     """Publishes what one manager caches to any number of subscribers.
 
     `endpoint` is where to listen, such as `tcp://127.0.0.1:5557`. Port 0 takes a free port, which `endpoint` then names. The
-    replay socket is one port above, or at `replay`; with a free port it takes another free one. `keep_messages` limits how
+    replay socket is one port above, or at `replay`; with a free port it takes another free one. `ipc://FILE` is for processes
+    of this machine that may open the file. `keep_messages` limits how
     many messages can be sent again. While nothing happens, an empty batch every `heartbeat` seconds shows that the node is
     alive and that no message was missed.
     """
@@ -234,7 +235,11 @@ def check_publishing(endpoint: object) -> None:
 
 
 def port_above(endpoint: str) -> str:
-    """The default address of the replay socket: one port above that of the events; for a free port, another free port."""
+    """The default address of the replay socket: one port above that of the events; for a free port, another free port; for
+    a file, one beside it.
+    """
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}.replay"
     host, _, port = endpoint.rpartition(":")
     if not endpoint.startswith("tcp://") or not port.isdecimal() or int(port) > 65534:
         raise ConfigError(f"publish at tcp://HOST:PORT, or say where to listen for replay, too; got {show(endpoint)}")

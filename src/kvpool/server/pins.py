@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import secrets
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ class TenantPins:
         self._limit = limit
         self._pins: dict[str, _TenantPin] = {}
         self._making: Counter[str] = Counter()  # pins that are being made, by tenant
-        self._numbers = itertools.count(1)
 
     async def check_room(self, tenant: str) -> None:
         """Raises a `Problem` if the tenant has as many pins as it may have."""
@@ -54,7 +53,7 @@ class TenantPins:
         finally:
             self._making[tenant] -= 1
             self._making += Counter()  # keeps those above 0
-        name = f"pin-{next(self._numbers)}"
+        name = f"pin-{secrets.token_hex(8)}"  # servers behind one router must not give the same name
         self._pins[name] = _TenantPin(tenant, model, pin)
         return self._told(name)
 

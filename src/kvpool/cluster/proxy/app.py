@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -52,19 +52,37 @@ MOST_LOST = 2  # after so many servers failed with a request, it is not sent to 
 _KEPT_SECONDS = (
     2.0  # that an idle connection is kept: less than any server does, or the next request meets a closed one
 )
+Refuse = Callable[[Request], Response | None]  # the answer to a request that may not see something
 log = logging.getLogger("kvpool")
+
+
+def holders_of(key: str | None) -> Refuse:
+    """Refuses those without this key; if there is none, everybody but this machine."""
+    digest = hashlib.sha256(key.encode()).digest() if key else None
+
+    def refuse(request: Request) -> Response | None:
+        if digest is not None:
+            if has_key(request.headers.get("authorization", ""), digest):
+                return None
+            return refusal(401, "this view needs its key: send 'Authorization: Bearer KEY'", "unauthorized")
+        has_name = is_local_name(request.headers.get("host", ""))
+        if request.client is not None and is_loopback(request.client.host) and has_name:
+            return None
+        return refusal(403, f"set {KEY_VARIABLE} for the proxy to look from another machine", "forbidden")
+
+    return refuse
 
 
 class ClusterView:
     """Serves the page and the stream of the cluster's state, which `look` returns.
 
-    With a key, only its holders may see them; without one, only this machine.
+    `refuse` answers those who may not see them.
     """
 
-    def __init__(self, look: Callable[[], Mapping[str, Any]], send_seconds: float, key: str | None = None) -> None:
+    def __init__(self, look: Callable[[], Mapping[str, Any]], send_seconds: float, refuse: Refuse) -> None:
         self._look = look
         self._send_seconds = send_seconds
-        self._digest = hashlib.sha256(key.encode()).digest() if key else None
+        self._refused = refuse
         self._num_viewers = 0
         self.is_closing = False  # ends all streams
 
@@ -97,16 +115,6 @@ class ClusterView:
             yield view_event("look", self._look())
             await asyncio.sleep(_EVERY_SECONDS)
 
-    def _refused(self, request: Request) -> Response | None:
-        if self._digest is not None:
-            if has_key(request.headers.get("authorization", ""), self._digest):
-                return None
-            return refusal(401, "this view needs its key: send 'Authorization: Bearer KEY'", "unauthorized")
-        has_name = is_local_name(request.headers.get("host", ""))
-        if request.client is not None and is_loopback(request.client.host) and has_name:
-            return None
-        return refusal(403, f"set {KEY_VARIABLE} for the proxy to look from another machine", "forbidden")
-
 
 class Proxy:
     """The proxy without HTTP server: what it knows of its nodes, and how it answers."""
@@ -121,7 +129,7 @@ class Proxy:
         health_seconds: float = 1.0,
         health_patience: float = 5.0,
         tokenize_patience: float = 5.0,
-        view_key: str | None = None,
+        may_look: Refuse | None = None,
         prefill: list[Backend] | None = None,
         prefill_tokens: int = MIN_TOKENS,
         prefill_silence: float = 5.0,
@@ -141,7 +149,7 @@ class Proxy:
         self._patience = tokenize_patience
         self.index = ClusterIndex(block_size)
         self.router = Router(self.index, routing)
-        self.view = ClusterView(self.described, self.limits.send_seconds, view_key)
+        self.view = ClusterView(self.described, self.limits.send_seconds, may_look or holders_of(None))
         watching = {"every": health_seconds, "patience": health_patience, "lost_seconds": self.limits.lost_seconds}
         self.backends = Backends(backends, self.index, self.router, self._client, **watching)
         self.prefill = None
@@ -239,7 +247,7 @@ class Proxy:
 
     async def _forward(self, request: Request, content: bytes, route: Route) -> Response:
         """The answer of one node, from its first bytes on. Raises if another one may still be asked."""
-        url = _address(str(route.node), request.scope)
+        url = address_at(str(route.node), request.scope)
         if url is None:
             route.end()
             return refusal(400, "this path cannot be passed on", "invalid_value")
@@ -338,8 +346,9 @@ class _NodeStream(EventStream):
             await self._answer.aclose()
 
 
-def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
-    """The ASGI application of a proxy. It answers `/`, `/view/...` and `/route/stats`; other paths go to the servers.
+def create_proxy_app(proxy: Proxy, *, any_name: bool = False, routes: Sequence[Path] = ()) -> Starlette:
+    """The ASGI application of a proxy. It answers `routes`, `/`, `/view/...` and `/route/stats`; other paths go to the
+    servers.
 
     A request to a loopback address must name that address in its `Host` header, unless `any_name`, because servers may have
     no keys.
@@ -354,7 +363,8 @@ def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
     everything = Path("/{path:path}", proxy.answer, methods=methods)
     own = {"/route/stats": view.stats, "/view/stream": view.stream, "/": view.page, "/view/{name}": view.page}
-    app = Starlette(routes=[*(Path(path, answer) for path, answer in own.items()), everything], lifespan=lifespan)
+    views = [Path(path, answer) for path, answer in own.items()]
+    app = Starlette(routes=[*routes, *views, everything], lifespan=lifespan)
     app.add_middleware(BodyLimit, limit=proxy.limits.body_bytes, seconds=proxy.limits.send_seconds, refuse=refusal)
     if not any_name:
         remedy = "start it with --insecure if a proxy in front checks who asks"
@@ -362,7 +372,7 @@ def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
     return app
 
 
-def _address(node: str, scope: Scope) -> httpx.URL | None:
+def address_at(node: str, scope: Scope) -> httpx.URL | None:
     """The URL of a request at a node: the path as the client wrote it, with the host of the node."""
     url = httpx.URL(node)
     query = b"?" + scope["query_string"] if scope["query_string"] else b""

@@ -28,7 +28,10 @@ _HOP_BY_HOP = {
     ),
     *(b"host", b"content-length"),
 }
-GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+WITH_PROMPT = (  # paths whose requests go where their prompt is cached
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/cache/query", "/v1/cache/pin", "/v1/cache/warm", "/v1/cache/prefetch"),
+)
 _CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, Anthropic's the other
 _ANY_TEXT = "a"  # for a question that only asks for `cache_keys`
 
@@ -100,7 +103,7 @@ async def read_routing_request(
 
     `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it returns {} if none answers.
     """
-    if path not in GENERATES:
+    if path not in WITH_PROMPT:
         return NOTHING
     try:
         body = json.loads(content)

@@ -71,7 +71,7 @@ def route(
     / shows all nodes in the browser, /route/stats is for scripts; other machines need $KVPOOL_ROUTE_KEY. See docs/cluster.md.
     """
     uvicorn = _uvicorn()
-    from kvpool.cluster.proxy.app import KEY_VARIABLE, Proxy, create_proxy_app
+    from kvpool.cluster.proxy.app import KEY_VARIABLE, Proxy, create_proxy_app, holders_of
     from kvpool.web import bounded_http
 
     if not quiet:
@@ -85,7 +85,7 @@ def route(
         health_seconds=health_seconds,
         prefill=[Backend.parse(text) for text in prefill or ()],
         prefill_tokens=prefill_tokens,
-        view_key=os.environ.get(KEY_VARIABLE),
+        may_look=holders_of(os.environ.get(KEY_VARIABLE)),
     )
     options = {"log_level": "warning", "lifespan": "on", "access_log": False, "timeout_graceful_shutdown": 30}
     bounds = {"http": bounded_http(), "ws": "none", "limit_concurrency": max_connections}

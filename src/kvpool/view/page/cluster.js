@@ -21,7 +21,7 @@ const charts = new Charts(find("chart-list"), new Colours(), CHARTS);
 let look = null;
 let chosen = null; // the node whose decisions are shown alone
 
-const shortName = (name) => name.replace(/^https?:\/\//, "");
+const shortName = (url) => look.nodes[url]?.name ?? url.replace(/^https?:\/\//, "");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(0)} %` : "–");
 
@@ -71,25 +71,25 @@ function bar(parts, widths) {
 const stripe = (...kinds) => element("span", { className: "bar" }, ...kinds.map((kind) => element("i", { className: `m-${kind}` })));
 
 function showNodes() {
-  const rows = Object.entries(look.nodes).map(([name, node]) => ({ key: name, name, ...node }));
+  const rows = Object.entries(look.nodes).map(([url, node]) => ({ ...node, key: url }));
   const most = roundUp(Math.max(10, ...rows.map((node) => sum(MEDIA.map((medium) => node.blocks[medium])))));
   find("nodes-count").textContent = `a full bar is ${many(most, "block")} · ${many(sum(rows.map((node) => sum(Object.values(node.blocks)))), "block")} on ${many(rows.length, "node")}`;
   keep(find("node-list"), rows, (node) => {
-    const button = element("button", { type: "button", title: node.name },
-      element("span", { className: "name", textContent: shortName(node.name) }), element("span"),
+    const button = element("button", { type: "button", title: node.pid === undefined ? node.key : `${node.key}, ${node.device}` },
+      element("span", { className: "name", textContent: shortName(node.key) }), element("span"),
       stripe(...MEDIA), element("span", { className: "told" }), element("span", { className: "told" }));
-    button.addEventListener("click", () => choose(node.name));
+    button.addEventListener("click", () => choose(node.key));
     return element("li", {}, button);
   }, (row, node) => {
     const button = row.firstChild, [, badge, blocks, held, doing] = button.children;
-    button.setAttribute("aria-pressed", String(chosen === node.name));
+    button.setAttribute("aria-pressed", String(chosen === node.key));
     button.className = node.is_ready ? "" : "gone";
     badge.className = `badge ${node.state}`;
     badge.textContent = node.state;
     bar([...blocks.children], MEDIA.map((medium) => (100 * node.blocks[medium]) / most));
     const { gpu, cpu, storage } = node.blocks;
     held.textContent = `${short(gpu)} GPU · ${short(cpu)} host · ${short(storage)} storage${node.events ? "" : " · no events"}`;
-    doing.textContent = `${share(node.num_hit_tokens, node.num_prompt_tokens)} hits · ${node.num_requests} in flight · ${short(node.num_waiting_tokens)} to compute`;
+    doing.textContent = `${share(node.num_hit_tokens, node.num_prompt_tokens)} hits · ${node.num_requests} in flight · ${short(node.num_waiting_tokens)} to compute${node.num_starts > 1 ? ` · started ${node.num_starts} times` : ""}`;
   });
 }
 
@@ -109,8 +109,8 @@ function showDecisions() {
   });
 }
 
-function choose(name) {
-  chosen = chosen === name ? null : name;
+function choose(url) {
+  chosen = chosen === url ? null : url;
   show();
 }
 
