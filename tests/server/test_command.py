@@ -14,14 +14,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvpool.cli import main
-from kvpool.server.serve_command import _announced, bound
+from kvpool.server.limits import Gate, Limits
+from kvpool.server.running import _drain, bound
 from kvpool.server.serve_settings import step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
@@ -59,7 +59,7 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
             rest = answer.read().decode()
         assert rest.rstrip().endswith("data: [DONE]")
         process.communicate(timeout=60)
-        assert process.returncode in (0, -signal.SIGTERM)
+        assert process.returncode == 0
     finally:
         process.kill()
         process.communicate()
@@ -68,10 +68,10 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
 SLOW = """
 import sys, time
 from pathlib import Path
-import kvpool.server.serve_command as command
+import kvpool.server.running as running
 from kvpool.cli import main
 from kvpool.server import serve_settings
-command.GRACE_SECONDS = 3
+running.GRACE_SECONDS = 3
 load = serve_settings.ModelSettings.make_engine
 def late(settings):
     while not Path(sys.argv[1]).exists():
@@ -111,7 +111,7 @@ def test_given_a_process_then_it_lives_while_it_loads_and_its_cut_streams_end_wi
             *_, told, done = answer.read().decode().strip().split("\n\n")
         assert json.loads(told.removeprefix("data: "))["error"]["code"] == "draining"
         assert done == "data: [DONE]"
-        assert process.wait(60) in (0, -signal.SIGTERM)
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -200,14 +200,12 @@ def test_given_an_address_for_traces_that_is_none_then_it_is_refused(
 def test_given_requests_under_way_when_it_ends_then_it_says_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], under_way: int, said: str
 ) -> None:
-    class Server:
-        def __init__(self, config: Any) -> None:
-            self.config = config
+    gate = Gate(Limits())
 
-        async def shutdown(self, sockets: Any) -> None:
-            assert self.config.app.state.server.gate.is_draining
+    async def end() -> None:
+        with gate.passed("", under_way) if under_way else nullcontext():
+            _drain(gate, False)
 
-    gate = SimpleNamespace(is_draining=False, under_way=under_way, cut_all=lambda: None)
-    config = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(gate=gate))))
-    asyncio.run(_announced(SimpleNamespace(Server=Server), config, "tiny", False).shutdown())
+    asyncio.run(end())
+    assert gate.is_draining
     assert capsys.readouterr().err == said

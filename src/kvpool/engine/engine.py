@@ -168,6 +168,11 @@ class Engine:
         return self._thread.is_closed
 
     @property
+    def failure(self) -> KVPoolError | None:
+        """What ended the engine; None if it lives, or was closed."""
+        return self._thread.failure
+
+    @property
     def publishes(self) -> EventPublisher | None:
         """The publisher of cache events, with the ports it uses; None without `publish`."""
         return self._publisher

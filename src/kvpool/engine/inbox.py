@@ -23,7 +23,7 @@ class Inbox:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.closed = threading.Event()
-        self._failure: KVPoolError | None = None  # what ended the engine, if nobody closed it
+        self.failure: KVPoolError | None = None  # what ended the engine, if nobody closed it
         self._calls: deque[_Call] = deque()
 
     def __len__(self) -> int:
@@ -33,8 +33,8 @@ class Inbox:
         """Has `run` called between two steps, or `fail` if the engine ends before that. Raises if it has ended."""
         with self.changed:
             if self.closed.is_set():
-                why = "" if self._failure is None else f": {self._failure}"
-                raise SequenceStateError(f"this engine is closed{why}") from self._failure
+                why = "" if self.failure is None else f": {self.failure}"
+                raise SequenceStateError(f"this engine is closed{why}") from self.failure
             self._calls.append(_Call(run, fail))
             self.changed.notify_all()
 
@@ -47,7 +47,7 @@ class Inbox:
     def close(self, failure: KVPoolError | None = None) -> None:
         """Takes no more calls; `failure` is what ended the engine."""
         with self.changed:
-            self._failure = failure or self._failure
+            self.failure = failure or self.failure
             self.closed.set()
             self.changed.notify_all()
 

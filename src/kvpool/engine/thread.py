@@ -43,6 +43,11 @@ class EngineThread:
         return self._inbox.closed.is_set()
 
     @property
+    def failure(self) -> KVPoolError | None:
+        """What ended it, if nobody closed it."""
+        return self._inbox.failure
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether the thread runs in another process, of which this one is a fork. Locks here may then be held for ever."""
         return self.has_started and self._process != os.getpid()

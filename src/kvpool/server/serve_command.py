@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import ipaddress
-import logging
 import os
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +12,6 @@ import typer
 from kvpool.engine import options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server.auth import ENVIRONMENT, Access, new_key
-
-GRACE_SECONDS = 30
-CUT_SECONDS = 2
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -92,6 +84,12 @@ def serve(
         list[str] | None,
         typer.Option(help="A host that images in messages may be fetched from; data URLs need none."),
     ] = None,
+    data_parallel: Annotated[
+        int | None,
+        typer.Option(
+            help="Engines on this machine behind one address, each with GPUs of its own: 1. docs/cluster.md.", min=1
+        ),
+    ] = None,
     on_ray: Annotated[
         bool,
         typer.Option(
@@ -107,6 +105,7 @@ def serve(
     kvpool serve DIR                     # a Hugging Face directory or a GGUF file
     kvpool serve                         # a small model to try
     kvpool serve --config kvpool.toml    # several models, keys, limits, tiers
+    kvpool serve DIR --data-parallel 4   # four engines, a GPU each, routed by what each has cached
     kvpool serve DIR --ray --replicas 4  # engines on a Ray cluster
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -118,13 +117,9 @@ def serve(
     if new_key_for is not None:
         _print_key(new_key_for)
         return
-    uvicorn = _uvicorn()
-    from kvpool.server.app import create_app
-    from kvpool.server.loading import answering
+    _check_packages()
+    from kvpool.server.running import ended_by_sigterm, serve_models
     from kvpool.server.serve_settings import read_serve
-    from kvpool.server.served_model import ServedModel
-    from kvpool.server.tracing import Tracing
-    from kvpool.web import bounded_http
 
     if called is not None:
         if engine_options.model is not None:
@@ -134,100 +129,30 @@ def serve(
     given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
     given |= {"tool_parser": tool_parser, "chat_template": chat_template, "max_model_len": max_model_len}
     given |= {"allow_origins": allow_origin, "tls_cert": tls_cert, "tls_key": tls_key, "log_level": log_level}
-    given |= {"image_hosts": image_host}
-    settings, models = read_serve(engine_options, host_memory, name, given, adapter or ())
+    given |= {"image_hosts": image_host, "data_parallel": data_parallel}
+    asked = (engine_options, host_memory, name, given, adapter or ())
+    settings, models = read_serve(*asked)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
     if on_ray:
         from kvpool.server.on_ray.ray_application import serve_on_ray
         from kvpool.server.on_ray.ray_settings import read_ray
 
+        if settings.data_parallel > 1:
+            raise ConfigError("--data-parallel is for one machine; with --ray, --replicas says how many engines run")
         serve_on_ray(read_ray(engine_options.config, {"replicas": replicas}), settings, models, access, quiet=quiet)
         return
     if replicas is not None:
         raise ConfigError("--replicas is for --ray; without it there is one engine for each model")
-    tracing = None if settings.traces is None else Tracing.to(settings.traces)
-    logging.getLogger("kvpool").setLevel(settings.log_level.upper())
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(one) for one in bound(settings.host, settings.port)]
-        options: dict[str, Any] = {
-            "log_level": settings.log_level,
-            "ssl_certfile": settings.tls_cert,
-            "ssl_keyfile": settings.tls_key,
-            "access_log": False,
-            "http": bounded_http(),
-            "ws": "none",
-        }
-        served = []
-        with answering(uvicorn, sockets, options):
-            for model in models:
-                opt.tell_loading(f"loading {model.name} ...", quiet)
-                engine = stack.enter_context(model.make_engine())
-                served.append(ServedModel(model.name, engine, model.tool_parser, settings.image_hosts))
-        app = create_app(
-            served,
-            access,
-            settings.limits,
-            tracing,
-            any_name=settings.insecure,
-            allow_origins=settings.allow_origins,
-        )
-        for each in served:
-            each.engine.warm_up(wait=False)
-        config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on", **options)
-        _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run(sockets)
-
-
-def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to an address. They are made before the model is loaded, and do not listen yet."""
-    made: list[socket.socket] = []
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            one = socket.socket(family, kind, protocol)
-            made.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            taken = made[0].getsockname()[1]  # with port 0, all sockets take the port of the first
-            one.bind((address[0], port or (taken if len(made) > 1 else 0), *address[2:]))
-    except OSError as error:
-        for one in made:
-            one.close()
-        why = error.strerror
-        if error.errno == errno.EADDRINUSE:
-            why = "another program listens there; --port 0 takes a free one"
-        raise ConfigError(f"cannot listen at {host}, port {port}: {why}") from None
-    return made
-
-
-def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
-    """A server that prints its address when it listens."""
-
-    class AnnouncedServer(uvicorn.Server):  # type: ignore[misc]
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            for server in self.servers:
-                for listening in server.sockets:
-                    address, port = listening.getsockname()[:2]
-                    scheme = "http" if self.config.ssl_certfile is None else "https"
-                    where = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
-                    pages = f"{where}/ (live view), {where}/docs, {where}/metrics"
-                    opt.tell(f"{name} at {where}/v1 (API), {pages}; Ctrl-C ends it", quiet)
-
-        async def shutdown(self, sockets: Any = None) -> None:
-            gate = self.config.app.state.server.gate
-            gate.is_draining = True
-            if gate.under_way:
-                opt.tell(f"finishing {gate.under_way} requests, for up to {GRACE_SECONDS} s; Ctrl-C ends them", quiet)
-            # A little before uvicorn closes connections, so that the answers that it would cut end with a word.
-            cutting = asyncio.get_running_loop().call_later(GRACE_SECONDS - CUT_SECONDS, gate.cut_all)
+    with ended_by_sigterm():
+        if settings.data_parallel > 1:
             try:
-                await super().shutdown(sockets)
-            finally:
-                cutting.cancel()
-
-    return AnnouncedServer(config)
+                from kvpool.server.data_parallel import serve_engines
+            except ModuleNotFoundError as error:
+                raise ConfigError(f"--data-parallel needs {error.name}: pip install 'kvpool[cluster,server]'") from None
+            serve_engines(settings, models, access, asked, quiet=quiet)
+        else:
+            serve_models(settings, models, access, quiet=quiet)
 
 
 def _print_key(tenant: str) -> None:
@@ -250,11 +175,10 @@ def _check_address(host: str, access: Access, insecure: bool) -> None:
         )
 
 
-def _uvicorn() -> Any:
+def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'kvpool[server]'") from None
-    return uvicorn

@@ -15,11 +15,12 @@ Options of the command override the file. `[tiers]` of the same file is for all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvpool.checks import check_int, show
+from kvpool.cluster.index import MAX_NODES
 from kvpool.engine.engine import Engine
 from kvpool.engine.options import SHOWN, EngineOptions
 from kvpool.engine.options import limits as engine_limits
@@ -47,6 +48,7 @@ _SERVER_KINDS: dict[str, type] = {
     **{
         "host": str,
         "port": int,
+        "data_parallel": int,
         "keys": str,
         "traces": str,
         "share_cache": bool,
@@ -103,6 +105,13 @@ class ModelSettings:
                 engine.processor.chat_template = template
         return engine
 
+    def placed(self, publish: str, place: str) -> ModelSettings:
+        """The same for one of several engines: it publishes there, and has a directory of this name in that of the disk."""
+        options = self.options.changed(publish=publish)
+        if (disk := options.tiers(self.host_memory).disk) is not None:
+            options = options.changed(disk=str(Path(disk) / place))
+        return replace(self, options=options)
+
     def _template(self) -> str | None:
         """The text of the chat template that takes the place of the model's own."""
         if self.chat_template is None:
@@ -119,6 +128,7 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    data_parallel: int = 1  # engines
     keys: Path | None = None
     traces: str | None = None
     share_cache: bool = False
@@ -171,6 +181,7 @@ def read_serve(
     if "keys" in server:
         server["keys"] = Path(server["keys"])
     check_int(server.get("port", 0), "[server] port", 0, 65535)
+    check_int(server.get("data_parallel", 1), "[server] data_parallel", 1, MAX_NODES)
     for key in ("allow_origins", "image_hosts"):
         server[key] = tuple(server.get(key, ()))
     settings = ServeSettings(**server, limits=Limits(**limits))

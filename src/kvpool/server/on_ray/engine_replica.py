@@ -9,8 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, MutableMapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvpool.cluster.proxy.passing import is_event_stream
@@ -193,7 +192,4 @@ class EngineReplica:
 def placed(model: ModelSettings, address: str, number: int) -> ModelSettings:
     """The settings of a model for the replica with this number on its machine: it has its own events and disk."""
     host = f"[{address}]" if ":" in address else address
-    options = model.options.changed(publish=f"tcp://{host}:0")
-    if (disk := options.tiers(model.host_memory).disk) is not None:
-        options = options.changed(disk=str(Path(disk) / f"replica-{number}"))
-    return replace(model, options=options)
+    return model.placed(f"tcp://{host}:0", f"replica-{number}")
