@@ -20,6 +20,7 @@ from kvpool.replay.costs import (
     count_weights,
     find_gpu,
 )
+from kvpool.replay.parallel import Interconnect, RankCosts
 from kvpool.scheduling import LinearCostModel
 from kvpool.scheduling.cost_model import Measurement
 
@@ -45,17 +46,25 @@ class PlanRequest:
     host_bytes: int = 0
     disk_bytes: int = 0
     measured: Measurement | None = None
+    tensor_parallel: int = 1  # ranks of each engine
+    data_parallel: int = 1  # engines
+    link: Interconnect | None = None  # between ranks; None: as the data sheet of the GPU says
 
     def __post_init__(self) -> None:
         if (self.gpu is None) == (self.measured is None):
             raise InvalidArgumentError(
                 "a plan needs either the name of a GPU or the costs that were measured on a machine"
             )
-        if self.measured is not None and self.num_gpus > 1:
+        for name in ("num_gpus", "tensor_parallel"):
+            if self.measured is not None and getattr(self, name) > 1:
+                raise InvalidArgumentError(
+                    f"{name} is {getattr(self, name)}, but costs were measured on one; give a GPU's name"
+                )
+        if self.num_gpus > 1 and max(self.tensor_parallel, self.data_parallel) > 1:
             raise InvalidArgumentError(
-                f"num_gpus is {self.num_gpus}, but costs were measured on one; give a GPU's name"
+                "num_gpus adds up GPUs as if they were one; drop it, tensor_parallel and data_parallel say what each does"
             )
-        for name in ("context", "concurrency", "num_gpus", "block_size"):
+        for name in ("context", "concurrency", "num_gpus", "block_size", "tensor_parallel", "data_parallel"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1")
         if not 0 < self.gpu_fraction <= 1:
@@ -93,13 +102,22 @@ def make_plan(request: PlanRequest) -> Plan:
     layers = layers_from_hf(request.model, dtype=request.kv_dtype)
     plan = Plan()
     per_parameter = request.weight_bytes or weights.bytes_per_parameter
-    hardware = _hardware(request, weights, per_parameter)
+    ranks = _ranks(request)
+    hardware = _hardware(request, weights, per_parameter, ranks)
     plan.put("parameters", weights.total, weights.why)
     weight_bytes = plan.put(
         "weights_bytes",
         weights.total * per_parameter,
         f"{weights.total / 1e9:.2f} B parameters x {per_parameter:g} bytes",
     )
+    if ranks is not None:
+        layers = ranks.shape.layers
+        plan.put("ranks", request.tensor_parallel, f"a GPU each; {ranks.shape.words}")
+        weight_bytes = plan.put(
+            "rank_weights_bytes",
+            weight_bytes / request.tensor_parallel,
+            "of each rank; from here on, bytes are those of one",
+        )
     budget = plan.put(
         "kv_budget_bytes",
         int(hardware.memory_bytes * request.gpu_fraction - weight_bytes),
@@ -110,11 +128,20 @@ def make_plan(request: PlanRequest) -> Plan:
             f"The weights alone do not fit: {_gb(weight_bytes)} on {hardware.name}. Use more GPUs or smaller weights."
         )
         return plan
-    _add_cache(
-        plan, request, KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget), plan_tokens=request.context)
-    )
-    _add_costs(plan, request.context, hardware)
+    config = KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget), plan_tokens=request.context)
+    _add_cache(plan, request, config)
+    _add_costs(plan, request.context, hardware, request.tensor_parallel)
+    if ranks is not None:
+        _add_ranks(plan, request, ranks, len(config.groups))
     return plan
+
+
+def _ranks(request: PlanRequest) -> RankCosts | None:
+    if request.tensor_parallel == 1:
+        return None
+    gpu = request.gpu or ""
+    link = request.link or Interconnect.of(gpu)
+    return RankCosts.of(request.model, gpu, request.tensor_parallel, link, request.kv_dtype, request.weight_bytes)
 
 
 class _Hardware(NamedTuple):
@@ -129,7 +156,7 @@ class _Hardware(NamedTuple):
     link: str
 
 
-def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _Hardware:
+def _hardware(request: PlanRequest, weights: Weights, per_parameter: float, ranks: RankCosts | None) -> _Hardware:
     if request.measured is not None:
         found = request.measured
         found.check_model(weights.total)
@@ -148,13 +175,15 @@ def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _
         request.model, gpu.name, request.kv_dtype, num_gpus=request.num_gpus, weight_bytes=request.weight_bytes
     )
     peak = gpu.flops(per_parameter) / COMPUTE_EFFICIENCY / 1e12
+    if ranks is not None:
+        name, costs = f"{request.tensor_parallel} x {gpu.name}", ranks.divided
     return _Hardware(
         name,
         gpu.memory_bytes * request.num_gpus,
         f"{request.num_gpus} x {gpu.memory_bytes / 1e9:.0f} GB",
         costs,
         f"2 x {weights.active / 1e9:.2f} B active parameters at {COMPUTE_EFFICIENCY:.0%} of {peak:.0f} TFLOP/s "
-        f"(data sheet) on {name}",
+        f"(data sheet) on {name}" + (", and its part of the all-reduces" if ranks is not None else ""),
         "attention: 4 x hidden size x layers that attend FLOPs for each token before it",
         f"{LINK_EFFICIENCY:.0%} of the data sheet",
     )
@@ -189,16 +218,18 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
         if size:
             plan.put(
                 f"{tier}_sequences",
-                size // _cached_bytes(plan),
+                size // request.tensor_parallel // _cached_bytes(plan),
                 f"{_gb(size)} of {tier} memory keep so many further sequences of {request.context:,} tokens cached",
             )
+    if request.data_parallel > 1:
+        fit = plan.put("all_sequences_that_fit", fit * request.data_parallel, f"in {request.data_parallel} engines")
     short = request.concurrency - int(fit)
     if short <= 0:
         plan.verdict = (
             f"{request.concurrency} sequences of {request.context:,} tokens fit: there is room for {int(fit)}."
         )
     else:
-        needed = ceil_div(request.concurrency * int(each), int(plan.numbers["kv_budget_bytes"]))
+        needed = ceil_div(request.concurrency * int(each), int(plan.numbers["kv_budget_bytes"]) * request.data_parallel)
         plan.verdict = (
             f"{int(fit)} of {request.concurrency} sequences of {request.context:,} tokens fit. "
             f"The others need {_gb(short * each)} more: {needed}x the cache, shorter contexts, a smaller dtype, or a queue."
@@ -242,7 +273,7 @@ def _cached_bytes(plan: Plan) -> float:
     return plan.numbers["sequence_bytes"] - plan.numbers.get("checkpoint_bytes", 0)
 
 
-def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
+def _add_costs(plan: Plan, context: int, hardware: _Hardware, num_ranks: int) -> None:
     costs = hardware.costs
     token = plan.put("recompute_seconds_per_token", costs.prefill_seconds_per_token, hardware.why_token)
     pair = plan.put("recompute_seconds_per_token_pair", costs.seconds_per_token_pair, hardware.why_pair)
@@ -251,7 +282,11 @@ def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
     )
     speeds = {
         "host": (costs.transfer_bytes_per_second, LINK_LATENCY, hardware.link),
-        "disk": (DISK_BYTES_PER_SECOND, DISK_LATENCY, "one good NVMe drive"),
+        "disk": (
+            DISK_BYTES_PER_SECOND / num_ranks,
+            DISK_LATENCY,
+            f"one good NVMe drive{' for all ranks' * (num_ranks > 1)}",
+        ),
     }
     each = _cached_bytes(plan)
     for tier, (speed, latency, source) in speeds.items():
@@ -271,6 +306,47 @@ def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
             f"prefixes from this length on are faster to load from {tier} than to compute (at {context:,} tokens: "
             f"{computing / loading:.1f}x); -1: never",
         )
+
+
+def _add_ranks(plan: Plan, request: PlanRequest, ranks: RankCosts, num_groups: int) -> None:
+    """What ranks tell each other in a step, what that costs, and what other divisions would; all of one engine."""
+    count, context = request.tensor_parallel, request.context
+    most = max(1, int(plan.numbers["sequences_that_fit"]))
+    running = min(most, ceil_div(request.concurrency, request.data_parallel))
+    batch = f"{running:,} sequences that decode behind {context:,} tokens"
+    plan.put(
+        "step_message_bytes",
+        ranks.message_bytes(running, context, request.block_size, num_groups),
+        f"rank 0 writes it for the other {count - 1} before a step of {batch}: 4 bytes a block, 28 a sequence",
+    )
+    plan.put("all_reduces_per_step", ranks.num_reduces, f"2 in each of {len(ranks.shape.layers)} layers")
+    plan.put(
+        "all_reduce_bytes", running * ranks.activation_bytes, f"of each: {running:,} x {ranks.activation_bytes:,} bytes"
+    )
+    reducing = plan.put(
+        "all_reduce_seconds",
+        ranks.all_reduce_seconds(running),
+        f"all of a step: {ranks.link.latency * 1e6:.3g} µs each, and 2 x {count - 1}/{count} of the bytes at "
+        f"{ranks.link.bytes_per_second / 1e9:.0f} GB/s ({ranks.link.source})",
+    )
+    alone = ranks.alone.decode_seconds(running, running * context)
+    step = plan.put(
+        "decode_step_seconds",
+        ranks.divided.decode_seconds(running, running * context),
+        f"{batch}; {alone:.4f} s on one GPU, if it had the memory",
+    )
+    plan.why["decode_step_seconds"] += f"; {reducing / step:.0%} of it are all-reduces"
+    plan.put(
+        "pipeline_step_seconds",
+        ranks.pipeline_seconds(running, context),
+        f"on paper: the same with {count} stages of layers, each at work on another {1 / count:.0%} of the sequences",
+    )
+    plan.put(
+        "context_prefill_seconds",
+        ranks.context_seconds(context),
+        f"on paper: a prompt of {context:,} tokens divided between {count} GPUs with all weights each; divided by heads "
+        f"it takes {plan.numbers['recompute_seconds']:.3f} s",
+    )
 
 
 def _break_even(token: float, pair: float, latency: float, load: float) -> float:

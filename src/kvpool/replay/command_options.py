@@ -77,6 +77,18 @@ Costs: TypeAlias = Annotated[
     Path | None,
     typer.Option(help="Serve on the machine that `kvpool bench --json FILE` measured.", rich_help_panel=_SERVING),
 ]
+TensorParallel: TypeAlias = Annotated[
+    int, typer.Option(help="Divide --model between so many GPUs.", min=1, rich_help_panel=_SERVING)
+]
+AllReduceBandwidth: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        help="GB/s between ranks, measured: the bus bandwidth of nccl-tests; default: 80 % of the data sheet."
+    ),
+]
+AllReduceLatency: TypeAlias = Annotated[
+    float | None, typer.Option(help="µs of the smallest all-reduce, measured; default: 15.")
+]
 SloTtft: TypeAlias = Annotated[
     float, typer.Option(help="Goodput: seconds to the first token, at most.", rich_help_panel=_SERVING)
 ]

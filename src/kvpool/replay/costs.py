@@ -33,7 +33,7 @@ COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.65
 LINK_EFFICIENCY = 0.85
 DISK_BYTES_PER_SECOND = 6e9  # one good NVMe drive
-_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _TWO_MATRIX_MLP = frozenset(
     {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "opt", "phi", "codegen", "starcoder2", "nemotron_h"}
 )
@@ -46,7 +46,9 @@ _BYTES = {"fp8": 1.0, "compressed-tensors": 1.0, "fbgemm_fp8": 1.0, "gptq": 0.5,
 
 
 class GPU(NamedTuple):
-    """Memory in bytes; dense peak FLOP/s for 16-bit and 8-bit floats; bytes per second of memory and host link (one way)."""
+    """Memory in bytes; dense peak FLOP/s for 16-bit and 8-bit floats; bytes per second of memory, of the host link and of the
+    links to other GPUs of the machine (both one way).
+    """
 
     name: str
     memory_bytes: int
@@ -54,6 +56,7 @@ class GPU(NamedTuple):
     flops_8bit: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
+    peer_bytes_per_second: float
 
     def flops(self, weight_bytes: float) -> float:
         """FLOP/s to expect of prefill, with weights of this size per element."""
@@ -73,22 +76,23 @@ class GPU(NamedTuple):
 # Data-sheet figures, as published in NVIDIA's data sheets of the T4, L4, A10, A100, L40S, H100 SXM, H200 SXM and HGX B200, in
 # its Ada white paper (RTX 4090), and in AMD's data sheet of the MI300X; checked in November 2026 against reprints of them.
 # Tensor figures are dense: where a data sheet gives them with sparsity (L4, H100, H200, B200), they are halved. 8-bit is FP8;
-# GPUs without it compute 8-bit weights in 16 bits. Links: PCIe 3 x16 16, PCIe 4 x16 32, PCIe 5 x16 64 GB/s one way.
+# GPUs without it compute 8-bit weights in 16 bits. Links: PCIe 3 x16 16, PCIe 4 x16 32, PCIe 5 x16 64 GB/s one way. Links to
+# other GPUs: NVLink 3 300, NVLink 4 450, NVLink 5 900, Infinity Fabric 448 GB/s one way, otherwise the same PCIe.
 _GB = 10**9
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("t4", 16 * _GB, 65e12, 65e12, 0.32e12, 16e9),
-        GPU("l4", 24 * _GB, 121e12, 242e12, 0.30e12, 32e9),
-        GPU("a10", 24 * _GB, 125e12, 125e12, 0.60e12, 32e9),
-        GPU("rtx4090", 24 * _GB, 165e12, 330e12, 1.01e12, 32e9),
-        GPU("l40s", 48 * _GB, 362e12, 733e12, 0.864e12, 32e9),
-        GPU("a100-40gb", 40 * _GB, 312e12, 312e12, 1.555e12, 32e9),
-        GPU("a100", 80 * _GB, 312e12, 312e12, 2.04e12, 32e9),
-        GPU("h100", 80 * _GB, 989e12, 1979e12, 3.35e12, 64e9),
-        GPU("h200", 141 * _GB, 989e12, 1979e12, 4.8e12, 64e9),
-        GPU("b200", 180 * _GB, 2250e12, 4500e12, 7.7e12, 64e9),
-        GPU("mi300x", 192 * _GB, 1307e12, 2615e12, 5.3e12, 64e9),
+        GPU("t4", 16 * _GB, 65e12, 65e12, 0.32e12, 16e9, 16e9),
+        GPU("l4", 24 * _GB, 121e12, 242e12, 0.30e12, 32e9, 32e9),
+        GPU("a10", 24 * _GB, 125e12, 125e12, 0.60e12, 32e9, 32e9),
+        GPU("rtx4090", 24 * _GB, 165e12, 330e12, 1.01e12, 32e9, 32e9),
+        GPU("l40s", 48 * _GB, 362e12, 733e12, 0.864e12, 32e9, 32e9),
+        GPU("a100-40gb", 40 * _GB, 312e12, 312e12, 1.555e12, 32e9, 300e9),
+        GPU("a100", 80 * _GB, 312e12, 312e12, 2.04e12, 32e9, 300e9),
+        GPU("h100", 80 * _GB, 989e12, 1979e12, 3.35e12, 64e9, 450e9),
+        GPU("h200", 141 * _GB, 989e12, 1979e12, 4.8e12, 64e9, 450e9),
+        GPU("b200", 180 * _GB, 2250e12, 4500e12, 7.7e12, 64e9, 900e9),
+        GPU("mi300x", 192 * _GB, 1307e12, 2615e12, 5.3e12, 64e9, 448e9),
     )
 }
 
@@ -124,7 +128,7 @@ def count_weights(source: str | Path | Mapping[str, Any]) -> Weights:
     8.03
     """
     outer = load_config(source)
-    text: Mapping[str, Any] = next((outer[key] for key in _TEXT_KEYS if isinstance(outer.get(key), Mapping)), outer)
+    text: Mapping[str, Any] = next((outer[key] for key in TEXT_KEYS if isinstance(outer.get(key), Mapping)), outer)
     kind = str(text.get("model_type") or outer.get("model_type") or "")
     text = {**HYBRID_DEFAULTS.get(kind, {}), **text}
     hidden = _need(text, "hidden_size", "n_embd", "n_embed")

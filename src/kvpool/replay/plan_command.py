@@ -10,6 +10,7 @@ import typer
 
 from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import InvalidArgumentError
+from kvpool.replay import command_options as opt
 from kvpool.replay.capacity_plan import (
     GIB,
     GPU_FRACTION,
@@ -23,6 +24,7 @@ from kvpool.replay.capacity_plan import (
 from kvpool.replay.command_options import load_trace
 from kvpool.replay.costs import GPUS
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
+from kvpool.replay.parallel import Interconnect, RankShape
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig, least_capacity
 from kvpool.replay.trace import Trace
@@ -30,6 +32,7 @@ from kvpool.scheduling.cost_model import read_costs
 from kvpool.terminal import check_files, console, parse_bytes, parse_tokens, progress_bar, write_json
 
 CURVE_POINTS = 9
+_UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 1024))
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -46,7 +49,15 @@ def plan(
     kv_dtype: Annotated[str | None, typer.Option(help="Element type of K and V: fp8, bfloat16, int8, int4.")] = None,
     context: Annotated[str, typer.Option(help="Tokens per sequence; 32k is 32,768.")] = "8k",
     concurrency: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    num_gpus: Annotated[int, typer.Option(help="GPUs that share the weights and the cache.")] = 1,
+    num_gpus: Annotated[
+        int, typer.Option(help="GPUs whose memory and speed are added up; --tensor-parallel counts what that costs.")
+    ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Ranks of each engine, a GPU each: bytes of one, messages, all-reduces.", min=1)
+    ] = 1,
+    data_parallel: Annotated[int, typer.Option(help="Engines that share the sequences.", min=1)] = 1,
+    all_reduce_bandwidth: opt.AllReduceBandwidth = None,
+    all_reduce_latency: opt.AllReduceLatency = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     weight_bytes: Annotated[
         float | None, typer.Option(help="Bytes per parameter; default: as the config says.")
@@ -65,6 +76,7 @@ def plan(
     \b
     Does it fit? How much cache is enough? And on a machine of my own?
       kvpool plan --model config.json --gpu h200 --context 32k --concurrency 200
+      kvpool plan --model config.json --gpu h200 --tensor-parallel 4
       kvpool plan --model config.json --gpu h200 --trace TRACE
       kvpool bench --model DIR --json costs.json
       kvpool plan --model DIR --costs costs.json
@@ -84,6 +96,9 @@ def plan(
         parse_bytes(host, "--host"),
         parse_bytes(disk, "--disk"),
         None if costs is None else read_costs(costs),
+        tensor_parallel,
+        data_parallel,
+        None if gpu is None else Interconnect.of(gpu, all_reduce_bandwidth, all_reduce_latency),
     )
     check_files(json)
     loaded = None if trace is None else load_trace(trace, DEFAULT_MAX_ERRORS)
@@ -96,7 +111,9 @@ def plan(
         out.print(f"There is no hit curve: {reason}.", style="bold")
     elif loaded is not None:
         lower = {"host": request.host_bytes, "disk": request.disk_bytes}
-        layers = layers_from_hf(request.model, dtype=kv_dtype)
+        layers: Any = layers_from_hf(request.model, dtype=kv_dtype)
+        if tensor_parallel > 1:
+            layers = RankShape.of(request.model, layers, tensor_parallel).layers
         result["trace"] = _curve(out, loaded, ReplayConfig(policy, layers=layers), made, lower)
     if json is not None:
         write_json(json, result)
@@ -120,7 +137,8 @@ def _shown(name: str, value: float) -> str:
     if name == "parameters":
         return f"{value / 1e9:.2f} B"
     if name.endswith("_bytes"):
-        return f"{value / GIB:,.1f} GiB" if value >= GIB else f"{value / 2**20:,.1f} MiB"
+        unit, size = next(each for each in _UNITS if value >= each[1] or each[1] == 1024)
+        return f"{value / size:,.1f} {unit}"
     if "seconds" in name:
         return f"{value:.3f} s" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
     return f"{value:,.0f}"

@@ -49,6 +49,9 @@ def replay(
     kv_dtype: opt.KvDtype = None,
     gpu: opt.Gpu = None,
     costs: opt.Costs = None,
+    tensor_parallel: opt.TensorParallel = 1,
+    all_reduce_bandwidth: opt.AllReduceBandwidth = None,
+    all_reduce_latency: opt.AllReduceLatency = None,
     slo_ttft: opt.SloTtft = 2.0,
     slo_tpot: opt.SloTpot = 0.1,
     speed: opt.Speed = 1.0,
@@ -81,6 +84,8 @@ def replay(
         return
     sizes = _sizes(policy or _USUAL_POLICIES, capacity, tiers, host_write, objective)
     machine = _machine(model, kv_dtype, gpu, costs)
+    if tensor_parallel > 1:
+        machine = _divided(machine, model, kv_dtype, gpu, tensor_parallel, (all_reduce_bandwidth, all_reduce_latency))
     rules = _rules(checkpoint_every, machine)
     started = time.perf_counter()
     loaded = _read(out, trace, max_errors, limit, full_blocks_only)
@@ -251,6 +256,27 @@ def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured
         costs, layers = costs_for(model, gpu, kv_dtype)
         return _Machine(layers, costs)
     return None if model is None else _Machine(layers_from_hf(model, dtype=kv_dtype), None)
+
+
+def _divided(
+    machine: _Machine | None,
+    model: Path | None,
+    kv_dtype: str | None,
+    gpu: str | None,
+    ranks: int,
+    link: tuple[float | None, float | None],
+) -> _Machine:
+    """The same model on several GPUs: bytes are those of one rank."""
+    from kvpool.replay.parallel import Interconnect, RankCosts, RankShape
+
+    if machine is None or model is None or (machine.costs is not None and gpu is None):
+        raise InvalidArgumentError(
+            f"--tensor-parallel {ranks} needs --model config.json, and takes --gpu NAME; --costs hold for what was measured"
+        )
+    if gpu is None:
+        return _Machine(RankShape.of(model, machine.layers, ranks).layers, None)
+    found = RankCosts.of(model, gpu, ranks, Interconnect.of(gpu, *link), kv_dtype)
+    return _Machine(found.shape.layers, found.divided)
 
 
 def _add_serving(

@@ -105,7 +105,7 @@ def serve(
     kvpool serve DIR                     # a Hugging Face directory or a GGUF file
     kvpool serve                         # a small model to try
     kvpool serve --config kvpool.toml    # several models, keys, limits, tiers
-    kvpool serve DIR --data-parallel 4   # four engines, a GPU each, routed by what each has cached
+    kvpool serve DIR --data-parallel 4   # four engines, a GPU each
     kvpool serve DIR --ray --replicas 4  # engines on a Ray cluster
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
