@@ -94,13 +94,15 @@ def main() -> None:
     cpu: dict[bool, list[float]] = {True: [], False: []}
     for number in range(options.steps):
         plan, in_memory = scheduler.step(), number % 2 == 0
-        lists = make_lists(plan, 1)  # which rank 0 needs for its own part of the step
+        lists = make_lists(plan, 1)  # which rank 0 needs for its own part of the step, as the next number
+        assert not plan.has_unknown_tokens
         others._memory = shared if in_memory else nowhere
         began, began_cpu = time.perf_counter(), time.thread_time()
-        others.tell_step(partial(encode, StepInputs(plan.copies, plan), lists))
+        step = StepInputs(plan.copies, plan)
+        others.tell_step(partial(encode, step, lists))
         cpu[in_memory].append(time.thread_time() - began_cpu)
         wall[in_memory].append(time.perf_counter() - began)
-        size = encode(StepInputs(plan.copies, plan), lists, lambda count: np.empty(count, np.int32)).nbytes
+        size = encode(step, lists, lambda count: np.empty(count, np.int32)).nbytes
         finish(scheduler, plan)
         time.sleep(0.002)  # as between two steps: the other ranks have read the message
     others.tell_all(END)

@@ -50,6 +50,7 @@ def test_given_the_steps_of_a_scheduler_then_messages_hold_them() -> None:
         for group in range(2):
             for found, expected in zip(read.plan.batch.csr(group), lists.csr(group), strict=True):
                 assert np.array_equal(found, expected)
+        assert vars(read.plan)["has_unknown_tokens"] is plan.has_unknown_tokens
         same = ("number", "num_decode", "num_tokens", "is_uniform", "is_empty")
         assert [getattr(read.plan, name) for name in same] == [getattr(plan, name) for name in same]
         assert (read.copies, read.launch, read.keep) == ([], False, None)

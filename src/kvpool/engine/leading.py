@@ -145,9 +145,9 @@ class Leader:
         return behind
 
     def _step(self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None) -> None:
-        step = StepInputs(self._send_orders(), plan, launch, keep, bool((plan.token_ids < 0).any()))
+        step = StepInputs(self._send_orders(), plan, launch, keep)
         self.ranks.tell_step(partial(encode, step, make_lists(plan, self._num_groups)))
-        if step.has_unknown_tokens:
+        if plan.has_unknown_tokens:
             torch.distributed.broadcast(token_ids, 0)
 
     def fail(self, error: BaseException) -> KVPoolError:

@@ -334,8 +334,7 @@ class EngineLoop:
     def _inputs(self, plan: BatchPlan) -> Tensor:
         """Token ids on the device. Those that the host does not know yet are the newest samples of their lanes."""
         token_ids = self.runner.upload(plan.token_ids.astype(np.int64))
-        unknown = plan.token_ids < 0
-        if unknown.any():
+        if plan.has_unknown_tokens:
             lanes = np.repeat(plan.lanes, np.diff(plan.query_start))
             newest = self._last_token.index_select(0, self.runner.upload(lanes))
             token_ids = torch.where(token_ids < 0, newest, token_ids)

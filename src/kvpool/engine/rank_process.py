@@ -111,7 +111,7 @@ class Follower:
             step = decode(message)
             runner.plane.run_copies(step.copies, overlap=True)
             token_ids = runner.upload(step.plan.token_ids.astype(np.int64))
-            if step.has_unknown_tokens:
+            if step.plan.has_unknown_tokens:
                 torch.distributed.broadcast(token_ids, 0)
             runner.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
 

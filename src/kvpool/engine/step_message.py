@@ -1,9 +1,9 @@
 """A step as bytes, numbers only: what the ranks of a divided model need of a `BatchPlan`, and the copies before it.
 
 header        counts and flags, 32-bit integers
-copies        their number; for each: six integers, then the blocks that are read and the blocks that are written
-token ids, positions, slots, kv_lengths, kept tokens
-query_start, samples, drafts, unless every row has one token and one sample
+copies        if any: their number; for each: six integers, then the blocks that are read and the blocks that are written
+token ids, slots, kv_lengths, kept tokens
+positions, query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
 """
 
@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<7i")
 _HEADER_WORDS = _HEADER.size // 4
 _COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
-_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN = 1, 2, 4, 8
+_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES = 1, 2, 4, 8, 16
 _KINDS = tuple(CopyKind)
 _TIERS = tuple(Tier)
 
@@ -60,22 +60,22 @@ class StepInputs(NamedTuple):
     plan: BatchPlan
     launch: bool = False
     keep: Int64Array | None = None
-    has_unknown_tokens: bool = False  # the first rank has tokens on its device that the message does not have
 
 
 def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Array]) -> Int32Array:
     """Writes the message of a step into the memory that `place` has for so many integers."""
-    copies, plan, launch, keep, has_unknown = step
+    copies, plan, launch, keep = step
     rows, num_groups = len(plan.sequences), len(lists.tables)
     flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
-    flags += has_unknown * _UNKNOWN
+    flags += plan.has_unknown_tokens * _UNKNOWN + bool(copies) * _COPIES
     num_kept = 0 if keep is None else len(keep)
-    parts: list[npt.NDArray[Any]] = [np.frombuffer(encode_copies(copies), np.int32)]
-    parts += plan.token_ids, plan.positions, plan.slots.reshape(-1), plan.kv_lengths
+    parts: list[npt.NDArray[Any]] = [plan.token_ids, plan.slots.reshape(-1), plan.kv_lengths]
+    if copies:
+        parts.insert(0, np.frombuffer(encode_copies(copies), np.int32))
     if keep is not None:
         parts.append(keep)
-    if not plan.is_uniform:  # otherwise every row has one token and one sample
-        parts += plan.query_start, plan.num_samples, plan.num_drafts
+    if not plan.is_uniform:  # otherwise every row has one token, the last one, and one sample
+        parts += plan.positions, plan.query_start, plan.num_samples, plan.num_drafts
     for table in lists.tables:
         parts += table.indptr, table.last_page_len, table.first_position, table.indices
     message = place(_HEADER_WORDS + sum(map(len, parts)))
@@ -129,17 +129,15 @@ def decode(message: bytearray) -> StepInputs:
     """The step of a message."""
     reader = _Reader(message)
     number, rows, num_decode, num_tokens, flags, num_kept, num_groups = reader.fields(_HEADER)
-    copies, take = reader.copies(), reader.take
-    token_ids, positions = take(num_tokens), take(num_tokens).astype(np.int64)
-    slots = take(num_groups * num_tokens).reshape(num_groups, num_tokens)
+    copies, take = reader.copies() if flags & _COPIES else [], reader.take
+    token_ids, slots = take(num_tokens), take(num_groups * num_tokens).reshape(num_groups, num_tokens)
     kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)
-    query_start, samples, drafts = (
-        np.arange(rows + 1, dtype=np.int32),
-        np.ones(rows, np.int64),
-        np.zeros(rows, np.int64),
-    )
-    if not flags & _UNIFORM:
-        query_start, samples, drafts = take(rows + 1), take(rows).astype(np.int64), take(rows).astype(np.int64)
+    if flags & _UNIFORM:
+        positions, query_start = kv_lengths - 1, np.arange(rows + 1, dtype=np.int32)
+        samples, drafts = np.ones(rows, np.int64), np.zeros(rows, np.int64)
+    else:
+        positions, query_start = take(num_tokens).astype(np.int64), take(rows + 1)
+        samples, drafts = take(rows).astype(np.int64), take(rows).astype(np.int64)
     tables = []
     for _group in range(num_groups):
         indptr, last, first = take(rows + 1), take(rows), take(rows)
@@ -162,8 +160,8 @@ def decode(message: bytearray) -> StepInputs:
         copies=copies,
     )
     vars(plan)["batch"] = BlockLists(tables)
-    keep = kept if flags & _KEEPS else None
-    return StepInputs(copies, plan, bool(flags & _LAUNCH), keep, bool(flags & _UNKNOWN))
+    vars(plan)["has_unknown_tokens"] = bool(flags & _UNKNOWN)
+    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None)
 
 
 def _as_bytes(*arrays: npt.NDArray[Any]) -> list[bytes]:

@@ -65,6 +65,11 @@ class BatchPlan:
         return self.num_tokens - int(self.query_start[self.num_decode])
 
     @cached_property
+    def has_unknown_tokens(self) -> bool:
+        """Whether samples of a plan in flight are among its tokens."""
+        return bool((self.token_ids < 0).any())
+
+    @cached_property
     def decodes_several(self) -> BoolArray:
         """[row]: it decodes and has several tokens: drafts, or accepted drafts that are computed again."""
         several: BoolArray = np.diff(self.query_start) > 1
