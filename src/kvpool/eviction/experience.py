@@ -233,7 +233,8 @@ def _shapes(
     A hint says when reuse comes, not only how often: after a call of a tool soon or never, after an answer when a person
     has read it. So a hint has a shape of its own, which is its family's where little was seen. The first is of no kind.
     """
-    is_hot, hints = np.isin(branches // NUM_HINTS, _HOT), branches % NUM_HINTS
+    fans, hints = np.divmod(branches, NUM_HINTS)
+    is_hot = (fans == _HOT[0]) | (fans == _HOT[1])
     nobody = np.zeros(len(branches), np.bool_)
     shapes: list[Shaped] = []
     for of_family in (~is_hot, is_hot):
