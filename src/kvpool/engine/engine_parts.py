@@ -83,87 +83,46 @@ def assemble(
 
     The ranks of a divided model agree on how many bytes each has for keys and values, the smallest number of all.
     """
-    compile, kv_bytes, start = settings.compile, settings.kv_bytes, start or Start()
-    has_encoder = bool(model.config.is_encoder_decoder)
-    if has_encoder:
+    start = start or Start()
+    if model.config.is_encoder_decoder:
         check_settings(settings)
     start.stage("checking the model")
     where, own = model.device, private_copy(model)
     # One engine at a time, because each measures how much memory is free.
     with whole_device, current(where), without_callers_state(where):
-        inputs = InputEncoder(own) if has_encoder else None
-        shape = _prepared(own, compile, inputs)
-        encoder = ImageEncoder(own)
-        sees = encoder.refusal is None
-        adapters = EngineAdapters(own, settings.max_adapters)
-        for name, path in (settings.adapters or {}).items():
-            adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
-        drafting = None if draft is None else _inspected_draft(draft, compile)
-        if draft is not None and drafting is not None:
-            check_vocabulary(draft, drafting.shape.vocab_size, tokenizer, shape.vocab_size)
+        ready = _made_ready(own, settings, draft, tokenizer)
         start.stage("allocating memory for keys and values")
-        if settings.kv_blocks is None and kv_bytes is None:
-            # As much as for the features again is for the work of the encoder.
-            beside = 2 * settings.encoder_bytes if sees or has_encoder else 0
-            if drafting is not None and where.type == "cuda":
-                beside += step_bytes(*drafting, where, limits)
-            kv_bytes = kv_budget(own, shape, where, settings.memory_fraction, limits, beside)
-            kv_bytes = kv_bytes if ranks is None else min(map(int, ranks.exchange(str(kv_bytes))))
-        layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
-        if drafting is not None:  # a window would take what the draft computes again out of its sight
-            layers += [
-                replace(layer, window=None, chunk=None) for layer in drafting.shape.layer_specs(settings.kv_dtype)
-            ]
-        fields = settings.cache_fields(shape.max_positions)
-        if inputs is not None and inputs.max_tokens is not None:
-            fields.setdefault("plan_cross_tokens", inputs.max_tokens)
-        if drafting is not None:
-            _check_positions(drafting.shape.max_positions, fields["max_seq_len"])
-        if fields.get("objective") == "seconds":
-            fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
-        config = KVCacheConfig(layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields)
+        config = _cache_config(model, ready, settings, limits, ranks)
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
-        options: dict[str, Any] = {
-            "max_drafts": settings.num_drafts,
-            "cuda_graphs": settings.cuda_graphs,
-            "max_sequences": limits.max_sequences,
-            "max_tokens": limits.max_tokens_per_step,
-            "compile_layers": compile,
-        }
         start.stage("compiling layers and kernels, and capturing CUDA graphs")
-        backend = create_backend(settings.attention, where)
-        runner = ModelRunner(own, shape, plane, backend, adapters=adapters, num_axes=encoder.num_axes, **options)
-        runner.warm_up(all_graphs=ranks is not None)  # ranks capture at the same time or not at all
-        drafts = None
-        if drafting is not None:
-            drafts = _drafts(drafting, plane, backend, shape.vocab_size, limits, options)
+        runner, drafts = _runners(ready, plane, settings, limits, all_graphs=ranks is not None)
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        are_rotated = any(rotates(layer) for layer in layers if isinstance(layer, LayerSpec))
+        are_rotated = any(rotates(layer) for layer in config.layers if isinstance(layer, LayerSpec))
         own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
         drafted = None if draft is None else draft.model
         opened = model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)
-        _warn_of_loss(layers)
-        requests, inbox = ScheduledRequests(scheduler, adapters), Inbox()
+        _warn_of_loss(config.layers)
+        requests, inbox = ScheduledRequests(scheduler, ready.adapters), Inbox()
         shards = None if ranks is None else ranks.shards
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox, shards)
         loop = EngineLoop(
             scheduler,
             requests,
             runner,
-            shape.vocab_size,
+            ready.shape.vocab_size,
             num_draft_tokens=settings.num_drafts,
             drafts=drafts,
             overlap=settings.overlap,
             tiers=tiers,
-            pictures=StepPictures(encoder, settings.encoder_bytes, where) if sees else None,
-            encoded=None if inputs is None else EncodedInputs(inputs, settings.encoder_bytes, runner),
+            pictures=StepPictures(ready.encoder, settings.encoder_bytes, where) if ready.sees else None,
+            encoded=None if ready.inputs is None else EncodedInputs(ready.inputs, settings.encoder_bytes, runner),
             # Now: joining products has moved some
             weights=[SharedWeights(each) for each in (model, *(() if draft is None else (draft.model,)))],
         )
-    return Parts(shape, config, manager, plane, tiers, loop, inbox, encoder, inputs)
+    return Parts(ready.shape, config, manager, plane, tiers, loop, inbox, ready.encoder, ready.inputs)
 
 
 def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:
@@ -181,6 +140,89 @@ class _Draft(NamedTuple):
 
     model: Any
     shape: ModelShape
+
+
+class _Ready(NamedTuple):
+    """The engine's copy of a model, made ready for steps, with what runs beside it."""
+
+    model: Any
+    shape: ModelShape
+    encoder: ImageEncoder
+    inputs: InputEncoder | None
+    adapters: EngineAdapters
+    draft: _Draft | None
+
+    @property
+    def sees(self) -> bool:
+        return self.encoder.refusal is None
+
+
+def _made_ready(own: Any, settings: EngineSettings, draft: LoadedModel | None, tokenizer: Any) -> _Ready:
+    """Inspects the engine's copy of a model, and reads its adapters and its draft."""
+    inputs = InputEncoder(own) if own.config.is_encoder_decoder else None
+    shape = _prepared(own, settings.compile, inputs)
+    encoder = ImageEncoder(own)
+    adapters = EngineAdapters(own, settings.max_adapters)
+    for name, path in (settings.adapters or {}).items():
+        adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
+    drafting = None
+    if draft is not None:
+        drafting = _inspected_draft(draft, settings.compile)
+        check_vocabulary(draft, drafting.shape.vocab_size, tokenizer, shape.vocab_size)
+    return _Ready(own, shape, encoder, inputs, adapters, drafting)
+
+
+def _cache_config(
+    model: Any, ready: _Ready, settings: EngineSettings, limits: SchedulerConfig, ranks: RankLink | None
+) -> KVCacheConfig:
+    """What the cache of a model holds, and how much of it."""
+    own, shape, draft = ready.model, ready.shape, ready.draft
+    layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
+    if draft is not None:  # a window would take what the draft computes again out of its sight
+        layers += [replace(layer, window=None, chunk=None) for layer in draft.shape.layer_specs(settings.kv_dtype)]
+    kv_bytes = settings.kv_bytes
+    if settings.kv_blocks is None and kv_bytes is None:
+        # As much as for the features again is for the work of the encoder.
+        beside = 2 * settings.encoder_bytes if ready.sees or ready.inputs is not None else 0
+        if draft is not None and own.device.type == "cuda":
+            beside += step_bytes(*draft, own.device, limits)
+        kv_bytes = kv_budget(own, shape, own.device, settings.memory_fraction, limits, beside)
+        kv_bytes = kv_bytes if ranks is None else min(map(int, ranks.exchange(str(kv_bytes))))
+    fields = settings.cache_fields(shape.max_positions)
+    if ready.inputs is not None and ready.inputs.max_tokens is not None:
+        fields.setdefault("plan_cross_tokens", ready.inputs.max_tokens)
+    if draft is not None:
+        _check_positions(draft.shape.max_positions, fields["max_seq_len"])
+    if fields.get("objective") == "seconds":
+        fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
+    return KVCacheConfig(layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields)
+
+
+def _runners(
+    ready: _Ready, plane: DataPlane, settings: EngineSettings, limits: SchedulerConfig, *, all_graphs: bool
+) -> tuple[ModelRunner, DraftModel | None]:
+    """What runs the model, and its draft, warmed up. Ranks capture all graphs at the same time, or none."""
+    options: dict[str, Any] = {
+        "max_drafts": settings.num_drafts,
+        "cuda_graphs": settings.cuda_graphs,
+        "max_sequences": limits.max_sequences,
+        "max_tokens": limits.max_tokens_per_step,
+        "compile_layers": settings.compile,
+    }
+    backend = create_backend(settings.attention, plane.device)
+    runner = ModelRunner(
+        ready.model,
+        ready.shape,
+        plane,
+        backend,
+        adapters=ready.adapters,
+        num_axes=ready.encoder.num_axes,
+        **options,
+    )
+    runner.warm_up(all_graphs=all_graphs)
+    if ready.draft is None:
+        return runner, None
+    return runner, _drafts(ready.draft, plane, backend, ready.shape.vocab_size, limits, options)
 
 
 def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
