@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 
 from kvpool.testing import key
-from kvpool.tiers.disk.catalog import Catalog
-from kvpool.tiers.disk.slab import RECORD, Slab, is_held, made_record
+from kvpool.tiers.disk.catalog import Catalog, State
+from kvpool.tiers.disk.slab import RECORD, Slab, is_held, made_record, microseconds
 
 SMALL, LARGE = 8192, 16384
 MakeCatalog = Callable[[Sequence[tuple[int, Sequence[int]]]], Catalog]
@@ -141,3 +142,162 @@ def test_records_of_another_process_are_counted(make_catalog: MakeCatalog) -> No
     assert (catalog.used_bytes, held(catalog, [1, 2, 7])) == (SMALL, [7])
     catalog.update(0, slab.records.copy())
     assert catalog.used_bytes == SMALL
+
+
+class Books:
+    """A catalog beside a plain dictionary of what it must hold: key -> (size of its slot, last use)."""
+
+    def __init__(self, seed: int) -> None:
+        self.catalog = Catalog()
+        self.random = Random(seed)
+        self.values: dict[bytes, tuple[int, int]] = {}
+        self.next_key = 1000
+
+    def store(self) -> None:
+        size = self.catalog.class_for(self.random.choice((SMALL, LARGE)))
+        of_class = {name: used for name, (slot_bytes, used) in self.values.items() if slot_bytes == size.slot_bytes}
+        place = self.catalog.take_free(size)
+        if place is None:
+            oldest = min(of_class, key=lambda name: of_class[name], default=None)
+            assert self.catalog.take_oldest(size, of_class.get(oldest, 0)) is None
+            place = self.catalog.take_oldest(size, of_class.get(oldest, 0) + 1)
+            if place is None:
+                return
+            del self.values[oldest]
+        name, used = key(self.next_key), self.catalog.stamp(1)
+        self.next_key += 1
+        slab, slot = self.catalog.at(place)
+        assert slab.num_writing == 1
+        self.catalog.fill(place, made_record(slab.slab_id, slot, name, 100, used))
+        assert self.catalog.find(name) is None
+        self.catalog.publish(place, name)
+        self.values[name] = size.slot_bytes, used
+
+    def use(self) -> None:
+        chosen = self.random.sample(sorted(self.values), min(3, len(self.values)))
+        self.catalog.touch([self.catalog.find(name) for name in chosen])  # type: ignore[misc]
+        latest = self.catalog._newest
+        for distance, name in enumerate(chosen):
+            self.values[name] = self.values[name][0], latest - distance
+
+    def remove(self) -> None:
+        for name in self.random.sample(sorted(self.values), min(2, len(self.values))):
+            place = self.catalog.withdraw(name)
+            assert place is not None
+            self.catalog.give_back(place)
+            del self.values[name]
+        assert self.catalog.withdraw(b"nothing") is None
+
+    def retire(self) -> None:
+        number = self.catalog.coldest_slab()
+        if number is not None and len(self.catalog.slabs) > 2:
+            slab = self.catalog.retire(number)
+            assert slab.retired
+            for name in slab.records["key"][is_held(slab.records)].tolist():
+                del self.values[name]
+
+    def check(self) -> None:
+        catalog, slabs = self.catalog, self.catalog.slabs
+        assert len(catalog) == len(self.values)
+        assert catalog.used_bytes == sum(slot_bytes for slot_bytes, _ in self.values.values())
+        assert catalog.allocated_bytes == sum(slab.num_bytes for slab in slabs.values())
+        for name, (slot_bytes, used) in self.values.items():
+            slab, slot = catalog.at(catalog.find(name))  # type: ignore[arg-type]
+            assert (slab.slot_bytes, int(slab.records["used"][slot])) == (slot_bytes, used)
+            assert slab.records["key"][slot].tobytes() == name
+            assert slab.newest_use >= used
+        assert {size.slot_bytes for size in catalog.classes.values()} == {slab.slot_bytes for slab in slabs.values()}
+        for size in catalog.classes.values():
+            free = {(number, slot) for number in size.slabs for slot in np.flatnonzero(~is_held(slabs[number].records))}
+            assert {(place >> 32, place & (2**32 - 1)) for place in size.free} == free
+            assert len(size.free) == len(free)
+        assert not any(slab.num_writing for slab in slabs.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_given_any_order_of_operations_then_the_books_of_a_catalog_are_right(
+    make_catalog: MakeCatalog, seed: int
+) -> None:
+    books = Books(seed)
+    for slot_bytes, slots in ((SMALL, 5), (SMALL, 3), (LARGE, 4), (SMALL, 2)):
+        slab = make_catalog([(slot_bytes, range(slots))]).retire(0)
+        slab.records[:] = np.zeros(slots, RECORD)
+        slab.retired = False
+        books.catalog.add(slab)
+        books.check()
+    for _ in range(60):
+        books.random.choice((books.store, books.store, books.store, books.use, books.remove))()
+        books.check()
+    while len(books.catalog.slabs) > 2:
+        books.retire()
+        books.check()
+
+
+def test_free_slots_are_taken_from_the_first_on(make_catalog: MakeCatalog) -> None:
+    catalog = make_catalog([(SMALL, (5, 6, 7, 8))])
+    for used in (7, 5, 8):
+        catalog.give_back(catalog.withdraw(key(used)))  # type: ignore[arg-type]
+    fresh = Catalog()
+    fresh.add(catalog.retire(0))
+    assert [fresh.take_free(fresh.classes[SMALL]) for _ in range(4)] == [0, 2, 3, None]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"), [(SMALL, SMALL), (SMALL - 1, SMALL), (7282, SMALL), (7281, 7281), (8193, 8193)]
+)
+def test_a_value_goes_into_slots_that_waste_little(make_catalog: MakeCatalog, wanted: int, found: int) -> None:
+    catalog = make_catalog([(9000, (1,)), (SMALL, (2,))])
+    assert catalog.class_for(wanted).slot_bytes == (9000 if wanted == 8193 else found)
+
+
+def test_a_value_that_two_slabs_hold_is_found_in_the_second_and_its_first_slot_is_free(
+    make_catalog: MakeCatalog,
+) -> None:
+    catalog = make_catalog([(SMALL, (1, 2, 3)), (SMALL, (2, 9))])
+    assert (len(catalog), catalog.used_bytes) == (4, 4 * SMALL)
+    assert catalog.find(key(2)) == 1 << 32
+    assert catalog.classes[SMALL].free == [1]
+
+
+def test_times_of_use_grow_even_if_the_clock_goes_back(make_catalog: MakeCatalog) -> None:
+    late = microseconds() + 10**9
+    catalog = make_catalog([(SMALL, (late,))])
+    assert [catalog.stamp(1), catalog.stamp(3)] == [late + 1, late + 4]
+    catalog.touch([0])
+    assert catalog.slabs[0].newest_use == late + 5
+
+
+def test_the_files_of_a_slab_close_with_its_last_job(make_catalog: MakeCatalog) -> None:
+    said: list[str] = []
+    state = State(said.append)
+    state.catalog = make_catalog([(SMALL, (1,)), (SMALL, (2,))])
+    slab, closed = state.catalog.slabs[0], []
+    slab.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    assert state.begin_job(slab)
+    state.end_job(slab)
+    assert (closed, slab.num_jobs) == ([], 0)
+    assert state.begin_job(slab)
+    assert state.retire(0) is slab
+    assert not state.begin_job(slab)
+    state.end_job(slab)
+    assert closed == []
+    state.end_job(slab)
+    assert closed == [True]
+    del slab.close  # type: ignore[method-assign]
+    state.refuse("no room")
+    assert (said, state.problem) == (["no room"], "no room")
+
+
+def test_given_records_that_another_process_wrote_then_each_value_is_found_where_it_says(
+    make_catalog: MakeCatalog,
+) -> None:
+    catalog = make_catalog([(SMALL, (1, 2, 3, 4))])
+    slab = catalog.slabs[0]
+    records = slab.records.copy()
+    records[1] = made_record(slab.slab_id, 1, key(7), 100, 50)[0]  # another value
+    records[2] = np.zeros((), RECORD)  # emptied
+    records[3] = made_record(slab.slab_id, 3, key(4), 200, 60)[0]  # the same key, written again
+    catalog.update(0, records)
+    assert {number: catalog.find(key(number)) for number in (1, 2, 3, 4, 7)} == {1: 0, 2: None, 3: None, 4: 3, 7: 1}
+    assert (len(catalog), catalog.used_bytes) == (3, 3 * SMALL)
+    assert slab.records["used"].tolist() == [1, 50, 0, 60]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider, TransferSpeed
+from kvpool.tiers.transport.deciding import MARGIN, PROBE_SECONDS, SMOOTHING, Decider, LoadDecision, TransferSpeed
 from kvpool.tiers.transport.prefix_options import Option
 from managers import Clock
 
@@ -184,3 +184,74 @@ def test_given_a_tier_of_any_speed_then_reuse_costs_at_most_a_twentieth_more_tha
         if number >= 30:  # warmed up
             together, computed = together + took, computed + computing
     assert together <= 1.05 * computed
+
+
+def test_nothing_is_known_of_computing_before_a_prompt_was_measured() -> None:
+    decider = Decider(1, Clock())
+    assert decider.compute_seconds(16) is None
+    assert decider.is_worth_looking(1)
+    decider.observe_prompt(16, 0.5)
+    assert decider.compute_seconds(16) == pytest.approx(0.5)
+    assert decider.is_worth_looking(1)  # no look-up was measured
+
+
+@pytest.mark.parametrize(("helped", "least"), [(True, 1.0), (False, MARGIN - 1.0)])
+def test_looking_pays_up_to_what_it_gains(helped: bool, least: float) -> None:
+    decider = warmed_up(tokens_per_second=1e3)
+    for _ in range(400):
+        decider.observe_lookup(0.5, helped)
+    worth = 0.5 / least * 1e3  # tokens that take as long
+    assert not decider.is_worth_looking(int(worth * 0.99))
+    assert decider.is_worth_looking(int(worth * 1.01))
+
+
+def test_the_first_look_counts_alone_and_later_ones_are_smoothed() -> None:
+    decider = Decider(1, Clock())
+    decider.observe_lookup(4.0, True)
+    assert decider._look_seconds == 4.0
+    decider.observe_lookup(0.0, False)
+    assert decider._look_seconds == pytest.approx(4.0 * (1 - SMOOTHING))
+    assert decider._look_gain == pytest.approx(1 - SMOOTHING)
+
+
+def test_of_several_options_the_one_that_saves_most_is_chosen_also_where_loading_is_slow() -> None:
+    decider = warmed_up(bytes_per_second=100e6, tokens_per_second=1e3)
+    options = [option(4, 4), option(8, 8), option(12, 12)]
+    assert decider.decide(options, 0, SIZE).option == options[2]
+
+
+@pytest.mark.parametrize(
+    ("load", "compute", "expected"), [(1.0, 2.0, True), (0.0, 2.0, False), (1.0, 0.0, False), (0.0, 0.0, False)]
+)
+def test_a_prediction_needs_both_sides(load: float, compute: float, expected: bool) -> None:
+    assert LoadDecision(option(1, 1), "", load, compute).is_prediction is expected
+    assert not LoadDecision(None, "", load, compute).is_prediction
+
+
+def test_decisions_and_what_became_of_them_are_counted() -> None:
+    decider = warmed_up(bytes_per_second=1e9, tokens_per_second=1e3)
+    decision = decider.decide([option(8, 8)], 0, SIZE)
+    assert decision.is_prediction
+    decider.observe_wait(decision, 8 * BLOCK_BYTES, decision.compute_seconds, 0.0)
+    decider.observe_wait(decision, 8 * BLOCK_BYTES, decision.compute_seconds + 1.0, 0.0)
+    decider.observe_wait(decision._replace(load_seconds=0.0), 8 * BLOCK_BYTES, 99.0, 0.0)
+    stats = decider.stats()
+    assert (stats.loads, stats.recomputes, stats.unmeasured, stats.slower_than_computing) == (1, 0, 0, 1)
+    assert stats.predicted_seconds == pytest.approx(2 * decision.load_seconds)
+    assert stats.actual_seconds == pytest.approx(2 * decision.compute_seconds + 1.0)
+    assert stats.saved_seconds == pytest.approx(-1.0)
+    fresh = Decider(2, Clock())
+    fresh.decide([option(8, 8, 0)], 0, SIZE)
+    fresh.decide([], 0, SIZE)
+    assert (fresh.stats().loads, fresh.stats().unmeasured, fresh.stats().recomputes) == (1, 1, 0)
+
+
+def test_given_one_of_two_tiers_unmeasured_then_only_options_with_its_bytes_are_tried_blindly() -> None:
+    decider = Decider(2, Clock())
+    for count in (4, 8, 16):
+        decider.observe_load(0, count * BLOCK_BYTES, count * BLOCK_BYTES / 1e9)
+        decider.observe_prompt(count * SIZE, count * SIZE / 1e3)
+    assert decider.decide([option(4, 4, 0)], 0, SIZE).reason == "loading is faster"
+    both = decider.decide([option(4, 4, 0), option(8, 4, 4)], 0, SIZE)
+    assert (both.reason, both.load_seconds, both.is_prediction) == ("a tier was not measured yet", 0.0, False)
+    assert both.compute_seconds == pytest.approx(8 * SIZE / 1e3, rel=1e-3)
