@@ -135,7 +135,10 @@ def order_of(
 
 def main() -> int:
     """Serves the engine of the order; returns the exit status."""
-    order = EngineOrder(**json.loads(sys.stdin.buffer.readline()))
+    line = sys.stdin.buffer.readline()
+    if not line:  # the process in front was gone before it said anything
+        return 0
+    order = EngineOrder(**json.loads(line))
     threading.Thread(target=_end_with_the_front, daemon=True).start()
     from kvpool.engine.options import EngineOptions
     from kvpool.server.auth import Access
