@@ -18,7 +18,7 @@ from models import random_prompt, tiny_config, tiny_model
 
 from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError, UnsupportedModelError
 from kvpool.model import loading
-from kvpool.model.gguf_conversion import cache_directory, converted
+from kvpool.model.gguf_conversion import _repair_tokenizer, cache_directory, converted
 from kvpool.model.loading import load_model
 from kvpool.model.probing import inspect_model
 
@@ -290,6 +290,42 @@ def test_special_tokens_and_chat_template_survive_the_conversion(gguf_file: Path
 def test_a_first_token_is_added_where_the_file_says_so(gguf_file: Path, cache: Path) -> None:
     write_tiny_llama(gguf_file, add_bos_token=True)
     assert load_model(gguf_file, device="cpu").tokenizer("wa")["input_ids"] == [1, 6]
+
+
+def test_text_of_a_sentencepiece_file_is_cut_by_merges_and_not_by_the_sum_of_scores(tmp_path: Path) -> None:
+    """As files of Gemma have them, which transformers takes for a unigram model."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    gguf = pytest.importorskip("gguf")
+    texts = ["<unk>", "<bos>", "<turn>", "▁", "a", "b", "c", "ab", "bc", "▁a", "  ", "\n", "\n\n", "<0x21>"]
+    scores = [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -2.0, -1.5, -4.0, -5.0, 0.0, 0.0, 0.0]
+    kinds = [2, 3, 3, *[1] * 7, 4, 4, 4, 6]
+    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(texts)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    made = Tokenizer(models.Unigram(list(zip(texts, scores, strict=True)), 0, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+    _repair_tokenizer(tokenizer, gguf.GGUFReader(tmp_path / "vocabulary.gguf").fields)
+
+    assert tokenizer.tokenize("abc ab") == ["a", "bc", "▁", "ab"]  # bc is joined before ab, ab before ▁a
+    assert tokenizer.tokenize("a  c") == ["a", "▁▁", "c"]
+    assert tokenizer.tokenize("\n\n<turn>a!") == ["\n\n", "<turn>", "a", "<0x21>"]
+    assert tokenizer.bos_token == "<bos>"
+    assert "<turn>" not in tokenizer.decode(tokenizer.convert_tokens_to_ids(["<turn>", "a"]), skip_special_tokens=True)
 
 
 def test_a_gguf_file_is_converted_once(gguf_file: Path, cache: Path) -> None:

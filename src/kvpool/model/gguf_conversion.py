@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from errno import EACCES
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from kvpool.errors import ModelLoadError
 from kvpool.tiers.identity import files_id
 
-_CONVERSION = 1  # raise it when the result changes, so that files are converted again
+_CONVERSION = 2  # raise it when the result changes, so that files are converted again
+_PLAIN, _CONTROL, _OF_USER = 1, 3, 4  # types of tokens in GGUF files; the last are never cut
 _NEEDED_PACKAGES = ("gguf", "accelerate")  # by transformers
 
 
@@ -100,7 +101,11 @@ def _convert(gguf_file: Path, directory: Path) -> None:
 
 
 def _repair_tokenizer(tokenizer: Any, fields: Mapping[str, Any]) -> None:
-    """Takes the special tokens from the file, because transformers swaps BOS and EOS, and does not add BOS."""
+    """Takes special tokens and merges from the file.
+
+    transformers swaps BOS and EOS, does not add BOS, and cuts text of Gemma by scores that only order merges.
+    """
+    from tokenizers import models
 
     def value(name: str) -> Any:
         field = fields.get(f"tokenizer.ggml.{name}")
@@ -114,6 +119,33 @@ def _repair_tokenizer(tokenizer: Any, fields: Mapping[str, Any]) -> None:
         add_bos = value("model") == "llama"  # readers of GGUF files assume this if a file does not say it
     tokenizer.clean_up_tokenization_spaces = False  # decoding gives back the text that was encoded
     tokenizer.add_bos_token = bool(add_bos) and tokenizer.bos_token is not None
+    if value("model") == "llama" and value("merges") is None and isinstance(tokenizer._tokenizer.model, models.Unigram):
+        _join_by_scores(
+            tokenizer._tokenizer, *(value(name) for name in ("tokens", "scores", "token_type", "unknown_token_id"))
+        )
+
+
+def _join_by_scores(
+    tokenizer: Any, tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], unknown: int | None
+) -> None:
+    """Makes SentencePiece's BPE of a tokenizer: two tokens become a third one, in the order of its score."""
+    from tokenizers import AddedToken, models
+
+    tokens = [token.replace(" ", "▁") for token in tokens]
+    score = dict(zip(tokens, scores, strict=True))
+    found = [
+        (-score[token], -score[token[:at]], -score[token[at:]], token, at)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_PLAIN, _OF_USER)
+        for at in range(1, len(token))
+        if token[:at] in score and token[at:] in score
+    ]
+    merges = [(token[:at], token[at:]) for *_, token, at in sorted(found)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    options = {} if unknown is None else {"unk_token": tokens[unknown]}
+    tokenizer.model = models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, **options)
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_OF_USER, tokenizer.add_tokens)):
+        add([AddedToken(token, normalized=False) for token, its in zip(tokens, types, strict=True) if its == kind])
 
 
 def _serializable(model: Any) -> Any:
