@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from typing import Any
 
@@ -158,3 +159,58 @@ def test_given_a_sealed_value_then_any_change_is_seen() -> None:
         broken = bytearray(header)
         broken[byte] ^= 16
         assert not is_whole(broken, key, data)
+
+
+def test_keys_are_made_as_they_were_when_values_were_stored() -> None:
+    """What an earlier process stored is found only while the making of keys stays as it is, byte by byte."""
+    made = Fingerprint("größe", "w", 4, ("g0", "g1"), shard=Shard(1, 2))
+    message = (
+        '{"block_size":4,"groups":["g0","g1"],"layout":"kvpool","model":"gr\\u00f6\\u00dfe",'
+        '"shard":{"of":2,"rank":%d},"version":3,"weights":"w"}'
+    )
+    own, first = (hashlib.sha256(b"kvpool fingerprint\0" + (message % rank).encode()).digest() for rank in (1, 0))
+    assert made.digest == own
+    digest = bytes(range(32))
+    for group in (0, 1):
+        hashed = hashlib.sha256(b"kvpool block\0" + first + group.to_bytes(4, "little") + digest).digest()
+        assert KeySpace(made).keys([digest, b"tags" + digest], group) == [
+            own[:8] + bytes(4) + hashed[:20],
+            own[:8] + b"tags" + hashed[:20],
+        ]
+    other = KeySpace(dataclasses.replace(made, shard=Shard(0, 2)))
+    assert other.own(KeySpace(made).keys([digest])) == other.keys([digest])
+
+
+def test_a_layer_group_is_described_with_its_fields_in_order() -> None:
+    for described in space().fingerprint.groups:
+        assert described == json.dumps(json.loads(described), sort_keys=True, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Shard(0, 0),
+        lambda: Shard(1, 1),
+        lambda: Shard(-1, 1),
+        lambda: Shard(0, 2**16 + 1),
+        lambda: Shard(0, True),
+        lambda: KeyPattern.of_tenant(7),  # type: ignore[arg-type]
+        lambda: KeyPattern.of_scope("a"),  # type: ignore[arg-type]
+        lambda: Fingerprint.from_description({**space().fingerprint.describe(), "version": 2}),
+        lambda: Fingerprint.from_description({**space().fingerprint.describe(), "version": 4}),
+        lambda: Fingerprint.from_description({**space().fingerprint.describe(), "block_size": 0}),
+        lambda: Fingerprint.from_description({**space().fingerprint.describe(), "block_size": 2**20 + 1}),
+    ],
+)
+def test_shards_patterns_and_descriptions_beyond_their_limits_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        wrong()
+
+
+def test_shards_and_descriptions_at_their_limits_are_taken() -> None:
+    assert (Shard(2**16 - 1, 2**16).rank, Shard().of) == (2**16 - 1, 1)
+    for block_size in (1, 2**20):
+        fields = {**space().fingerprint.describe(), "block_size": block_size}
+        assert Fingerprint.from_description(fields).block_size == block_size
+    with pytest.raises(InvalidArgumentError, match="the description of the model 'm' has format 4"):
+        Fingerprint.from_description({**space().fingerprint.describe(), "version": 4})
