@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.prefix import digests
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 from tool_files import compiled_module
 
 ROOT = root_digest(ReuseScope())
@@ -183,3 +184,55 @@ def test_a_malformed_scope_is_refused(fields: dict[str, Any]) -> None:
 def test_a_malformed_chain_is_refused(parent: bytes, tokens: Any, block_size: int, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         chain_digests(parent, tokens, block_size)
+
+
+def test_items_count_in_every_block_that_has_placeholders_of_them() -> None:
+    tokens = tokens_of(*range(16))
+    items = [
+        MultimodalItem(-2, 4, "a"),
+        MultimodalItem(3, 6, b"bc"),
+        MultimodalItem(11, 1, 7),
+        MultimodalItem(14, 9, "d"),
+    ]
+    names = {"a": b"sa", b"bc": b"bbc", 7: b"i\x07", "d": b"sd"}
+    parent, expected = ROOT, []
+    for block in range(4):
+        message = struct.pack("<4i", *range(4 * block, 4 * block + 4))
+        for position, length, key in items:
+            if set(range(position, position + length)) & set(range(4 * block, 4 * block + 4)):
+                name = names[key]
+                message += b"\xff" * 4 + struct.pack("<3q", position - 4 * block, length, len(name)) + name
+        parent = hashlib.sha256(parent + message).digest()
+        expected.append(parent)
+    assert chain_digests(ROOT, tokens, 4, items) == expected
+
+
+@pytest.mark.parametrize(
+    ("scope", "tag", "fields"),
+    [
+        (ReuseScope(), b"kvpool scope 1\0", ["", "", ""]),
+        (ReuseScope("t", "a", weights="w"), b"kvpool scope 1\0", ["t", "a", "w"]),
+        (ReuseScope("t", encoder="e"), b"kvpool scope 1\0", ["t", "", "", "e"]),
+        (ReuseScope("t", salt="s"), b"kvpool salted scope 1\0", ["t", "", "", "s"]),
+        (ReuseScope("t", multimodal=(("x", 3),)), b"kvpool scope 1\0", ["t", "", "", "x", "3"]),
+    ],
+)
+def test_the_root_of_a_scope_is_sha256_of_its_fields_with_their_lengths(
+    scope: ReuseScope, tag: bytes, fields: list[str]
+) -> None:
+    message = tag + b"".join(struct.pack("<q", len(field)) + field.encode() for field in fields)
+    assert root_digest(scope) == hashlib.sha256(message).digest()
+
+
+def test_where_whole_runs_are_hashed_in_one_call_the_digests_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hash_run(parent: bytes, packed: Any, block_bytes: int) -> list[bytes]:
+        content = packed.tobytes()
+        return digests._hash_each(
+            parent, [content[at : at + block_bytes] for at in range(0, len(content), block_bytes)]
+        )
+
+    tokens, items = tokens_of(*range(16)), [MultimodalItem(3, 6, "a")]
+    monkeypatch.setattr(digests, "_hash_run", None)
+    one_by_one = chain_digests(ROOT, tokens, 4), chain_digests(ROOT, tokens, 4, items)
+    monkeypatch.setattr(digests, "_hash_run", hash_run)
+    assert (chain_digests(ROOT, tokens, 4), chain_digests(ROOT, tokens, 4, items)) == one_by_one

@@ -68,6 +68,8 @@ def test_nothing_is_cut_behind_the_prompt_where_only_the_priority_of_answers_hol
         lambda: Retention([TokenRange(0, 5, 1), TokenRange(4, 8, 2)]),
         lambda: Retention([TokenRange(0, None, 1), TokenRange(4, 8, 2)]),
         lambda: Retention(decode_priority=-1),
+        lambda: Retention(decode_priority=101),
+        lambda: Retention(decode_priority=5, decode_duration=0),
         lambda: Retention(decode_duration=1.0),
         lambda: Retention([(0, 4, 50)]),
         lambda: Retention(7),
@@ -76,6 +78,13 @@ def test_nothing_is_cut_behind_the_prompt_where_only_the_priority_of_answers_hol
 def test_a_retention_that_contradicts_itself_is_refused(make: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         make()
+
+
+def test_priorities_and_durations_are_taken_up_to_their_limits_and_ranges_put_in_order() -> None:
+    for priority in (0, 100):
+        assert Retention([TokenRange(0, 1, priority, duration=1e-9)], priority, 0.5).decode_priority == priority
+    late, early = TokenRange(4, None, 1), TokenRange(0, 4, 2)
+    assert Retention([late, early]).ranges == (early, late)
 
 
 # --- effect ----------------------------------------------------------------------------------------------------------
