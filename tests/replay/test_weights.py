@@ -211,7 +211,7 @@ def test_a_count_says_what_it_is_made_of() -> None:
 
 
 def test_a_gpu_computes_weights_of_up_to_a_byte_in_eight_bits() -> None:
-    gpu = GPU("own", 10, 100.0, 300.0, 1000.0, 50.0)
+    gpu = GPU("own", 10, 100.0, 300.0, 1000.0, 50.0, 70.0)
     assert [gpu.flops(size) for size in (0.5, 1.0, 1.001, 2.0)] == [150.0, 150.0, 50.0, 50.0]
     assert (gpu.decode_bytes_per_second, gpu.swap_bytes_per_second) == (650.0, 42.5)
     assert find_gpu(" RTX 4090 ") is find_gpu("rtx-4090") is GPUS["rtx4090"]
