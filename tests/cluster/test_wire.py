@@ -347,7 +347,7 @@ def test_given_a_very_long_run_when_sent_then_no_message_is_longer_than_the_limi
     ("endpoint", "options", "message"),
     [
         ("tcp://nowhere", {}, "tcp://HOST:PORT"),
-        ("ipc://somewhere", {}, "say where to listen for replay"),
+        ("udp://somewhere", {}, "say where to listen for replay"),
         ("tcp://256.0.0.1:0", {}, "cannot be published"),
         ("tcp://127.0.0.1:0", {"heartbeat": 0}, "heartbeat"),
         ("tcp://127.0.0.1:0", {"keep_messages": 0}, "keep_messages"),
@@ -357,12 +357,18 @@ def test_given_a_very_long_run_when_sent_then_no_message_is_longer_than_the_limi
 def test_given_a_wrong_setting_when_a_publisher_is_made_then_it_is_refused_and_leaves_nothing(
     endpoint: str, options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # for the socket of ipc://
+    monkeypatch.chdir(tmp_path)  # where a file would be seen
     manager = managers.make_manager()
     with pytest.raises(ConfigError, match=message):
         EventPublisher(manager, endpoint, **options)
     assert not manager.events.listening
     assert not list(tmp_path.iterdir())
+
+
+def test_given_a_file_then_events_are_published_there_and_sent_again_beside_it(tmp_path: Path) -> None:
+    publisher = EventPublisher(managers.make_manager(), f"ipc://{tmp_path}/events")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events", "events.replay"]
+    publisher.close()
 
 
 def test_given_a_publisher_when_closed_then_its_ports_are_free_and_nothing_is_computed_for_it(stack: list[Any]) -> None:

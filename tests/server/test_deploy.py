@@ -20,7 +20,7 @@ import typer
 from live import Live
 
 from kvpool.cli import build_app
-from kvpool.server.serve_command import GRACE_SECONDS
+from kvpool.server.running import GRACE_SECONDS
 
 yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).parents[2] / "deploy"
