@@ -116,7 +116,9 @@ mooncake: $(VENV)/.stamp-dev ## Mooncake's client and master for the tests of it
 mooncake-site: $(VENV)/.stamp-dev
 	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q libibverbs.so.1; then \
 		timeout 60 apt-get update -qq && timeout 60 apt-get install -y -qq libibverbs1 >/dev/null; fi
-	@[ -e $(MOONCAKE_SITE)/mooncake ] || $(PIP_INSTALL) --no-deps --target $(MOONCAKE_SITE) mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@[ -e $(MOONCAKE_SITE)/.stamp ] || { rm -rf $(MOONCAKE_SITE) && mkdir -p $(MOONCAKE_SITE) && \
+		$(PIP_INSTALL) --no-deps --target $(MOONCAKE_SITE) mooncake-transfer-engine-non-cuda==0.3.13.post1 && \
+		touch $(MOONCAKE_SITE)/.stamp; } || $(PIP_FAILED)
 	@PYTHONPATH=$(MOONCAKE_SITE) $(PY) -c "import mooncake.store"
 
 test-mooncake: mooncake-site ## a real Mooncake Store in a network namespace of its own: contract, faults, an engine that loses a node

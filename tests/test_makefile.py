@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 SITES = {
     "llama-site": ("LLAMA_SITE", "llama_cpp"),
     "lmcache-site": ("LMCACHE_SITE", "lmcache"),
+    "mooncake-site": ("MOONCAKE_SITE", "mooncake"),
     "transformers-site": ("TRANSFORMERS_SITE", "transformers"),
 }
 
