@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,8 +60,13 @@ def expected(engine: Any, *parts: str | bytes) -> str:
     return str(result.text)
 
 
-def test_given_an_image_in_a_chat_then_the_answer_is_the_engines(server: Live, seeing: Any) -> None:
-    client = openai_client(server)
+@pytest.fixture
+def client(server: Live) -> Iterator[Any]:
+    with openai_client(server) as made:
+        yield made
+
+
+def test_given_an_image_in_a_chat_then_the_answer_is_the_engines(client: Any, seeing: Any) -> None:
     answers = []
     for color in ("red", "blue"):
         url = f"data:image/png;base64,{encoded(color)}"
@@ -74,12 +80,12 @@ def test_given_an_image_in_a_chat_then_the_answer_is_the_engines(server: Live, s
     assert answers[0] != answers[1]
 
 
-def test_given_an_image_for_a_response_then_the_answer_is_the_engines(server: Live, seeing: Any) -> None:
+def test_given_an_image_for_a_response_then_the_answer_is_the_engines(client: Any, seeing: Any) -> None:
     parts = [
         {"type": "input_text", "text": "w7"},
         {"type": "input_image", "image_url": f"data:image/png;base64,{encoded('green')}"},
     ]
-    answer = openai_client(server).responses.create(
+    answer = client.responses.create(
         model="tiny", input=[{"role": "user", "content": parts}], max_output_tokens=6, temperature=0
     )
     assert answer.output_text == expected(seeing, "w7", png("green"))
@@ -88,12 +94,12 @@ def test_given_an_image_for_a_response_then_the_answer_is_the_engines(server: Li
 def test_given_an_image_for_anthropics_messages_then_the_answer_is_the_engines(server: Live, seeing: Any) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": encoded("red")}
     marked = {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    answer = client.messages.create(
-        model="tiny",
-        max_tokens=6,
-        messages=[{"role": "user", "content": [marked, {"type": "text", "text": "w8"}]}],
-    )
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        answer = client.messages.create(
+            model="tiny",
+            max_tokens=6,
+            messages=[{"role": "user", "content": [marked, {"type": "text", "text": "w8"}]}],
+        )
     assert answer.content[0].text == expected(seeing, png("red"), "w8")
 
 
@@ -107,14 +113,13 @@ def test_given_an_image_for_anthropics_messages_then_the_answer_is_the_engines(s
         ("file:///etc/passwd", "images come as data:"),
     ],
 )
-def test_given_no_image_then_the_error_says_why(server: Live, url: str, words: str) -> None:
+def test_given_no_image_then_the_error_says_why(client: Any, url: str, words: str) -> None:
     parts = [{"type": "image_url", "image_url": {"url": url}}]
     with pytest.raises(openai.BadRequestError, match=words):
-        openai_client(server).chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
 
 
-def test_given_a_placeholder_without_an_image_then_the_request_is_refused(server: Live) -> None:
-    client = openai_client(server)
+def test_given_a_placeholder_without_an_image_then_the_request_is_refused(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="placeholder for image input"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w5 <image>"}])
     with pytest.raises(openai.BadRequestError, match="placeholder for image input"):
@@ -152,22 +157,31 @@ def test_given_hosts_that_may_be_asked_then_images_are_fetched_within_limits(
     host: str, seeing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "MAX_BYTES", 1000)
+    answers: list[http.client.HTTPResponse] = []
+    respond = http.client.HTTPConnection.getresponse
+
+    def noted(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        answers.append(respond(connection))
+        return answers[-1]
+
+    monkeypatch.setattr(http.client.HTTPConnection, "getresponse", noted)
     live = Live(create_app([ServedModel("tiny", seeing, image_hosts=["127.0.0.1"])]))
     try:
-        client = openai_client(live)
+        with openai_client(live) as client:
 
-        def ask(path: str) -> Any:
-            parts = [{"type": "image_url", "image_url": {"url": f"{host}{path}"}}]
-            messages: Any = [{"role": "user", "content": parts}]
-            return client.chat.completions.create(
-                model="tiny", messages=messages, max_completion_tokens=6, temperature=0
-            )
+            def ask(path: str) -> Any:
+                parts = [{"type": "image_url", "image_url": {"url": f"{host}{path}"}}]
+                messages: Any = [{"role": "user", "content": parts}]
+                return client.chat.completions.create(
+                    model="tiny", messages=messages, max_completion_tokens=6, temperature=0
+                )
 
-        assert ask("/red.png?size=1").choices[0].message.content == expected(seeing, png("red"))
-        with pytest.raises(openai.BadRequestError, match="over 1000 bytes"):
-            ask("/large")
-        with pytest.raises(openai.BadRequestError, match="status 302"):
-            ask("/moved")
+            assert ask("/red.png?size=1").choices[0].message.content == expected(seeing, png("red"))
+            with pytest.raises(openai.BadRequestError, match="over 1000 bytes"):
+                ask("/large")
+            with pytest.raises(openai.BadRequestError, match="status 302"):
+                ask("/moved")
+        assert [answer.isclosed() for answer in answers] == [True] * 3  # and with each its socket
     finally:
         live.stop()
 

@@ -72,17 +72,17 @@ class ImageSource:
         connection = kind(parts.hostname, parts.port, timeout=MAX_SECONDS)
         try:
             connection.request("GET", f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/")
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise ValueError(f"its host answered with status {answer.status}")
-            found = bytearray()
-            while chunk := answer.read1(_CHUNK):
-                found += chunk
-                if len(found) > MAX_BYTES:
-                    raise ValueError(f"it is over {MAX_BYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise ValueError(f"its host took over {MAX_SECONDS:g} seconds")
-            return bytes(found)
+            with connection.getresponse() as answer:  # an answer that ends with its connection owns the socket
+                if answer.status != 200:
+                    raise ValueError(f"its host answered with status {answer.status}")
+                found = bytearray()
+                while chunk := answer.read1(_CHUNK):
+                    found += chunk
+                    if len(found) > MAX_BYTES:
+                        raise ValueError(f"it is over {MAX_BYTES} bytes")
+                    if time.monotonic() > deadline:
+                        raise ValueError(f"its host took over {MAX_SECONDS:g} seconds")
+                return bytes(found)
         finally:
             connection.close()
 
