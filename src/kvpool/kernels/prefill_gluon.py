@@ -57,32 +57,18 @@ def prefill_kernel(
     q_boxes = gl.allocate_shared_memory(dtype, [Q_STAGES * 2 * HALVES] + q.block_type.shape, q.layout)
     k_boxes = gl.allocate_shared_memory(dtype, [STAGES * HALVES * BOXES] + k.block_type.shape, k.layout)
     v_boxes = gl.allocate_shared_memory(dtype, [STAGES * HALVES * BOXES] + v.block_type.shape, v.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_ready.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
-    fence_async_shared()
+    barriers = make_barriers(STAGES, Q_STAGES)
 
     flat: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_rows = q_boxes._reinterpret(dtype, [Q_STAGES * 2, GROUP_ROWS, DIM], flat)
     k_rows = k_boxes._reinterpret(dtype, [STAGES, KEYS, DIM], flat)
     v_rows = v_boxes._reinterpret(dtype, [STAGES, KEYS, DIM], flat)
-    shared = (q_rows, k_rows, v_rows, q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    shared = (q_rows, k_rows, v_rows, barriers)
     given = (out, partial_values, partial_weights, items, num_units, out_token, out_head, softmax_scale, v_factor)
     gl.warp_specialize(
         [
-            (_compute, (0, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
-            (_compute, (1, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
+            (compute, (0, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
+            (compute, (1, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
             (
                 _copy,
                 (
@@ -92,12 +78,7 @@ def prefill_kernel(
                     q_boxes,
                     k_boxes,
                     v_boxes,
-                    q_ready,
-                    q_free,
-                    k_ready,
-                    k_free,
-                    v_ready,
-                    v_free,
+                    barriers,
                     indices,
                     items,
                     num_units,
@@ -118,6 +99,51 @@ def prefill_kernel(
 
 
 @gluon.jit
+def make_barriers(STAGES: gl.constexpr, Q_STAGES: gl.constexpr):
+    """For queries, keys and values: when a place is ready, and when both groups that compute have left it."""
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(Q_STAGES):
+        mbarrier.init(q_ready.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    fence_async_shared()
+    return q_ready, q_free, k_ready, k_free, v_ready, v_free
+
+
+@gluon.jit
+def copy_queries(
+    q,
+    q_boxes,
+    q_ready,
+    q_free,
+    number,
+    token_start,
+    kv_head,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
+    """The queries of a unit, the `number`th of this program, as soon as there is room."""
+    HALVES: gl.constexpr = DIM // COLUMNS
+    ready = q_ready.index(number % Q_STAGES)
+    mbarrier.wait(q_free.index(number % Q_STAGES), (number // Q_STAGES & 1) ^ 1)
+    mbarrier.expect(ready, 2 * GROUP_ROWS * DIM * 2)
+    for box in gl.static_range(2 * HALVES):
+        token = token_start + box // HALVES * (GROUP_ROWS // GROUP)
+        target = q_boxes.index(number % Q_STAGES * (2 * HALVES) + box)
+        tma.async_copy_global_to_shared(q, [token, kv_head * GROUP, box % HALVES * COLUMNS], ready, target)
+
+
+@gluon.jit
 def _copy(
     q,
     k,
@@ -125,12 +151,7 @@ def _copy(
     q_boxes,
     k_boxes,
     v_boxes,
-    q_ready,
-    q_free,
-    k_ready,
-    k_free,
-    v_ready,
-    v_free,
+    barriers,
     indices,
     items,
     num_units,
@@ -144,6 +165,7 @@ def _copy(
     Q_STAGES: gl.constexpr,
 ):
     """Queries, keys and values of one unit after another, as far ahead as there is room."""
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     HALVES: gl.constexpr = DIM // COLUMNS
     BOXES: gl.constexpr = KEYS // BOX
     number = 0
@@ -156,15 +178,9 @@ def _copy(
             table = indices + gl.load(item + 3)
             key_start = gl.load(item + 5)
             key_end = gl.load(item + 6)
-            ready = q_ready.index(number % Q_STAGES)
-            mbarrier.wait(q_free.index(number % Q_STAGES), (number // Q_STAGES & 1) ^ 1)
-            mbarrier.expect(ready, 2 * GROUP_ROWS * DIM * 2)
-            for box in gl.static_range(2 * HALVES):
-                token = token_start + box // HALVES * (GROUP_ROWS // GROUP)
-                target = q_boxes.index(number % Q_STAGES * (2 * HALVES) + box)
-                tma.async_copy_global_to_shared(q, [token, kv_head * GROUP, box % HALVES * COLUMNS], ready, target)
+            copy_queries(q, q_boxes, q_ready, q_free, number, token_start, kv_head, GROUP, DIM, Q_STAGES)
             number += 1
-            for _round in range(_rounds(key_start, key_end, KEYS)):
+            for _round in range(rounds(key_start, key_end, KEYS)):
                 start = key_start + _round * KEYS
                 stage = turn % STAGES
                 phase = (turn // STAGES & 1) ^ 1
@@ -193,13 +209,13 @@ def _copy(
 
 
 @gluon.jit
-def _rounds(key_start, key_end, KEYS: gl.constexpr):
+def rounds(key_start, key_end, KEYS: gl.constexpr):
     """At least one: a tile that sees nothing is computed as any other, all of it left out."""
     return gl.maximum((key_end - key_start + KEYS - 1) // KEYS, 1)
 
 
 @gluon.jit
-def _compute(
+def compute(
     WHICH: gl.constexpr,
     shared,
     given,
@@ -212,7 +228,8 @@ def _compute(
     CAUSAL: gl.constexpr,
 ):
     """Rows 64 × WHICH on of every unit."""
-    q_rows, k_rows, v_rows, q_ready, q_free, k_ready, k_free, v_ready, v_free = shared
+    q_rows, k_rows, v_rows, barriers = shared
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     out, partial_values, partial_weights, items, num_units, out_token, out_head, softmax_scale, v_factor = given
     scores_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     values_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -234,14 +251,14 @@ def _compute(
             all_see = key_end
             if CAUSAL:
                 all_see = gl.minimum(position + 1, key_end)
-            num_rounds = _rounds(key_start, key_end, KEYS)
+            num_rounds = rounds(key_start, key_end, KEYS)
             whole = gl.maximum((all_see - key_start) // KEYS, 0)  # rounds in which every query sees every key
 
             queries = q_rows.index(number % Q_STAGES * 2 + WHICH)
             mbarrier.wait(q_ready.index(number % Q_STAGES), number // Q_STAGES & 1)
             mbarrier.wait(k_ready.index(turn % STAGES), turn // STAGES & 1)
             scores = warpgroup_mma(queries, k_rows.index(turn % STAGES).permute((1, 0)), none, use_acc=False)
-            _release(k_free.index(turn % STAGES))
+            release(k_free.index(turn % STAGES))
             if whole == 0:
                 scores = _leave_out(scores, key_start, key_end, position, WHICH, GROUP, KEYS, CAUSAL, scores_in)
             highest = gl.max(scores, 1) * softmax_scale
@@ -311,7 +328,7 @@ def _compute(
                     weights_in,
                 )
                 turn += 1
-            _release(q_free.index(number % Q_STAGES))
+            release(q_free.index(number % Q_STAGES))
             number += 1
 
             last = (turn - 1) % STAGES
@@ -320,7 +337,7 @@ def _compute(
             if live < KEYS:
                 _clear(v_rows.index(last), live, DIM, KEYS)
             values = warpgroup_mma(operand, v_rows.index(last), values)
-            _release(v_free.index(last))
+            release(v_free.index(last))
 
             # Nothing was seen: the values are 0, `highest` weighs them with 0
             total = gl.where(total == 0.0, 1.0, total)
@@ -377,7 +394,7 @@ def _round_of(
     mbarrier.wait(v_ready.index(before), (turn - 1) // STAGES & 1)
     adding = warpgroup_mma(operand, v_rows.index(before), values, is_async=True)
     scores = warpgroup_mma_wait(1, (coming,))
-    _release(k_free.index(stage))
+    release(k_free.index(stage))
     if SOME_HIDDEN:
         scores = _leave_out(scores, start, key_end, position, WHICH, GROUP, KEYS, CAUSAL, scores_in)
     new_highest = gl.maximum(highest, gl.max(scores, 1) * softmax_scale)
@@ -389,13 +406,13 @@ def _round_of(
     total = total * shrink + gl.sum(weights, 1)
     new_operand = gl.convert_layout(weights.to(queries.dtype), weights_in)
     values, _unused = warpgroup_mma_wait(0, (adding, operand))
-    _release(v_free.index(before))
+    release(v_free.index(before))
     values = values * gl.convert_layout(shrink, gl.SliceLayout(1, values_in))[:, None]
     return values, new_operand, new_highest, total
 
 
 @gluon.jit
-def _release(barrier):
+def release(barrier):
     gl.thread_barrier()
     mbarrier.arrive(barrier, count=1)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kvpool.kernels.prefill_gluon import COLUMNS, GROUP_ROWS, _compute, _release, _rounds
+from kvpool.kernels.prefill_gluon import COLUMNS, GROUP_ROWS, compute, copy_queries, make_barriers, release, rounds
 
 # A word of 32 bits has four elements, or eight of int4. Two at a time become a register of two float16, in their order.
 # As the last bits of the float16 1024, an integer is that much more than 1024.
@@ -107,28 +107,13 @@ def prefill_quantized_kernel(
     q_boxes = gl.allocate_shared_memory(gl.float16, [Q_STAGES * 2 * HALVES] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_rows = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, DIM], flat)
     v_rows = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, DIM], flat)
-    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(Q_STAGES):
-        mbarrier.init(q_ready.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
-    fence_async_shared()
+    barriers = make_barriers(STAGES, Q_STAGES)
 
     q_rows = q_boxes._reinterpret(gl.float16, [Q_STAGES * 2, GROUP_ROWS, DIM], flat)
     k_pairs = k_rows._reinterpret(gl.int32, [STAGES * HALVES, KEYS, COLUMNS // 2], paired)
     v_pairs = v_rows._reinterpret(gl.int32, [STAGES * HALVES, KEYS, COLUMNS // 2], paired)
-    shared = (q_rows, k_rows, v_rows, q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    shared = (q_rows, k_rows, v_rows, barriers)
     given = (out, partial_values, partial_weights, items, num_units, out_token, out_head, softmax_scale, v_factor)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     strides = (
         (k_block, k_token, k_head, k_scale_block, k_scale_token, k_scale_head),
         (v_block, v_token, v_head, v_scale_block, v_scale_token, v_scale_head),
@@ -136,8 +121,8 @@ def prefill_quantized_kernel(
     stored = (q, k, v, k_scale, v_scale, v_zero, strides)
     gl.warp_specialize(
         [
-            (_compute, (0, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
-            (_compute, (1, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
+            (compute, (0, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
+            (compute, (1, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
             (
                 _convert,
                 (
@@ -206,13 +191,7 @@ def _convert(
             table = indices + gl.load(item + 3)
             key_start = gl.load(item + 5)
             key_end = gl.load(item + 6)
-            ready = q_ready.index(number % Q_STAGES)
-            mbarrier.wait(q_free.index(number % Q_STAGES), (number // Q_STAGES & 1) ^ 1)
-            mbarrier.expect(ready, 2 * GROUP_ROWS * DIM * 2)
-            for box in gl.static_range(2 * HALVES):
-                token = token_start + box // HALVES * (GROUP_ROWS // GROUP)
-                target = q_boxes.index(number % Q_STAGES * (2 * HALVES) + box)
-                tma.async_copy_global_to_shared(q, [token, kv_head * GROUP, box % HALVES * COLUMNS], ready, target)
+            copy_queries(q, q_boxes, q_ready, q_free, number, token_start, kv_head, GROUP, DIM, Q_STAGES)
             number += 1
             # Words are loaded half a row ahead of their use, and the ids of blocks a round ahead
             place = key_start + key
@@ -222,7 +201,7 @@ def _convert(
             ids = gl.load(table + place // PAGE, mask=live, other=0)
             words = _load_words(k, strides[0], kv_head, ids, offset, live, 0, k_in)
             k_scales, _none = _load_scales(k_scale, k_scale, strides[0], kv_head, ids, offset, live, K_STORED, k_in)
-            for _round in range(_rounds(key_start, key_end, KEYS)):
+            for _round in range(rounds(key_start, key_end, KEYS)):
                 stage = turn % STAGES
                 phase = (turn // STAGES & 1) ^ 1
                 place += KEYS
@@ -238,7 +217,7 @@ def _convert(
                     _store(k_pairs.index(stage * HALVES + half), words, k_scales, k_scales, K_STORED)
                     words = coming
                 fence_async_shared()
-                _release(k_ready.index(stage))
+                release(k_ready.index(stage))
                 mbarrier.wait(v_free.index(stage), phase)
                 for half in gl.static_range(HALVES):
                     if half + 1 < HALVES:
@@ -255,7 +234,7 @@ def _convert(
                     _store(v_pairs.index(stage * HALVES + half), words, v_scales, zeros, V_STORED)
                     words = coming
                 fence_async_shared()
-                _release(v_ready.index(stage))
+                release(v_ready.index(stage))
                 turn += 1
 
 
