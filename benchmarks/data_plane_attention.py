@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -202,7 +203,7 @@ def cpu_runner(layer: Callable[[int], Any]) -> Runner:
     return run
 
 
-class AttentionPeer:
+class AttentionPeer(ABC):
     """What the cases are compared with. `runner` makes what repeats one of them; it raises NoPartError for others."""
 
     name = ""
@@ -213,8 +214,8 @@ class AttentionPeer:
     def start(self) -> str:
         return str(torch.__version__)
 
-    def runner(self, case: str, params: Mapping[str, Any]) -> Runner:
-        raise NotImplementedError
+    @abstractmethod
+    def runner(self, case: str, params: Mapping[str, Any]) -> Runner: ...
 
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
         self._runner = None  # its memory first
