@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from models import random_prompt, tiny_config, tiny_model
 
-from kvpool.cluster.wire_events import BlockStored, decode_batch
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.ranks import Ranks
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnsupportedModelError
@@ -119,21 +118,11 @@ def test_given_prefixes_that_moved_to_host_memory_then_every_rank_brings_its_par
 
 
 def test_given_publish_then_one_stream_announces_each_block_once(ranks: Ranks, llama: str) -> None:
-    zmq = pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
-    context = zmq.Context()
+    from published import published_tokens  # needs zmq
+
     with engine(llama, tensor_parallel=ranks, publish="tcp://127.0.0.1:0") as two:
-        asking = context.socket(zmq.DEALER)
-        asking.setsockopt(zmq.RCVTIMEO, 60_000)
-        asking.connect(two.publishes.replay_endpoint)
         answer = two.generate([PROMPTS[0]], TEN)[0].token_ids
-        told: list[int] = []
-        while len(told) < 48:  # the engine's thread may still be at the last block
-            told = []
-            asking.send_multipart((b"", (0).to_bytes(8, "big")))
-            while payload := asking.recv_multipart()[-1]:
-                events = decode_batch(payload).events
-                told += [token for event in events if isinstance(event, BlockStored) for token in event.tokens]
-    context.destroy(linger=0)
+        told = published_tokens(two.publishes.replay_endpoint, 48)
     assert told == [*PROMPTS[0], *answer][:48]
 
 
