@@ -10,7 +10,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.config import Tier
 from kvpool.engine.step_memory import SLOT_BYTES, SLOTS, StepMemory
-from kvpool.engine.step_message import StepInputs, decode, encode, make_lists
+from kvpool.engine.step_message import GuessSteps, StepInputs, decode, encode, encode_guesses, make_lists
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan, Request, Scheduler, SchedulerConfig
 
@@ -50,10 +50,9 @@ def test_given_the_steps_of_a_scheduler_then_messages_hold_them() -> None:
         for group in range(2):
             for found, expected in zip(read.plan.batch.csr(group), lists.csr(group), strict=True):
                 assert np.array_equal(found, expected)
-        assert vars(read.plan)["has_unknown_tokens"] is plan.has_unknown_tokens
         same = ("number", "num_decode", "num_tokens", "is_uniform", "is_empty")
         assert [getattr(read.plan, name) for name in same] == [getattr(plan, name) for name in same]
-        assert (read.copies, read.launch, read.keep) == ([], False, None)
+        assert (read.copies, *read[2:]) == ([], False, None, False, False)
 
 
 def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
@@ -63,8 +62,8 @@ def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
         CopyOp(CopyKind.SWAP_OUT, 1, Tier.GPU, Tier.HOST, blocks, blocks + 1),
         CopyOp(CopyKind.COPY_ON_WRITE, 0, Tier.GPU, Tier.GPU, blocks[:1], blocks[2:], 3),
     ]
-    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]))))
-    assert read.launch
+    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]), True, True)))
+    assert (read.launch, read.unknown, read.by_draft) == (True, True, True)
     assert read.keep.tolist() == [0, 4]
     assert [(*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in read.copies] == [
         (*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in copies
@@ -92,3 +91,18 @@ def test_given_shared_memory_then_ranks_read_from_it_what_rank_0_wrote_and_slots
     assert memory.take(1) is not None
     for each in (memory, other):
         each.close()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_given_steps_that_guess_then_the_message_holds_them(num_steps: int) -> None:
+    plan = plans()[1]
+    positions = [np.append(plan.kv_lengths, plan.kv_lengths[0] - 1), plan.kv_lengths + 1][:num_steps]
+    slots = np.arange(2 * sum(map(len, positions)), dtype=np.int32).reshape(2, -1)
+    steps = GuessSteps(positions, slots, np.array([0]), plan.batch)
+    read = decode(bytearray(encode_guesses(steps, plan.batch, lambda count: np.empty(count, np.int32))))
+    for found, expected in zip((*read.positions, *read[1:3]), (*steps.positions, *steps[1:3]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    for group in range(2):
+        for found, expected in zip(read.batch.csr(group), plan.batch.csr(group), strict=True):
+            assert np.array_equal(found, expected)

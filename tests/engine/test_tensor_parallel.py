@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import random_prompt, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 
 from kvpool.engine import Engine, SamplingParams
+from kvpool.engine.drafts import DraftLength
 from kvpool.engine.ranks import Ranks
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnsupportedModelError
 from kvpool.model.sharding import shard_plan
@@ -137,6 +141,50 @@ def test_given_overlap_and_drafts_then_the_tokens_are_those_of_one(ranks: Ranks,
         assert two.stats().scheduler.draft_tokens > 0
 
 
+@pytest.fixture(scope="module")
+def similar(llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft that often guesses what the model says: its weights with some noise."""
+    draft = AutoModelForCausalLM.from_pretrained(llama)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(0.08 * parameter.std() * torch.randn_like(parameter))
+    draft.save_pretrained(directory := tmp_path_factory.mktemp("similar"))
+    return str(directory)
+
+
+@pytest.mark.parametrize("is_overlapping", [False, True])
+def test_given_a_draft_model_then_ranks_accept_what_one_accepts(
+    is_overlapping: bool, ranks: Ranks, llama: str, similar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(**settings: Any) -> list[Any]:
+        numbers = itertools.cycle([3, 3, 0, 0, 3, 1, 2])
+        monkeypatch.setattr(DraftLength, "choose", lambda self, num_sequences: next(numbers))
+        with engine(llama, draft=similar, overlap=is_overlapping, **settings) as made:
+            prompts = [*PROMPTS[1:], PROMPTS[2] + [5, 6]]  # one by one: which share a step would depend on the clock
+            found = [tokens(made, [prompt], replace(TEN, max_new_tokens=16)) for prompt in prompts]
+            stats = made.stats().scheduler
+        assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+        return [*found, stats.accepted_draft_tokens, stats.draft_tokens]
+
+    assert run(tensor_parallel=ranks) == run()
+
+
+@pytest.mark.parametrize("settings", [{}, dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)])
+def test_given_a_draft_then_ranks_divide_it_where_its_heads_allow(
+    settings: dict[str, Any], ranks: Ranks, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLength, "choose", lambda self, num_sequences: 3)
+    monkeypatch.setattr("kvpool.engine.engine_parts.check_vocabulary", lambda *given: None)
+    with engine(llama) as one:
+        expected = tokens(one)
+    with engine(llama, tensor_parallel=ranks, draft=tiny_config("llama", **settings)) as two:
+        assert tokens(two) == expected
+        assert two.stats().scheduler.draft_tokens > 0
+        heads = [layer.kv_heads for layer in two.config.layers]
+    assert heads == [1, 1, *([3, 3] if "num_attention_heads" in settings else [1, 1])]
+
+
 def test_given_fewer_kv_heads_than_ranks_and_an_odd_vocabulary_then_the_tokens_are_those_of_one(ranks: Ranks) -> None:
     config = tiny_config("qwen2", num_key_value_heads=1, vocab_size=161, tie_word_embeddings=True)
     with engine(config) as one:
@@ -189,7 +237,6 @@ def test_given_a_family_without_a_plan_then_it_is_refused(family: str) -> None:
         (dict(tensor_parallel=0), "tensor_parallel"),
         (dict(tensor_parallel="two"), "number of ranks"),
         (dict(tensor_parallel=2, tiers=[MemoryTier(2**20)]), "give addresses"),
-        (dict(tensor_parallel=2, draft="d"), "draft with tensor_parallel"),
         (dict(tensor_parallel=2, compile=True), "compile with tensor_parallel"),
         (dict(tensor_parallel=2, adapters={"a": "b"}), "adapters with tensor_parallel"),
         (dict(tensor_parallel=2, cuda_graphs=True), "gloo"),
@@ -204,9 +251,12 @@ def test_given_settings_that_cannot_work_then_they_are_refused_before_ranks_star
         engine(tiny_config("llama"), **settings)
 
 
-def test_given_a_loaded_model_then_it_is_refused() -> None:
+def test_given_a_loaded_model_or_draft_then_it_is_refused() -> None:
+    model = tiny_model("llama")
     with pytest.raises(InvalidArgumentError, match="a loaded model"):
-        engine(tiny_model("llama"), tensor_parallel=2)
+        engine(model, tensor_parallel=2)
+    with pytest.raises(InvalidArgumentError, match="a loaded draft"):
+        engine(model.config, tensor_parallel=2, draft=model)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +269,6 @@ def test_given_a_loaded_model_then_it_is_refused() -> None:
 def test_given_sizes_that_do_not_divide_then_the_plan_names_them(
     settings: dict[str, Any], size: int, message: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     with pytest.raises(ConfigError, match=message):
         shard_plan(AutoModelForCausalLM, tiny_config("llama", **settings), size)
 

@@ -10,7 +10,7 @@ come from the model's distribution, and more guesses are accepted (`Guesses`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvpool.engine.generation import Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Guesses, StepSampler
+from kvpool.engine.step_message import GuessSteps
 from kvpool.errors import ConfigError
 from kvpool.model.loading import LoadedModel
 from kvpool.model.probing import ModelShape
@@ -128,6 +129,7 @@ class DraftModel:
         self._known: dict[int, tuple[ScheduledSequence, int, int]] = {}  # by lane: whose, in which residence, how many
         self._num_plain = 0  # steps without drafts since the draft has caught up
         self._num_missing = 0  # tokens that it did not know when that was found to be too much
+        self.mirror: Callable[[GuessSteps], None] | None = None  # tells other ranks which steps follow
 
     def stats(self) -> DraftStats:
         """How drafts do now."""
@@ -217,6 +219,7 @@ class DraftModel:
             sequences = tuple(plan.sequences[row] for row in rows[now].tolist())
             pieces = zip(sequences, firsts[now].tolist(), stops[now].tolist(), strict=True)
             tokens = np.concatenate([tokens_of(sequence)[first:stop] for sequence, first, stop in pieces])
+            tokens = np.minimum(tokens, self._vocab_size - 1)  # see `_readable`
             counts = (stops - firsts)[now]
             query_start = np.append(0, np.cumsum(counts)).astype(np.int32)
             step = BatchPlan(
@@ -236,7 +239,7 @@ class DraftModel:
                 copies=[],
                 manager=plan.manager,
             )
-            self.runner.run(step, self._readable(self.runner.upload(tokens.astype(np.int64))))
+            self.runner.run(step, self.runner.upload(tokens.astype(np.int64)))
             left = stops < ends
             rows, firsts, ends = rows[left], stops[left], ends[left]
 
@@ -264,18 +267,21 @@ class DraftModel:
         behind = np.flatnonzero(firsts < positions[0])
         older = [int(tokens_of(sequences[at])[firsts[at]]) for at in behind.tolist()]
         slots = np.where(is_draft, plan.slots[:, places], -1)
-        steps = self._prepare(plan, batch, behind, firsts, positions, slots)
+        steps = self._steps(plan, batch, behind, firsts, positions, slots)
+        if self.mirror is not None:
+            self.mirror(steps)
         numbers = [newest, (newest + 1 + ahead)[is_draft], np.flatnonzero(is_draft), np.array(older, np.int64)]
         first, targets, sources, again = self.runner.upload(np.concatenate(numbers)).split_with_sizes(
             [len(n) for n in numbers]
         )
         drawing = self._sampler.drawing(plan, rows, generations, positions)
         inputs = torch.cat([token_ids.index_select(0, first), again])
-        tables = [(batch.csr(kind.group.index), kind.group.block_size) for kind in self.runner.kinds]
         guesses, distributions = list[Tensor](), list[Tensor | None]()
-        for turn, (where, to, lengths) in enumerate(steps):
-            batches = [_paged(table, behind[: len(lengths) - len(rows)], lengths, size) for table, size in tables]
-            logits = self.runner.decode(self._readable(inputs), where, to, batches)
+        for turn, ready in enumerate(self._prepared(steps)):
+            inputs = self._readable(inputs)
+            if self.mirror is not None:
+                torch.distributed.broadcast(inputs, 0)
+            logits = self.runner.decode(inputs, *ready)
             inputs, given = drawing.guess(self._of_model(logits[: len(rows)]), turn)
             guesses.append(inputs)
             distributions.append(given)
@@ -292,7 +298,14 @@ class DraftModel:
         drawn_from = torch.cat([each for each in distributions if each is not None]).index_select(0, of)
         return token_ids, Guesses(samples.ravel()[kept], torch.cat(guesses).index_select(0, of), drawn_from)
 
-    def _prepare(
+    def follow(self, steps: GuessSteps) -> None:
+        """Takes part in the guesses of rank 0, on another rank of a divided model."""
+        for ready in self._prepared(steps):
+            inputs = torch.empty_like(ready[0])
+            torch.distributed.broadcast(inputs, 0)
+            self.runner.decode(inputs, *ready)
+
+    def _steps(
         self,
         plan: BatchPlan,
         batch: SequenceBatch,
@@ -300,11 +313,8 @@ class DraftModel:
         firsts: Int64Array,
         positions: Int64Array,
         slots: Int32Array,
-    ) -> list[tuple[Tensor, Tensor, Int64Array]]:
-        """Positions and slots of each step that guesses, on the device, and how many keys its rows see.
-
-        The first step has the older tokens of the rows `behind`, too, behind the newest of all rows.
-        """
+    ) -> GuessSteps:
+        """The steps that guess. The first has the older tokens of the rows `behind`, too."""
         assert plan.manager is not None
         older = firsts[behind]
         first_slots = slots[:, 0]
@@ -312,12 +322,19 @@ class DraftModel:
             first_slots = np.concatenate(
                 [first_slots, plan.manager.slot_mapping(batch, firsts, positions[0])], axis=1, dtype=np.int32
             )
-        pieces = [np.append(positions[0], older), *positions[1:]]
-        sizes = [len(piece) for piece in pieces]
         flat = np.concatenate([first_slots, *slots[:, 1:].swapaxes(0, 1)], axis=1, dtype=np.int32)
-        to = self.runner.plane.prepare(flat, plan.batch).tensor.split_with_sizes(sizes, dim=1)
-        where = self.runner.upload(np.concatenate(pieces)).split_with_sizes(sizes)
-        return [(*pair, piece + 1) for pair, piece in zip(zip(where, to, strict=True), pieces, strict=True)]
+        return GuessSteps([np.append(positions[0], older), *positions[1:]], flat, behind, batch)
+
+    def _prepared(self, steps: GuessSteps) -> Iterator[tuple[Tensor, Tensor, list[PagedBatch]]]:
+        """Positions and slots of each step that guesses, on the device, and which keys its rows see."""
+        sizes = steps.sizes
+        tables = [(steps.batch.csr(kind.group.index), kind.group.block_size) for kind in self.runner.kinds]
+        to = self.runner.plane.prepare(steps.slots, steps.batch).tensor.split_with_sizes(sizes, dim=1)
+        where = self.runner.upload(np.concatenate(steps.positions)).split_with_sizes(sizes)
+        again = steps.again
+        for piece, at, into in zip(steps.positions, where, to, strict=True):
+            yield at, into, [_paged(table, again, piece + 1, size) for table, size in tables]
+            again = again[:0]
 
     def _readable(self, token_ids: Tensor) -> Tensor:
         """Token ids that the draft has embeddings for. What only the model pads its vocabulary with does not matter."""

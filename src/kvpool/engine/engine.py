@@ -116,6 +116,10 @@ class Engine:
         leader = self._leader
         sharding = None if leader is None else leader.sharding
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype, sharding=sharding)
+        draft = None
+        if chosen.draft is not None:
+            part = None if sharding is None else sharding.of_draft()
+            draft = load_model(chosen.draft, device=loaded.model.device, dtype=chosen.dtype, sharding=part)
         if leader is not None:
             leader.loaded()
         self.model = loaded.model
@@ -126,9 +130,6 @@ class Engine:
         self._not_first = not_first(self.model) if chosen.model_defaults else ()
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
-        draft = None
-        if chosen.draft is not None:
-            draft = load_model(chosen.draft, device=self.model.device, dtype=chosen.dtype)
         parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start, leader)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
         self._prompts = None
@@ -143,7 +144,7 @@ class Engine:
         weakref.finalize(self, self._thread.abandon).atexit = False
         if leader is not None:
             self._loop.leader = leader
-            leader.start(self.plane, self._loop.runner, partial(_tell, self._thread))
+            leader.start(self.plane, self._loop.runner, self._loop.drafts, partial(_tell, self._thread))
             weakref.finalize(self, _end_ranks, self._thread, leader).atexit = False
 
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]

@@ -222,7 +222,9 @@ def _runners(
     runner.warm_up(all_graphs=all_graphs)
     if ready.draft is None:
         return runner, None
-    return runner, _drafts(ready.draft, plane, backend, ready.shape.vocab_size, limits, options)
+    drafts = _drafts(ready.draft, plane, backend, ready.shape.vocab_size, limits, options)
+    drafts.runner.warm_up(all_graphs=all_graphs)
+    return runner, drafts
 
 
 def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
@@ -248,7 +250,7 @@ def _drafts(
     limits: SchedulerConfig,
     options: Mapping[str, Any],
 ) -> DraftModel:
-    """The draft on the last layers of the cache, warmed up."""
+    """The draft on the last layers of the cache."""
     if plane.device.type == "cuda":  # elsewhere new memory is zero: a draft may read tokens that it has not computed
         for (_, tier), store in plane.stores.items():
             if tier is Tier.GPU and isinstance(store, BlockStore):
@@ -257,7 +259,6 @@ def _drafts(
     # The first step that guesses may compute two tokens of each sequence
     sizes = {"max_sequences": 2 * limits.max_sequences, "max_drafts": 0}
     runner = ModelRunner(*draft, plane, backend, first_layer=first, **{**options, **sizes})
-    runner.warm_up(all_graphs=False)
     return DraftModel(runner, draft.shape, vocab_size, limits)
 
 

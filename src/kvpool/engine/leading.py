@@ -15,13 +15,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpool.engine.drafts import DraftModel
 from kvpool.engine.launched import as_ranks
 from kvpool.engine.rank_tiers import RankTiers
 from kvpool.engine.ranks import COPIES, OK, START_SECONDS, TIERS, Ranks, Watch, rank_devices
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
-from kvpool.engine.step_message import StepInputs, encode, encode_copies, make_lists
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.engine.step_message import (
+    BlockLists,
+    GuessSteps,
+    StepInputs,
+    encode,
+    encode_copies,
+    encode_guesses,
+    make_lists,
+)
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.model.sharding import Sharding
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.pool import CopyOp
@@ -44,6 +53,12 @@ class Leader:
 
     def __init__(self, model: Any, settings: EngineSettings) -> None:
         asked = settings.tensor_parallel
+        for name, given in (("model", model), ("draft", settings.draft)):
+            if isinstance(given, torch.nn.Module):
+                raise InvalidArgumentError(
+                    f"tensor_parallel with a loaded {name}: every rank loads its own part; give the directory or the "
+                    f"configuration of the {name}"
+                )
         self._owned = False
         devices = rank_devices(settings.device, asked) if not isinstance(asked, Ranks) else asked.devices
         if settings.cuda_graphs and len(set(devices)) == 1:
@@ -99,7 +114,13 @@ class Leader:
         self.ranks.tell_all(OK, json.dumps(values).encode())
         return values
 
-    def start(self, plane: DataPlane, runner: ModelRunner, tell: Callable[[Callable[[], None]], None]) -> None:
+    def start(
+        self,
+        plane: DataPlane,
+        runner: ModelRunner,
+        drafts: DraftModel | None,
+        tell: Callable[[Callable[[], None]], None],
+    ) -> None:
         """Waits until every rank is ready, and sends them every step from now on.
 
         `tell` has something called in the engine's thread, the only one that sends steps. Ranks that fail raise there.
@@ -109,6 +130,8 @@ class Leader:
         self._tell = tell
         self._num_groups = len(plane.config.groups)
         plane.mirror, runner.mirror = self._pending.extend, self._step
+        if drafts is not None:
+            drafts.runner.mirror, drafts.mirror = partial(self._step, by_draft=True), self._guess
         self._watch = Watch(self.ranks, self._stop, self.shards.heard)
 
     def _stop(self, failure: KVPoolError) -> None:
@@ -144,11 +167,19 @@ class Leader:
                 behind = []
         return behind
 
-    def _step(self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None) -> None:
-        step = StepInputs(self._send_orders(), plan, launch, keep)
+    def _step(
+        self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None, *, by_draft: bool = False
+    ) -> None:
+        is_guessed = self.settings.draft is not None and bool(plan.num_drafts.any())
+        unknown = is_guessed or plan.has_unknown_tokens
+        step = StepInputs(self._send_orders(), plan, launch, keep, unknown, by_draft)
         self.ranks.tell_step(partial(encode, step, make_lists(plan, self._num_groups)))
-        if plan.has_unknown_tokens:
+        if unknown:
             torch.distributed.broadcast(token_ids, 0)
+
+    def _guess(self, steps: GuessSteps) -> None:
+        self._flush()
+        self.ranks.tell_step(partial(encode_guesses, steps, BlockLists.of(steps.batch, self._num_groups)))
 
     def fail(self, error: BaseException) -> KVPoolError:
         """Ends all ranks because of an error; returns what the engine ends with."""

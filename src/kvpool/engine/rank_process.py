@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpool.engine.drafts import DraftModel
 from kvpool.engine.engine_parts import Parts, assemble
 from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
@@ -25,7 +26,7 @@ from kvpool.engine.rank_tiers import RankAnswers, obey
 from kvpool.engine.ranks import COPIES, END, ERROR, OK, PLACE, STEP_AT, TIERS, Channel, Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.step_memory import StepMemory
-from kvpool.engine.step_message import decode, decode_copies
+from kvpool.engine.step_message import GuessSteps, decode, decode_copies
 from kvpool.kernels.layout import current
 from kvpool.model.loading import load_model
 from kvpool.model.sharding import Sharding
@@ -58,10 +59,16 @@ class Follower:
         with suppress(EngineEnded):
             settings = spec.settings
             sharding = Sharding(self._hello.rank, self._hello.size, self._device, lambda: self._mesh)
-            loaded = load_model(spec.model, device=self._device, dtype=settings.dtype, sharding=sharding)
+            loading: dict[str, Any] = {"device": self._device, "dtype": settings.dtype}
+            model, draft = load_model(spec.model, **loading, sharding=sharding).model, None
+            if settings.draft is not None:
+                draft = load_model(settings.draft, **loading, sharding=sharding.of_draft())
             self._channel.send(OK)
             self._receive()
-            parts = assemble(loaded.model, settings, settings.limits(), settings.model_tiers(), ranks=self)
+            # Rank 0 compares the vocabularies: its tokenizer may be another one
+            tokenizer = None if draft is None else draft.tokenizer
+            settled = settings, settings.limits(), settings.model_tiers()
+            parts = assemble(model, *settled, draft, tokenizer, ranks=self)
             self._run(parts)
         self._channel.send(END)
 
@@ -81,13 +88,13 @@ class Follower:
         return values
 
     def _run(self, parts: Parts) -> None:
-        runner, tiers = parts.loop.runner, parts.tiers
+        runner, drafts, tiers = parts.loop.runner, parts.loop.drafts, parts.tiers
         keeper = None if tiers is None else ShardKeeper(tiers.transport, parts.plane)
         self._answers.keeper = keeper
         try:
             self._channel.send(OK)
             with current(self._device):
-                self._run_steps(runner, keeper)
+                self._run_steps(runner, drafts, keeper)
         finally:
             self._answers.keeper = None
             if tiers is not None and keeper is not None:
@@ -95,9 +102,11 @@ class Follower:
                 tiers.close()
             parts.plane.close()
             runner.close()
+            if drafts is not None:
+                drafts.runner.close()
 
     @torch.inference_mode()
-    def _run_steps(self, runner: ModelRunner, keeper: ShardKeeper | None) -> None:
+    def _run_steps(self, runner: ModelRunner, drafts: DraftModel | None, keeper: ShardKeeper | None) -> None:
         while True:
             kind, message = self._receive()
             if kind == COPIES:
@@ -109,11 +118,16 @@ class Follower:
                     obey(keeper, *order)
                 continue
             step = decode(message)
+            if isinstance(step, GuessSteps):
+                assert drafts is not None
+                drafts.follow(step)
+                continue
             runner.plane.run_copies(step.copies, overlap=True)
             token_ids = runner.upload(step.plan.token_ids.astype(np.int64))
-            if step.plan.has_unknown_tokens:
+            if step.unknown:
                 torch.distributed.broadcast(token_ids, 0)
-            runner.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
+            computing = drafts.runner if step.by_draft and drafts is not None else runner
+            computing.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
 
 
 def follow(channel: Channel, asked: Channel) -> int:

@@ -5,6 +5,9 @@ copies        if any: their number; for each: six integers, then the blocks that
 token ids, slots, kv_lengths, kept tokens
 positions, query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
+
+Steps in which a draft model guesses (`GuessSteps`) are one message, with the same header: positions, slots, the rows that
+compute a token more, block lists.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan
-from kvpool.sequences.batch import CSRTable
+from kvpool.sequences.batch import CSRTable, SequenceBatch
 
 _HEADER = struct.Struct("<7i")
 _HEADER_WORDS = _HEADER.size // 4
 _COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
-_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES = 1, 2, 4, 8, 16
+_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES, _DRAFT, _GUESSES = 1, 2, 4, 8, 16, 32, 64
 _KINDS = tuple(CopyKind)
 _TIERS = tuple(Tier)
 
@@ -36,6 +39,11 @@ class BlockLists:
 
     def __init__(self, tables: Sequence[CSRTable]) -> None:
         self.tables = tables
+
+    @classmethod
+    def of(cls, batch: SequenceBatch, num_groups: int) -> BlockLists:
+        """Makes them, which costs more than a message with them."""
+        return cls([batch.csr(group) for group in range(num_groups)])
 
     def csr(self, group: int = 0) -> CSRTable:
         """The lists of one layer group."""
@@ -47,8 +55,8 @@ class BlockLists:
 
 
 def make_lists(plan: BatchPlan, num_groups: int) -> BlockLists:
-    """Makes the block lists of a step, which cost more than its message. The step then runs with them, too."""
-    lists = BlockLists([plan.batch.csr(group) for group in range(num_groups)])
+    """Makes the block lists of a step. It then runs with them, too."""
+    lists = BlockLists.of(plan.batch, num_groups)
     vars(plan)["batch"] = lists
     return lists
 
@@ -60,14 +68,30 @@ class StepInputs(NamedTuple):
     plan: BatchPlan
     launch: bool = False
     keep: Int64Array | None = None
+    unknown: bool = False  # only the device of rank 0 has all token ids
+    by_draft: bool = False  # the draft model computes it
+
+
+class GuessSteps(NamedTuple):
+    """The steps in which a draft model guesses: every row has one token in each, and some rows one more in the first."""
+
+    positions: Sequence[Int64Array]  # of each step
+    slots: Int32Array  # [layer group, token] of all steps
+    again: Int64Array  # rows whose older token stands behind the newest of all rows, in the first step
+    batch: SequenceBatch  # or its `BlockLists`
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each step."""
+        return [len(piece) for piece in self.positions]
 
 
 def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Array]) -> Int32Array:
     """Writes the message of a step into the memory that `place` has for so many integers."""
-    copies, plan, launch, keep = step
+    copies, plan, launch, keep, unknown, by_draft = step
     rows, num_groups = len(plan.sequences), len(lists.tables)
     flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
-    flags += plan.has_unknown_tokens * _UNKNOWN + bool(copies) * _COPIES
+    flags += unknown * _UNKNOWN + bool(copies) * _COPIES + by_draft * _DRAFT
     num_kept = 0 if keep is None else len(keep)
     parts: list[npt.NDArray[Any]] = [plan.token_ids, plan.slots.reshape(-1), plan.kv_lengths]
     if copies:
@@ -76,10 +100,25 @@ def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Arra
         parts.append(keep)
     if not plan.is_uniform:  # otherwise every row has one token, the last one, and one sample
         parts += plan.positions, plan.query_start, plan.num_samples, plan.num_drafts
+    header = plan.number, rows, plan.num_decode, plan.num_tokens, flags, num_kept, num_groups
+    return _written(header, parts, lists, place)
+
+
+def encode_guesses(steps: GuessSteps, lists: BlockLists, place: Callable[[int], Int32Array]) -> Int32Array:
+    """Writes the message of steps that guess, like `encode`."""
+    again, num_groups = len(steps.again), len(lists.tables)
+    rows = steps.sizes[0] - again
+    header = 0, rows, len(steps.positions), sum(steps.sizes), _GUESSES, again, num_groups
+    return _written(header, [*steps.positions, steps.slots.reshape(-1), steps.again], lists, place)
+
+
+def _written(
+    header: tuple[int, ...], parts: list[npt.NDArray[Any]], lists: BlockLists, place: Callable[[int], Int32Array]
+) -> Int32Array:
     for table in lists.tables:
         parts += table.indptr, table.last_page_len, table.first_position, table.indices
     message = place(_HEADER_WORDS + sum(map(len, parts)))
-    _HEADER.pack_into(message.data, 0, plan.number, rows, plan.num_decode, plan.num_tokens, flags, num_kept, num_groups)
+    _HEADER.pack_into(message.data, 0, *header)
     np.concatenate(parts, out=message[_HEADER_WORDS:], casting="unsafe")
     return message
 
@@ -119,16 +158,25 @@ class _Reader:
             found.append(CopyOp(_KINDS[kind], group, *where, *blocks, None if tokens < 0 else tokens))
         return found
 
+    def lists(self, num_groups: int, rows: int) -> BlockLists:
+        tables = []
+        for _group in range(num_groups):
+            indptr, last, first = self.take(rows + 1), self.take(rows), self.take(rows)
+            tables.append(CSRTable(indptr, self.take(int(indptr[-1])), last, first))
+        return BlockLists(tables)
+
 
 def decode_copies(message: bytearray) -> list[CopyOp]:
     """The copies of a message of `encode_copies`."""
     return _Reader(message).copies()
 
 
-def decode(message: bytearray) -> StepInputs:
-    """The step of a message."""
+def decode(message: bytearray) -> StepInputs | GuessSteps:
+    """The step of a message, or the steps."""
     reader = _Reader(message)
     number, rows, num_decode, num_tokens, flags, num_kept, num_groups = reader.fields(_HEADER)
+    if flags & _GUESSES:
+        return _decode_guesses(reader, rows, num_decode, num_tokens, num_kept, num_groups)
     copies, take = reader.copies() if flags & _COPIES else [], reader.take
     token_ids, slots = take(num_tokens), take(num_groups * num_tokens).reshape(num_groups, num_tokens)
     kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)
@@ -138,10 +186,7 @@ def decode(message: bytearray) -> StepInputs:
     else:
         positions, query_start = take(num_tokens).astype(np.int64), take(rows + 1)
         samples, drafts = take(rows).astype(np.int64), take(rows).astype(np.int64)
-    tables = []
-    for _group in range(num_groups):
-        indptr, last, first = take(rows + 1), take(rows), take(rows)
-        tables.append(CSRTable(indptr, take(int(indptr[-1])), last, first))
+    lists = reader.lists(num_groups, rows)
     nobody: Any = (None,) * rows  # only the first rank knows the sequences
     plan = BatchPlan(
         number=number,
@@ -159,9 +204,20 @@ def decode(message: bytearray) -> StepInputs:
         is_uniform=bool(flags & _UNIFORM),
         copies=copies,
     )
-    vars(plan)["batch"] = BlockLists(tables)
-    vars(plan)["has_unknown_tokens"] = bool(flags & _UNKNOWN)
-    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None)
+    vars(plan)["batch"] = lists
+    marks = bool(flags & _UNKNOWN), bool(flags & _DRAFT)
+    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None, *marks)
+
+
+def _decode_guesses(
+    reader: _Reader, rows: int, num_steps: int, num_tokens: int, num_again: int, num_groups: int
+) -> GuessSteps:
+    sizes = [rows + num_again] + [rows] * (num_steps - 1)
+    positions = [reader.take(size).astype(np.int64) for size in sizes]
+    slots = reader.take(num_groups * num_tokens).reshape(num_groups, num_tokens)
+    again = reader.take(num_again).astype(np.int64)
+    batch: Any = reader.lists(num_groups, rows)
+    return GuessSteps(positions, slots, again, batch)
 
 
 def _as_bytes(*arrays: npt.NDArray[Any]) -> list[bytes]:

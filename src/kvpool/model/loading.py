@@ -104,11 +104,6 @@ def load_model(
     trust = {"trust_remote_code": trust_remote_code}
 
     if isinstance(source, torch.nn.Module):
-        if sharding is not None:
-            raise InvalidArgumentError(
-                f"tensor_parallel={sharding.size} with a loaded model: every rank loads its own part; give the directory or "
-                "the configuration of the model"
-            )
         return _adopt(source, None if device is None else where, wanted)
     if isinstance(source, (Mapping, transformers.PretrainedConfig)):
         return _with_random_weights(_config(source), where, wanted or usual, seed, trust, sharding)

@@ -6,6 +6,7 @@ do is refused from its configuration, before weights are read.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import nn
 from kvpool.errors import ConfigError, UnsupportedModelError
 from kvpool.model.states import modules_with_state
 
+log = logging.getLogger("kvpool")
 _GATHERED = ("colwise_gather_output", "colwise_rep")  # every rank gets the whole result
 _BY_ROWS = ("colwise", "packed_colwise", *_GATHERED)  # outputs are divided
 _BY_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")  # inputs are divided
@@ -81,33 +83,47 @@ class ShardPlan:
 
 class Sharding:
     """The part of a model that this rank loads. `join` is called once the model is known to be divisible; it returns the mesh
-    of all ranks.
+    of all ranks. With `may_be_whole`, every rank loads the whole model if it is not divisible.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, join: Callable[[], Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, join: Callable[[], Any], *, may_be_whole: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self._device = device
         self._join = join
+        self._may_be_whole = may_be_whole
         self._plan: ShardPlan | None = None
         self._mesh: Any = None
 
     def begin(self, family: Any, config: Any) -> None:
         """Before weights are read."""
-        self._plan = shard_plan(family, config, self.size)
+        try:
+            self._plan = shard_plan(family, config, self.size)
+        except (ConfigError, UnsupportedModelError) as error:
+            if not self._may_be_whole:
+                raise
+            log.info("every rank computes all of a draft: %s", error)
         if self._mesh is None:
             self._mesh = self._join()
 
+    def of_draft(self) -> Sharding:
+        """How the same rank loads the draft of the model."""
+        return Sharding(self.rank, self.size, self._device, lambda: self._mesh, may_be_whole=True)
+
     def read(self, family: Any, name: str, **options: Any) -> Any:
         """`from_pretrained`, which reads the weights of this rank only."""
-        assert self._plan is not None
+        if self._plan is None:
+            return family.from_pretrained(name, **options).to(self._device)
         with _local_rank(self._device.index or 0):
             model = family.from_pretrained(name, **self._plan.loading(self._mesh), **options)
         return self._plan.finish(model, self.rank)
 
     def cut(self, model: Any) -> Any:
         """Keeps the part of this rank of a model whose weights are all in memory."""
-        assert self._plan is not None
+        if self._plan is None:
+            return model
         return self._plan.finish(self._plan.cut(model, self._mesh), self.rank)
 
 
