@@ -24,7 +24,6 @@ MAX_FETCHES = 256
 MAX_STORES = 256
 STORE_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
-_MARK_BYTES = 16
 
 
 class Behind:
@@ -70,13 +69,29 @@ class Behind:
         self._submit(self._fetching, job, partial(done, [None] * len(keys)))
 
     def _loaded(self, keys: Sequence[bytes], rows: Sequence[memoryview], due: float) -> list[int | None]:
-        mark = secrets.token_bytes(_MARK_BYTES)  # a value that is shorter than its row leaves it
+        """A tier does not say how long a value is. One that fills its row has written the last byte of it."""
+        mark = secrets.randbelow(256)
+        are_filled = self._are_filled(keys, rows, mark, due)
+        doubtful = [i for i, is_filled in enumerate(are_filled) if is_filled is None]  # it may end like the mark
+        if doubtful:
+            again = self._are_filled([keys[i] for i in doubtful], [rows[i] for i in doubtful], mark ^ 1, due)
+            for i, is_filled in zip(doubtful, again, strict=True):
+                are_filled[i] = is_filled
+        return [
+            checksum(key, row) if is_filled else None
+            for key, row, is_filled in zip(keys, rows, are_filled, strict=True)
+        ]
+
+    def _are_filled(
+        self, keys: Sequence[bytes], rows: Sequence[memoryview], mark: int, due: float
+    ) -> list[bool | None]:
+        """Loads values into rows that end with a mark; None for a row that still does."""
         for row in rows:
-            row[-_MARK_BYTES:] = mark[-min(_MARK_BYTES, len(row)) :]
+            row[-1] = mark
         holders = self._chain.load(keys, rows, due)
         return [
-            None if holder == NOWHERE or mark.endswith(bytes(row[-_MARK_BYTES:])) else checksum(key, row)
-            for key, row, holder in zip(keys, rows, holders, strict=True)
+            False if holder == NOWHERE else True if row[-1] != mark else None
+            for row, holder in zip(rows, holders, strict=True)
         ]
 
     def store(self, keys: Sequence[bytes], rows: Sequence[memoryview], done: Callable[[], None]) -> bool:
