@@ -75,11 +75,12 @@ def test_given_options_then_the_client_is_set_up_with_them_and_all_of_the_buffer
 
 def test_given_two_namespaces_then_they_share_a_store_and_no_values(mooncake: tuple[FakeStore, int]) -> None:
     fake, port = mooncake
-    with opened(port, "timeout=20&namespace=a.b") as one, opened(port, "timeout=20&namespace=acb") as other:
+    with opened(port, "timeout=20&namespace=a.b") as one, opened(port, "timeout=20&namespace=acb&segment=0") as other:
         assert store(one, [1]) == store(other, [1]) == [Outcome.OK]
         assert sorted(fake.values) == [f"kvpool:{name}:{key(1).hex()}" for name in ("a.b", "acb")]
         assert one.purge(KeyPattern(None)).removed == 1
         assert other.contains([key(1)]) == [True]
+        assert other.listed().problem == "Mooncake's client cannot list what the store holds"
 
 
 def test_given_the_largest_value_then_it_comes_back_and_one_byte_more_is_refused(
@@ -121,6 +122,10 @@ def test_given_a_short_value_that_is_loaded_twice_then_both_buffers_are_filled_a
         assert tier.load([key(1)] * 3, out) == [Outcome.OK, Outcome.FAILED, Outcome.OK]
         assert [bytes(buffer[:100]) for buffer in (out[0], out[2])] == [value(1, 100)] * 2
         assert tier.stats().bytes_loaded == 200
+        assert load(tier, [1], 99)[0] == [Outcome.FAILED]
+        assert tier.contains([key(1)]) == [True]  # it is whole: the buffer was too small
+        assert store(tier, [2], 0) == [Outcome.OK]
+        assert load(tier, [2], 0)[0] == [Outcome.OK]
 
 
 def test_given_a_store_without_room_then_values_are_refused_and_it_is_not_asked_again_for_a_moment(
@@ -164,7 +169,7 @@ def test_given_a_call_that_fails_then_only_a_lost_master_stops_the_next_one_unti
 
 @pytest.mark.parametrize("call", CALLS)
 def test_given_a_call_that_hangs_then_its_caller_goes_on_at_the_deadline_and_its_memory_is_not_reused(
-    mooncake: tuple[FakeStore, int], call: str
+    mooncake: tuple[FakeStore, int], call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, port = mooncake
     with opened(port) as tier:
@@ -179,6 +184,7 @@ def test_given_a_call_that_hangs_then_its_caller_goes_on_at_the_deadline_and_its
             "remove_by_regex": lambda: not tier.purge(KeyPattern(None), timeout=0.05).is_complete,
         }[call]()
         assert late is True
+        assert "no answer in" in caplog.text or "late" in caplog.text
         is_used = call in ("batch_get_into", "batch_put_from")
         assert tier._buffers._free.qsize() == NUM_BUFFERS - is_used
         gate.set()
