@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from emulated_attention import EmulatedAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import Case, feature_cases, shape_cases, spec
@@ -68,6 +70,24 @@ def test_given_three_threads_then_the_output_is_the_same(case: Case, backends: l
     built = case.build()
 
     built.check(built.run(backends[0]))
+
+
+ON_ARM = ("plain", "heads first", "odd heads stored as int8", "bfloat16 stored, bfloat16 computed", "stored as float16")
+ON_ARM += (
+    "soft cap, sink logits, sink tokens",
+    "slopes, window, sink tokens",
+    "K only",
+    "only empty sequences",
+    "drafts",
+)
+
+
+def test_given_an_arm_processor_in_an_emulator_then_the_output_is_that_of_the_reference(tmp_path: Path) -> None:
+    backend = CpuBackend(CPU, "neon", EmulatedAttention(tmp_path))
+
+    for case in (case for case in CASES if case.name in ON_ARM):
+        built = case.build()
+        built.check(built.run(backend))
 
 
 @st.composite

@@ -492,6 +492,17 @@ static void merge_all(const Layer *layer, const Merge *merges, Py_ssize_t count)
     }
 }
 
+/* One call, whole; 0 if there is no memory for it. */
+static int attend_and_merge(const Kernel *kernel, Layer *layer, const Merge *merges, Py_ssize_t num_merges, long threads) {
+    const size_t partial = (size_t)layer->q_heads * (size_t)(layer->v_dim + 2) * sizeof(float);
+    layer->partials = malloc(partial * (size_t)layer->num_partials + 1);
+    if (layer->partials == NULL) return 0;
+    attend_all(kernel, layer, threads);
+    if (!atomic_load(&layer->failed)) merge_all(layer, merges, num_merges);
+    free(layer->partials);
+    return !atomic_load(&layer->failed);
+}
+
 /* --- Python ------------------------------------------------------------------------------------------------------ */
 
 static const char *ATTEND_DOC =
@@ -535,15 +546,11 @@ static PyObject *attend(PyObject *module, PyObject *args) {
     layer.num_pieces = pieces.len / (Py_ssize_t)sizeof(Piece);
     const Kernel *kernel = kernel_named(instructions);
     if (kernel != NULL) {
-        const size_t partial = (size_t)layer.q_heads * (size_t)(layer.v_dim + 2) * sizeof(float);
+        int done;
         Py_BEGIN_ALLOW_THREADS
-        layer.partials = malloc(partial * (size_t)layer.num_partials + 1);
-        if (layer.partials == NULL) atomic_store(&layer.failed, 1);
-        if (!atomic_load(&layer.failed)) attend_all(kernel, &layer, (long)threads);
-        if (!atomic_load(&layer.failed)) merge_all(&layer, merges.buf, merges.len / (Py_ssize_t)sizeof(Merge));
-        free(layer.partials);
+        done = attend_and_merge(kernel, &layer, merges.buf, merges.len / (Py_ssize_t)sizeof(Merge), (long)threads);
         Py_END_ALLOW_THREADS
-        if (atomic_load(&layer.failed)) PyErr_NoMemory();
+        if (!done) PyErr_NoMemory();
     }
     PyBuffer_Release(&indices);
     PyBuffer_Release(&queries);
