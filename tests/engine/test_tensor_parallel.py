@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import random_prompt, tiny_config, tiny_model
@@ -141,6 +142,14 @@ def test_given_overlap_and_drafts_then_the_tokens_are_those_of_one(ranks: Ranks,
         assert two.stats().scheduler.draft_tokens > 0
 
 
+def test_given_prompts_to_embed_then_the_vectors_are_those_of_one(ranks: Ranks, llama: str) -> None:
+    with engine(llama) as one, engine(llama, tensor_parallel=ranks) as two:
+        for pooling in ("last", "mean", "last"):  # the second time with prefixes from the cache
+            expected, found = (each.embed(PROMPTS, pooling=pooling) for each in (one, two))
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert tokens(two) == tokens(one)
+
+
 @pytest.fixture(scope="module")
 def similar(llama: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A draft that often guesses what the model says: its weights with some noise."""
@@ -202,8 +211,6 @@ def test_given_ranks_in_use_then_a_second_engine_is_refused(ranks: Ranks, llama:
             engine(llama, tensor_parallel=ranks)
         with pytest.raises(ConfigError, match="one device only"):
             first.load_adapter("a", "nowhere")
-        with pytest.raises(ConfigError, match="one device only"):
-            first.embed(PROMPTS)
         with pytest.raises(InvalidArgumentError, match="keep their sizes"):
             first.plane.resize(10)
         assert tokens(first, PROMPTS[:1])

@@ -262,7 +262,6 @@ class Engine:
         requests. With "last" they use the prefix cache. With "mean" every token is computed, and nothing of it is kept.
         """
         self._without_encoder("embeddings")
-        self._refuse_ranks("embed")
         check_pooling(pooling)
         as_flag(normalize, "normalize")
         chosen = list_of_prompts(prompts, USUAL)

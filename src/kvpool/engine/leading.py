@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.launched import as_ranks
 from kvpool.engine.rank_tiers import RankTiers
-from kvpool.engine.ranks import COPIES, OK, START_SECONDS, TIERS, Ranks, Watch, rank_devices
+from kvpool.engine.ranks import COPIES, OK, ORDER, START_SECONDS, TIERS, Ranks, Watch, rank_devices
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.step_message import (
@@ -129,7 +129,7 @@ class Leader:
         self._started = True
         self._tell = tell
         self._num_groups = len(plane.config.groups)
-        plane.mirror, runner.mirror = self._pending.extend, self._step
+        plane.mirror, runner.mirror, runner.order = self._pending.extend, self._step, self._tell_now
         if drafts is not None:
             drafts.runner.mirror, drafts.mirror = partial(self._step, by_draft=True), self._guess
         self._watch = Watch(self.ranks, self._stop, self.shards.heard)
@@ -153,6 +153,11 @@ class Leader:
         """Sends what waits for the next step."""
         if self._ranks is not None and (copies := self._send_orders()):
             self.ranks.tell_all(COPIES, encode_copies(copies))
+
+    def _tell_now(self, *order: Any) -> None:
+        """Has all ranks do something before the next step, in the engine's thread."""
+        self._flush()
+        self.ranks.tell_all(ORDER, json.dumps(order).encode())
 
     def _send_orders(self) -> list[CopyOp]:
         """Sends the orders about tiers, with the copies before them; returns the copies behind them."""

@@ -23,10 +23,11 @@ from kvpool.engine.engine_parts import Parts, assemble
 from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
 from kvpool.engine.rank_tiers import RankAnswers, obey
-from kvpool.engine.ranks import COPIES, END, ERROR, OK, PLACE, STEP_AT, TIERS, Channel, Hello, join_ranks
+from kvpool.engine.ranks import COPIES, END, ERROR, OK, ORDER, PLACE, STEP_AT, TIERS, Channel, Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.step_memory import StepMemory
 from kvpool.engine.step_message import GuessSteps, decode, decode_copies
+from kvpool.errors import UnsupportedModelError
 from kvpool.kernels.layout import current
 from kvpool.model.loading import load_model
 from kvpool.model.sharding import Sharding
@@ -117,6 +118,9 @@ class Follower:
                 for order in json.loads(message):
                     obey(keeper, *order)
                 continue
+            if kind == ORDER:
+                _obey(runner, *json.loads(message))
+                continue
             step = decode(message)
             if isinstance(step, GuessSteps):
                 assert drafts is not None
@@ -128,6 +132,15 @@ class Follower:
                 torch.distributed.broadcast(token_ids, 0)
             computing = drafts.runner if step.by_draft and drafts is not None else runner
             computing.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
+
+
+def _obey(runner: ModelRunner, what: str) -> None:
+    """Does something between two steps that rank 0 does at the same time."""
+    if what == "hidden_source":
+        with suppress(UnsupportedModelError):  # which rank 0 gets, too, and tells who asked
+            runner.hidden_source()
+    else:
+        raise AssertionError(what)
 
 
 def follow(channel: Channel, asked: Channel) -> int:

@@ -46,7 +46,7 @@ _REPORT_SECONDS = 1.0
 _MOST_RANKS = 64
 _LENGTH = struct.Struct("<I")
 # What a message is, in its first byte
-STEP, STEP_AT, COPIES, TIERS, END, ERROR, OK = b"S", b"A", b"C", b"T", b"E", b"X", b"K"
+STEP, STEP_AT, COPIES, TIERS, ORDER, END, ERROR, OK = b"S", b"A", b"C", b"T", b"O", b"E", b"X", b"K"
 PLACE = struct.Struct("<qi")  # of a step in shared memory: its number, and how many integers it has
 
 

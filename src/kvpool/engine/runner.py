@@ -135,6 +135,7 @@ class ModelRunner:
         self.mirror: Callable[[BatchPlan, Tensor, bool, Int64Array | None], None] | None = (
             None  # tells other ranks a step
         )
+        self.order: Callable[..., None] | None = None  # has other ranks do something between two steps
         config = plane.config
         # Layers of the cache, by their numbers in the model; those of another model may stand before them
         self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
@@ -410,6 +411,8 @@ class ModelRunner:
     def hidden_source(self) -> torch.nn.Module:
         """The module that returns the hidden states of a step, for embeddings."""
         if self._hidden_source is None:
+            if self.order is not None:
+                self.order("hidden_source")
             self._hidden_source = source_of(self.model)
         return self._hidden_source
 
