@@ -45,7 +45,7 @@ APART = {
 }
 GENERAL = (  # tests of the whole manager
     *("manager", "sequences", "prefix", "pools", "events", "eviction/test_order_of_eviction.py", "test_rules.py"),
-    *("test_stats.py", "stateful/test_wild_machine.py"),
+    *("test_stats.py", "stateful/test_same_answers.py", "stateful/test_wild_machine.py"),
 )
 DEFAULTS = "test_defaults.py"  # looks at every default of the public interface, and calls none of it
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py

@@ -18,7 +18,7 @@ from kvpool.eviction import policy_names
 from kvpool.pools.pool import CopyKind
 
 NUM_OPERATIONS = 80
-SEEDS = range(100)
+SEEDS = range(70)
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 10))

@@ -6,6 +6,7 @@ what the others draw.
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,8 +41,13 @@ class Failure:
     setting: Setting
 
 
-def run(seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[str] | None = None) -> Failure | None:
-    """Runs these operations of a seed with all checks after each, or each few; `calls` notes what the manager is asked."""
+def run(
+    seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[str] | None = None, seen: Seen | None = None
+) -> Failure | None:
+    """Runs these operations of a seed with all checks after each, or each few.
+
+    `calls` notes what the manager is asked, `seen` what it does.
+    """
     setting = draw_setting(Random(f"setting {seed}"))
     done: list[int] = []
     machine = None
@@ -53,6 +59,8 @@ def run(seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[
             done.append(number)
             rng = Random(f"operation {seed} {number}")
             machine.step(rng.choices(OPERATIONS, CHANCES)[0], rng)
+            if seen is not None:
+                seen.look(machine)
             if len(done) % check_every == 0:
                 machine.check()
         machine.finish()
@@ -62,6 +70,21 @@ def run(seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[
         if machine is not None:
             machine.close()
     return None
+
+
+class Seen:
+    """A letter for each operation of a run. It stands for everything that the manager did and said so far."""
+
+    def __init__(self) -> None:
+        self.letters = ""
+        self._digest = hashlib.sha256()
+
+    def look(self, machine: WildMachine) -> None:
+        manager = machine.manager
+        runs = [run._replace(block_ids=[ids.tolist() for ids in run.block_ids]) for run in manager.inspect.runs()]
+        self._digest.update(repr((machine.books(), manager.stats(), runs)).encode())
+        self.letters += self._digest.hexdigest()[0]
+        machine.changed()
 
 
 def reduced(failure: Failure, max_runs: int = 400) -> Failure:
