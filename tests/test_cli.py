@@ -229,3 +229,26 @@ def test_given_the_core_alone_then_what_is_installed_is_still_said(word: str) ->
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"kvpool {kvpool.__version__} (")
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("serve", "fastapi", "server"),
+        ("serve", "typer", "cli"),
+        ("bench", "torch", "hf"),
+        ("warm", "torch", "hf"),
+        ("chat", "torch", "hf"),
+        ("generate", "torch", "hf"),
+    ],
+)
+def test_given_a_package_that_is_missing_then_the_extra_that_brings_it_is_named(
+    command: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_app(arguments: list[str]) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("kvpool.cli.build_app", no_app)
+    assert main([command, "--help"]) == 2
+    said = f"kvpool: the command line needs {missing}: pip install 'kvpool[{extra}]'\n"
+    assert capsys.readouterr().err == said

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command: the module that has `register(app, name)`, one line of help, and commands under its name."""
+    """A command: the module that has `register(app, name)`, one line of help, commands under its name, what it needs."""
 
     module: str
     help: str
     under: Mapping[str, str] = MappingProxyType({})  # their modules
+    extra: str = "cli"  # brings the packages that the module imports
 
 
 # To add a command: write a module with `register(app: typer.Typer, name: str)` and name it here.
@@ -29,9 +30,9 @@ COMMANDS = {
     "plan": Command(
         "kvpool.replay.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
     ),
-    "generate": Command("kvpool.engine.text_commands", "Complete prompts with a model."),
-    "chat": Command("kvpool.engine.text_commands", "Talk to a model in the terminal."),
-    "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client."),
+    "generate": Command("kvpool.engine.text_commands", "Complete prompts with a model.", extra="hf"),
+    "chat": Command("kvpool.engine.text_commands", "Talk to a model in the terminal.", extra="hf"),
+    "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client.", extra="server"),
     "route": Command(
         "kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."
     ),
@@ -43,7 +44,9 @@ COMMANDS = {
     "node": Command(
         "kvpool.tiers.node.node_command", "One cache for all engines of a machine: own memory that they share."
     ),
-    "warm": Command("kvpool.engine.warm_command", "Compile and keep what a model needs, so that engines start fast."),
+    "warm": Command(
+        "kvpool.engine.warm_command", "Compile and keep what a model needs, so that engines start fast.", extra="hf"
+    ),
     "doctor": Command(
         "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
     ),
@@ -51,6 +54,7 @@ COMMANDS = {
         "kvpool.engine.bench_command",
         "Measure a model on this machine; `bench serve`: any OpenAI endpoint.",
         {"serve": "kvpool.clients.bench_serve"},
+        extra="hf",
     ),
 }
 
@@ -118,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print("\n".join(diagnosis()) if words == ["doctor"] else version_line())
             return 0
-        print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[cli]'", file=sys.stderr)
+        called = words[0] if words and error.name not in ("typer", "rich") else ""
+        extra = COMMANDS[called].extra if called in COMMANDS else "cli"
+        print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[{extra}]'", file=sys.stderr)
         return 2
     from kvpool.errors import KVPoolError
 
