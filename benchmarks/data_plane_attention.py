@@ -50,7 +50,7 @@ GPU_PREFILL = (
 )  # sequences, queries, cached
 GPU_DECODE = ((64, 4096), (256, 1024), (8, 32768), (1, 131072))
 # And the bars on an H200: TB/s of decoding, TFLOP/s of a prompt
-QUANTISED = ((DType.FP8_E4M3, 3.6, 400), (DType.INT8, 3.3, 370), (DType.INT4, 3.1, 340))
+QUANTISED = ((DType.FP8_E4M3, 3.6, 400), (DType.INT8, 3.3, 370), (DType.INT4, 3.4, 340))
 RAGGED = "ragged"  # 128 sequences of 1 to 8,192 tokens
 SMOLLM2 = AttentionSpec(9, 3, 64, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)
 WIDE = AttentionSpec(32, 8, 128, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)

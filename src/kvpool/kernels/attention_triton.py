@@ -8,21 +8,16 @@ import triton
 import triton.language as tl
 
 # Two words of 16 bits in a register, taken apart into registers of two float16 each: element i of both words in the i-th.
-# A small integer needs no conversion: as the last bits of the float16 1024 it is that much more than 1024.
+# A small integer needs no conversion: as the last bits of the float16 1024 it is that much more than 1024. Alone it is a
+# subnormal float16, so many times 2 ** -24, which tensor cores multiply as any other; the results are multiplied by 2 ** 24.
+# Nibbles are left so, every second of them 16 times as large. So are bytes of K, with 128 added: no bit is a sign then.
 _NIBBLES = tl.constexpr("""{
-    .reg .b32 low, high, rest, bias, sixteenth, less;
-    mov.b32 bias, 0x64006400;
-    mov.b32 sixteenth, 0x2c002c00;
-    mov.b32 less, 0xd400d400;
+    .reg .b32 rest;
     shr.b32 rest, $4, 8;
-    lop3.b32 low, $4, 0x000f000f, bias, 0xea;
-    lop3.b32 high, $4, 0x00f000f0, bias, 0xea;
-    sub.f16x2 $0, low, bias;
-    fma.rn.f16x2 $1, high, sixteenth, less;
-    lop3.b32 low, rest, 0x000f000f, bias, 0xea;
-    lop3.b32 high, rest, 0x00f000f0, bias, 0xea;
-    sub.f16x2 $2, low, bias;
-    fma.rn.f16x2 $3, high, sixteenth, less;
+    and.b32 $0, $4, 0x000f000f;
+    and.b32 $1, $4, 0x00f000f0;
+    and.b32 $2, rest, 0x000f000f;
+    and.b32 $3, rest, 0x00f000f0;
 }""")
 _BYTES = tl.constexpr("""{
     .reg .b32 steps, low, high, bias;
@@ -32,6 +27,12 @@ _BYTES = tl.constexpr("""{
     prmt.b32 high, steps, 0x64646464, 0x4341;
     sub.f16x2 $0, low, bias;
     sub.f16x2 $1, high, bias;
+}""")
+_RAISED_BYTES = tl.constexpr("""{
+    .reg .b32 steps;
+    xor.b32 steps, $2, 0x80808080;
+    prmt.b32 $0, steps, 0, 0x4240;
+    prmt.b32 $1, steps, 0, 0x4341;
 }""")
 _E4M3 = tl.constexpr("""{
     .reg .b32 sorted;
@@ -152,6 +153,12 @@ def attend_kernel(
             some = -some
         queries = queries + (some,)
     query_position = position + token
+    IN_PLACE: tl.constexpr = ASSEMBLER and tl.float16 == queries[0].dtype
+    RAISED: tl.constexpr = IN_PLACE and SCALED and K_PARTS == 2
+    raised = tl.zeros([ROWS], tl.float32)  # what 128 more in each element of K adds to scores
+    if RAISED:
+        for part in tl.static_range(K_PARTS):
+            raised += tl.sum(queries[part].to(tl.float32), axis=1) * (128.0 * 2.0**-24)
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -222,12 +229,12 @@ def attend_kernel(
         else:
             places = (k + offset * k_token)[None, :] + words[:, None] + (block * k_block)[None, :]
             loaded = _load(places, (words < (HEAD_DIM + K_PARTS - 1) // K_PARTS)[:, None], HEAD_DIM == BLOCK_D)
-            keys = _take_apart(loaded, K_STORED, K_PARTS, queries[0].dtype, ASSEMBLER)
-            scores = tl.zeros([ROWS, KEYS], tl.float32)
+            keys = _take_apart(loaded, "raised" if RAISED else K_STORED, K_PARTS, queries[0].dtype, ASSEMBLER)
+            scores = tl.zeros([ROWS, KEYS], tl.float32) - raised[:, None]
             for part in tl.static_range(K_PARTS):
                 scores = tl.dot(queries[part], keys[part], scores, input_precision=PRECISION)
         if SCALED:
-            scores *= scales[0][None, :]
+            scores *= (scales[0] * (2.0**24 if RAISED else 1.0))[None, :]
         if SOFT_CAP:
             # tanh by way of exp2: 1 - 2 / (e^2x + 1)
             grown = tl.exp2(scores * (score_scale * 2.8853900817779268 / soft_cap))
@@ -291,6 +298,8 @@ def attend_kernel(
     for part in tl.static_range(V_PARTS):
         some = values[part]
         if NIBBLES:
+            if IN_PLACE and V_PARTS == 4:
+                some *= 2.0**24 if part % 2 == 0 else 2.0**20
             some += zeros[:, None]
         some *= (v_factor / total)[:, None]
         column = tl.arange(0, V_WORDS) * V_PARTS + part
@@ -348,7 +357,10 @@ def _visible(query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINK_TOKENS
 
 @triton.jit
 def _take_apart(words, STORED: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLER: tl.constexpr):
-    """The elements of stored words as DTYPE, in PARTS tensors shaped as the words; of integers, the steps."""
+    """The elements of stored words as DTYPE, in PARTS tensors shaped as the words; of integers, the steps.
+
+    With ASSEMBLER, nibbles and "raised" bytes are subnormal numbers.
+    """
     BITS: tl.constexpr = 4 if STORED == "int4" else 8
     parts = ()
     if ASSEMBLER and tl.float16 == DTYPE and PARTS * BITS == 16:
@@ -356,6 +368,8 @@ def _take_apart(words, STORED: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.cons
             parts = tl.inline_asm_elementwise(
                 _NIBBLES, "=r,=r,=r,=r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
             )
+        elif STORED == "raised":
+            parts = tl.inline_asm_elementwise(_RAISED_BYTES, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif STORED == "int8":
             parts = tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif STORED == "e4m3":
