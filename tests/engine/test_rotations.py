@@ -1,4 +1,4 @@
-"""int4 caches: keys and values are rotated before they are stored, so that outliers do not cost the others their bits."""
+"""int8 and int4 caches: keys, and values in int4, are rotated before they are stored, because of outliers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def test_given_values_with_an_outlier_then_rotated_ones_lose_less_than_half_as_m
     assert error(rotation(64)) < 0.5 * error(torch.eye(64))
 
 
+@pytest.mark.parametrize("both", [(True, False), (True, True)])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_rotated_keys_and_values_that_lose_nothing_then_the_answers_are_the_same(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, both: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tokens(model: Any) -> list[list[int]]:
         with Engine(model, kv_blocks=64) as engine:
@@ -51,7 +52,7 @@ def test_given_rotated_keys_and_values_that_lose_nothing_then_the_answers_are_th
 
     model = tiny_model(family)
     plain = tokens(model)
-    monkeypatch.setattr(runner, "rotates", lambda layer: True)
+    monkeypatch.setattr(runner, "rotates", lambda layer: both)
     assert tokens(model) == plain
 
 
@@ -67,29 +68,36 @@ def test_given_a_type_that_changes_many_answers_then_a_warning_names_it(
         assert ("change answers" in caplog.text) == warns
 
 
-def test_given_int4_then_rotated_values_are_stored_in_4_bits_beside_rotated_keys_in_8() -> None:
+@pytest.mark.parametrize(("kv_dtype", "are_values_rotated", "loss"), [("int8", False, 0.01), ("int4", True, 0.15)])
+def test_given_integers_then_rotated_keys_are_stored_in_8_bits_beside_values(
+    kv_dtype: str, are_values_rotated: bool, loss: float
+) -> None:
     kept = []
-    for kv_dtype in ("float32", "int4"):
-        with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype=kv_dtype) as engine:
+    for stored_as in ("float32", kv_dtype):
+        with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype=stored_as) as engine:
             engine.generate(PROMPTS[1:2], SamplingParams(max_new_tokens=1, ignore_eos=True))
             dim = engine.config.attention_layer(0).head_dim
             kept.append(read_values(engine.plane.layer_cache(0), torch.arange(32), dim, dim))
     (plain_k, plain_v), (stored_k, stored_v) = kept
-    turn = rotation(plain_v.shape[-1])
+    turn = rotation(dim)
     assert (stored_k @ turn.T - plain_k).abs().mean() < 0.01 * plain_k.abs().mean()
-    assert (stored_v @ turn.T - plain_v).abs().mean() < 0.15 * plain_v.abs().mean()
+    values = stored_v @ turn.T if are_values_rotated else stored_v
+    assert (values - plain_v).abs().mean() < loss * plain_v.abs().mean()
 
 
-def test_given_a_disk_with_blocks_that_are_not_rotated_then_an_engine_with_int4_does_not_find_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_given_a_disk_with_blocks_that_are_not_rotated_then_an_engine_that_rotates_does_not_find_them(
+    kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = np.arange(3, 67).tolist()
     found = []
     for rotates in (False, True, True):
         with monkeypatch.context() as patch:
             if not rotates:
-                patch.setattr("kvpool.engine.engine_parts.rotates", lambda layer: False)
-                patch.setattr(runner, "rotates", lambda layer: False)
-            with Engine(tiny_model("llama"), kv_blocks=64, kv_dtype="int4", disk=tmp_path, tier_timeout=60.0) as engine:
+                patch.setattr("kvpool.engine.engine_parts.rotates", lambda layer: (False, False))
+                patch.setattr(runner, "rotates", lambda layer: (False, False))
+            with Engine(
+                tiny_model("llama"), kv_blocks=64, kv_dtype=kv_dtype, disk=tmp_path, tier_timeout=60.0
+            ) as engine:
                 found.append(engine.generate([prompt], GREEDY)[0].num_cached_tokens)
     assert found == [0, 0, len(prompt) - 1]

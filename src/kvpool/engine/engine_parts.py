@@ -100,7 +100,7 @@ def assemble(
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        are_rotated = any(rotates(layer) for layer in config.layers if isinstance(layer, LayerSpec))
+        are_rotated = any(rotates(layer)[0] for layer in config.layers if isinstance(layer, LayerSpec))
         own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
         drafted = None if draft is None else draft.model
         opened = model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)

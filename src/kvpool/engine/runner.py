@@ -85,16 +85,19 @@ class PlannedCopies:
 log = logging.getLogger("kvpool")
 
 
-def rotates(layer: AttentionSpec | LayerSpec) -> bool:
-    """Whether keys and values of such a layer are rotated before they are stored: outliers would cost others their bits."""
+def rotates(layer: AttentionSpec | LayerSpec) -> tuple[bool, bool]:
+    """Whether keys, and values, of such a layer are rotated before they are stored: outliers would cost others their bits.
+
+    Values in 8 bits gain too little for the time it takes.
+    """
     stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
-    return stored is DType.INT4 and not layer.k_only
+    return not layer.k_only and stored in (DType.INT8, DType.INT4), not layer.k_only and stored is DType.INT4
 
 
-def _rotations(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotations(spec: AttentionSpec, device: torch.device) -> list[Tensor | None]:
     """The matrices for keys and queries, and for values and results."""
-    k, v = (rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) for dim in (spec.head_dim, spec.v_dim))
-    return k, v
+    of_both = zip(rotates(spec), (spec.head_dim, spec.v_dim), strict=True)
+    return [rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) if does else None for does, dim in of_both]
 
 
 class ModelRunner:
@@ -150,7 +153,7 @@ class ModelRunner:
             if kind not in self.kinds:
                 self.kinds.append(kind)
             self.kind_of_layer[layer] = self.kinds.index(kind)
-        self._rotations = [_rotations(kind.spec, self.device) if rotates(kind.spec) else None for kind in self.kinds]
+        self._rotations = [_rotations(kind.spec, self.device) for kind in self.kinds]
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
@@ -377,11 +380,13 @@ class ModelRunner:
         def counted(call: AttentionCall) -> Tensor:
             nonlocal num_calls
             num_calls += 1
-            rotations = self._rotations[self.kind_of_layer[self.layer_of(call)]]
-            if rotations is None or call.across:  # keys and values of an encoder are written as they are
+            of_keys, of_values = self._rotations[self.kind_of_layer[self.layer_of(call)]]
+            if of_keys is None or call.across:  # keys and values of an encoder are written as they are
                 return attend(call)
-            of_keys, of_values = rotations
-            return attend(call._replace(q=call.q @ of_keys, k=call.k @ of_keys, v=call.v @ of_values)) @ of_values.T
+            call = call._replace(q=call.q @ of_keys, k=call.k @ of_keys)
+            if of_values is None:
+                return attend(call)
+            return attend(call._replace(v=call.v @ of_values)) @ of_values.T
 
         logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
         if num_calls != len(self.kind_of_layer):
