@@ -108,6 +108,18 @@ def test_given_a_value_that_does_not_fill_its_row_then_it_is_not_taken(node: Nod
     assert node.next() == [None if lacking else checksum(key(1), row)]
 
 
+def test_given_a_value_that_ends_like_the_mark_of_its_row_then_it_is_taken(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(node.tiers[0], 1)
+    put(node.tiers[1], 2, size=SIZE - 1)
+    monkeypatch.setattr("secrets.randbelow", lambda _: value(1, SIZE)[-1])
+    rows = [memoryview(bytearray(SIZE)) for _ in range(2)]
+    node.behind.load(keys_of(1, 2), rows, due(), node.answer)
+    assert node.next() == [checksum(key(1), rows[0]), None]
+    assert bytes(rows[0]) == value(1, SIZE)
+
+
 def test_given_values_to_store_then_every_tier_has_them_when_the_node_is_told(node: Node) -> None:
     rows = [memoryview(value(number, SIZE)) for number in (1, 2)]
     assert node.behind.store(keys_of(1, 2), rows, lambda: node.answer("stored"))
@@ -193,11 +205,21 @@ def test_given_more_stores_than_may_wait_then_the_next_is_refused_and_jobs_in_th
             while node.behind._storing.num_waiting:  # the thread has begun it
                 time.sleep(0.001)
     assert taken == 3
-    node.behind.remove(keys_of(1), due(), node.answer)
-    assert node.next() == [False]  # there is no room for it either, and the node hears so at once
+    for call, nothing in (("remove", [False]), ("purge", (0, False))):  # no room for these, either: it is told at once
+        ask(node, call)
+        assert node.next() == nothing
     node.tiers[0].gate.set()
     assert [node.next() for _ in range(3)] == ["stored"] * 3
     node.behind.close()
+
+
+def test_given_a_store_that_waits_then_a_removal_comes_after_it(node: Node) -> None:
+    node.tiers[0].gate.clear()
+    assert node.behind.store(keys_of(1), [memoryview(value(1, SIZE))], lambda: node.answer("stored"))
+    ask(node, "remove")
+    assert node.is_quiet()
+    node.tiers[0].gate.set()
+    assert [node.next(), node.next()] == ["stored", [True]]
 
 
 def test_given_a_close_then_what_waits_is_stored_first_and_nothing_is_taken_any_more() -> None:
@@ -207,7 +229,7 @@ def test_given_a_close_then_what_waits_is_stored_first_and_nothing_is_taken_any_
     kept: dict[str, Any] = {}
     tier._close = lambda: kept.update(found=list(tier._values))  # type: ignore[method-assign]
     space = KeySpace(Fingerprint("model", "weights", 16, ()))
-    assert all(node.behind.store([key(n)], [memoryview(value(n, SIZE))], lambda: None) for n in (1, 2))
+    assert all(node.behind.store([key(n)], [memoryview(value(n, SIZE))], lambda: node.answer("stored")) for n in (1, 2))
     node.behind.introduce(space)
     closing = threading.Thread(target=node.behind.close)
     closing.start()
@@ -215,7 +237,11 @@ def test_given_a_close_then_what_waits_is_stored_first_and_nothing_is_taken_any_
     closing.join(SECONDS)
     assert kept["found"] == keys_of(1, 2)
     assert tier.spaces == [space]
+    assert [node.next(), node.next()] == ["stored", "stored"]
     assert not node.behind.store(keys_of(3), [memoryview(value(3, SIZE))], lambda: None)
+    for call, nothing in (("find", [False]), ("load", [None])):
+        ask(node, call)
+        assert node.next() == nothing
     assert not any(
         thread.is_alive() for pool in (node.behind._fetching, node.behind._storing) for thread in pool._threads
     )

@@ -173,7 +173,7 @@ class Upkeep:
         return given_back
 
     def _emptied(self, slab: Slab, others: list[Slab], progress: Progress) -> bool:
-        """Moves all values of a slab into free slots of other slabs, if there are enough."""
+        """Copies all values of a slab into free slots of other slabs, if there are enough. Then it can be deleted."""
         free = [(other, slot) for other in others for slot in np.flatnonzero(~is_held(other.records)).tolist()]
         held = np.flatnonzero(is_held(slab.records)).tolist()
         if len(held) > len(free):
@@ -187,7 +187,6 @@ class Upkeep:
                 os.pwritev(other.data_fd, [self._buffer.view(size)], other.offset(target))
                 fill_record(other.records, other.slab_id, target, row["key"].tobytes(), data.nbytes, int(row["used"]))
                 other.write_record(target)
-            self._wipe(slab, slot)
         return True
 
     def _read(self, slab: Slab, slot: int) -> memoryview | None:
