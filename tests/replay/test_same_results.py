@@ -30,7 +30,7 @@ from conversations import conversations
 from kvpool import DType, LayerSpec, StatePart, StateSpec
 from kvpool.cli import main
 from kvpool.eviction import policy_names
-from kvpool.replay import ReplayConfig, Trace, TraceBuilder, read_trace, replay, write_trace
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, write_trace
 from kvpool.replay.bounds import MODELS, run_model
 from kvpool.replay.capacity_plan import PlanRequest, make_plan
 from kvpool.replay.fleet import FleetConfig, simulate_fleet
