@@ -136,8 +136,9 @@ def test_given_sink_logits_of_another_shape_or_a_foreign_plan_then_run_refuses()
 
     with pytest.raises(InvalidArgumentError, match=r"sink_logits has shape \(3,\)"):
         backend.run(built.q, built.cache, plan, sink_logits=torch.zeros(3))
-    with pytest.raises(InvalidArgumentError, match="another torch backend"):
-        create_backend("torch", "cpu").run(built.q, built.cache, plan, sink_logits=built.sink_logits)
+    for name in ("torch", "auto"):
+        with pytest.raises(InvalidArgumentError, match="another torch backend"):
+            create_backend(name, "cpu").run(built.q, built.cache, plan, sink_logits=built.sink_logits)
 
 
 def test_given_buffers_then_a_batch_that_is_too_large_is_refused() -> None:
@@ -152,5 +153,5 @@ def test_given_buffers_then_a_batch_that_is_too_large_is_refused() -> None:
 
 
 def test_given_the_interface_then_a_backend_must_implement_it() -> None:
-    assert AttentionBackend.__abstractmethods__ == {"missing", "plan", "run"}
+    assert AttentionBackend.__abstractmethods__ == {"missing", "plan", "attend"}
     assert AttentionPlan(TorchBackend(CPU), spec(), 3, 16).num_query_tokens == 3

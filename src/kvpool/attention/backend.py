@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
+
+
+class Learned(NamedTuple):
+    """What attention adds of a layer's own weights."""
+
+    sink_logits: Tensor | None = None
+    biases: Tensor | None = None
 
 
 class AttentionPlan:
@@ -81,7 +88,6 @@ class AttentionBackend(ABC):
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
         """Prepares one step. With `buffers`, writes the plan into them, which ends earlier plans there."""
 
-    @abstractmethod
     def run(
         self,
         q: Tensor,
@@ -92,7 +98,24 @@ class AttentionBackend(ABC):
         biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim]."""
+        """The attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim].
+
+        Rows of sequences without keys become zero.
+        """
+        learned = Learned(sink_logits, biases)
+        self._check_run(q, cache, plan, learned, out)
+        if out is None:
+            out = q.new_empty(q.shape[0], plan.spec.q_heads, plan.spec.v_dim)
+        self.attend(q, cache, plan, learned, out)
+        return out
+
+    @abstractmethod
+    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+        """Writes the attention of `q` over one layer into `out`; all of these fit together."""
+
+    def _planned(self, plan: AttentionPlan) -> bool:
+        """Whether the plan is one of this backend."""
+        return plan.backend is self
 
     def reserve(
         self,
@@ -126,17 +149,11 @@ class AttentionBackend(ABC):
         if reason := self.missing(spec):
             raise UnsupportedAttentionError(f"the {self.name} backend cannot do {reason}; spec: {spec}")
 
-    def check_run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        sink_logits: Tensor | None,
-        biases: Tensor | None,
-        out: Tensor | None,
+    def _check_run(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor | None
     ) -> None:
         """Raises InvalidArgumentError if the arguments of `run` do not fit the plan."""
-        spec = plan.spec
+        spec, (sink_logits, biases) = plan.spec, learned
         expected: list[tuple[str, Tensor | None, Any]] = [
             ("q", q, (plan.num_query_tokens, spec.q_heads, spec.head_dim)),
             ("out", out, (plan.num_query_tokens, spec.q_heads, spec.v_dim)),
@@ -146,7 +163,7 @@ class AttentionBackend(ABC):
                 raise InvalidArgumentError(
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, planned was {spec.dtype.value} of {shape}"
                 )
-        if plan.backend is not self:
+        if not self._planned(plan):
             raise InvalidArgumentError(
                 f"the plan was made by another {plan.backend.name} backend; plan and run with the same"
             )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch, shared_prefixes
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels import compiled_attention
@@ -85,25 +85,15 @@ class CpuBackend(AttentionBackend):
         batch.check_for(spec)
         return _CpuPlan(self, spec, batch, _divide(spec, batch, torch.get_num_threads()))
 
-    def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        *,
-        sink_logits: Tensor | None = None,
-        biases: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Computes all pieces and merges their results. Rows of sequences without keys become zero."""
+    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+        """Computes all pieces and merges their results."""
         assert isinstance(plan, _CpuPlan)
-        self.check_run(q, cache, plan, sink_logits, biases, out)
         if plan.highest_block >= cache.num_blocks:
             raise InvalidArgumentError(f"block {plan.highest_block} is listed, but the layer has {cache.num_blocks}")
         spec, work = plan.spec, plan.work
         q = q if q.stride(2) == 1 else q.contiguous()
-        result = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim) if out is None or out.stride(2) != 1 else out
-        logits = None if sink_logits is None else sink_logits.float().contiguous()
+        result = out if out.stride(2) == 1 else out.new_empty(out.shape)
+        logits = None if learned.sink_logits is None else learned.sink_logits.float().contiguous()
         slopes = None if spec.slopes is None else slopes_on(spec.slopes, q.device)
         k = _stored(cache.k, cache.k_scale, cache.dtype)
         shape = (spec.q_heads, spec.kv_heads, spec.head_dim, spec.v_dim, plan.block_size, spec.sink_tokens)
@@ -124,7 +114,8 @@ class CpuBackend(AttentionBackend):
             work.num_partials,
             torch.get_num_threads(),
         )
-        return result if out is None or out is result else out.copy_(result)
+        if result is not out:
+            out.copy_(result)
 
 
 def _packed(data: Tensor, dtype: DType) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -180,22 +180,9 @@ class FlashInferBackend(AttentionBackend):
             plan.empty = torch.arange(plan.num_query_tokens, device=self.device)[rows]
         return plan
 
-    def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        *,
-        sink_logits: Tensor | None = None,
-        biases: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Runs the planned wrappers on the current stream. Rows of sequences without keys become zero."""
-        assert isinstance(plan, _FlashInferPlan)
-        self.check_run(q, cache, plan, sink_logits, biases, out)
-        if out is None:
-            out = q.new_empty(q.shape)
-        assert cache.v is not None
+    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+        """Runs the planned wrappers on the current stream."""
+        assert isinstance(plan, _FlashInferPlan) and cache.v is not None
         for wrapper, tokens in plan.parts:
             if isinstance(tokens, slice) and out.is_contiguous():  # its kernels take strides of queries, not of outputs
                 wrapper.run(q[tokens], (cache.k, cache.v), out=out[tokens])
@@ -203,7 +190,6 @@ class FlashInferBackend(AttentionBackend):
                 out[tokens] = wrapper.run(q[tokens].contiguous(), (cache.k, cache.v))
         if plan.empty is not None:
             out.index_fill_(0, plan.empty, 0.0)
-        return out
 
     def _prefill_kernels(self, spec: AttentionSpec, num_tokens: int) -> str:
         """FlashAttention 3 runs on Hopper and does not divide keys, so it needs enough queries to fill the GPU."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
 from kvpool.errors import ConfigError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
@@ -125,33 +126,13 @@ class ChoosingBackend(AttentionBackend):
         """A plan of the chosen backend."""
         return self.choose(spec, graphs=buffers is not None).plan(spec, batch, buffers)
 
-    def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        *,
-        sink_logits: Tensor | None = None,
-        biases: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
         """Runs on the backend that planned."""
-        return plan.backend.run(q, cache, plan, sink_logits=sink_logits, biases=biases, out=out)
+        plan.backend.attend(q, cache, plan, learned, out)
 
-    def reserve(
-        self,
-        spec: AttentionSpec,
-        *,
-        max_sequences: int,
-        max_blocks: int,
-        max_query_tokens: int | None = None,
-        beside: PlanBuffers | None = None,
-    ) -> PlanBuffers:
+    def _planned(self, plan: AttentionPlan) -> bool:
+        return plan.backend in self.backends
+
+    def reserve(self, spec: AttentionSpec, **sizes: Any) -> PlanBuffers:
         """Buffers of the backend that plans `spec` for CUDA graphs."""
-        return self.choose(spec, graphs=True).reserve(
-            spec,
-            max_sequences=max_sequences,
-            max_blocks=max_blocks,
-            max_query_tokens=max_query_tokens,
-            beside=beside,
-        )
+        return self.choose(spec, graphs=True).reserve(spec, **sizes)

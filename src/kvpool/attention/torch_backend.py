@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, KeyRanges, PagedBatch, shared_prefixes
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
 from kvpool.attention.dense import (
     PACKED_QUERIES,
     Scratch,
@@ -112,22 +112,10 @@ class TorchBackend(AttentionBackend):
         buckets = [self._bucket(spec, batch, rows, skipped) for rows in self._divide(spec, batch, skipped)]
         return _TorchPlan(self, spec, batch, buckets, shared)
 
-    def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        *,
-        sink_logits: Tensor | None = None,
-        biases: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Computes every bucket in turn. Rows of sequences without keys become zero."""
+    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+        """Computes every bucket in turn."""
         assert isinstance(plan, _TorchPlan)
-        self.check_run(q, cache, plan, sink_logits, biases, out)
         spec = plan.spec
-        if out is None:
-            out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
         if not plan.complete:
             out.zero_()
         sums = q.new_empty(q.shape[0], spec.q_heads, dtype=torch.float32) if plan.shared else None
@@ -141,7 +129,7 @@ class TorchBackend(AttentionBackend):
                 result, part = attend_with_sums(queries, k, v, _mask(spec, bucket, bucket.tiles[0], compute), spec)
                 sums.index_copy_(0, bucket.tokens, part)
             else:
-                result = _attend_tiles(queries, k, v, spec, bucket, sink_logits, biases)
+                result = _attend_tiles(queries, k, v, spec, bucket, *learned)
             out.index_copy_(0, bucket.tokens, result.reshape(-1, *result.shape[2:]).to(q.dtype))
         for keys in plan.shared:
             assert sums is not None
@@ -150,7 +138,6 @@ class TorchBackend(AttentionBackend):
             rest = out.index_select(0, keys.tokens).to(compute)
             share = torch.sigmoid(part - sums.index_select(0, keys.tokens)).to(compute)
             out.index_copy_(0, keys.tokens, torch.lerp(rest, result[0], share.unsqueeze(-1)).to(q.dtype))
-        return out
 
     def _shared(self, spec: AttentionSpec, batch: PagedBatch, skipped: Int64Array) -> Iterator[_SharedKeys]:
         """Prefixes that several sequences with few queries share. Writes their lengths to `skipped`."""

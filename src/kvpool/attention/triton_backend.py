@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
@@ -36,7 +36,6 @@ _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys in one iteration of decoding
 _WIDE_BYTES = 256  # with more bytes per head, tiles are smaller, to fit shared memory
 _LONG_TILE = TileShape(128, 64, warps=8, stages=3, programs=1)
-_Learned: TypeAlias = tuple[Tensor | None, Tensor | None]  # sink logits and biases of a layer
 
 
 class _Launch(NamedTuple):
@@ -238,35 +237,20 @@ class TritonBackend(AttentionBackend):
             plan.launches.append(_Launch(shape, tokens, items, tiles, partials))
         return plan
 
-    def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        *,
-        sink_logits: Tensor | None = None,
-        biases: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Launches the planned kernels on the current stream. Rows of sequences without keys become zero."""
+    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+        """Launches the planned kernels on the current stream."""
         assert isinstance(plan, _TritonPlan)
-        self.check_run(q, cache, plan, sink_logits, biases, out)
-        learned = sink_logits, biases
-        spec = plan.spec
         if q.stride(2) != 1:
             q = q.contiguous()
-        if out is None:
-            out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
         with current(q.device):
             if len(plan.launches) > 1 and self._beside is not None and torch.cuda.is_current_stream_capturing():
                 self._launch_side_by_side(plan, q, cache, learned, out)
             else:
                 for launch in plan.launches:
                     self._launch(launch, q, cache, plan, learned, out)
-        return out
 
     def _launch_side_by_side(
-        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, learned: _Learned, out: Tensor
+        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, learned: Learned, out: Tensor
     ) -> None:
         """Runs prompts and decoding at the same time, because a few tiles of a prompt leave most of the GPU idle.
 
@@ -283,7 +267,7 @@ class TritonBackend(AttentionBackend):
         stream.wait_stream(self._beside)
 
     def _launch(
-        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, learned: _Learned, out: Tensor
+        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, learned: Learned, out: Tensor
     ) -> None:
         """Launches the kernel of one tile shape on the current stream, and the merge after it."""
         shape, tile_tokens, items, tiles, partials = launch
@@ -294,7 +278,7 @@ class TritonBackend(AttentionBackend):
             shape = _LONG_TILE if shape == PREFILL_TILE else shape
             attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, *learned)
         if partials is not None:
-            merge_partials(spec, tiles, tile_tokens, out, partials, learned[0])
+            merge_partials(spec, tiles, tile_tokens, out, partials, learned.sink_logits)
 
     def compile(self, spec: AttentionSpec, cache: LayerCache) -> None:
         """Compiles the kernels of graphs side by side, by launching each of them without work."""
@@ -312,7 +296,7 @@ class TritonBackend(AttentionBackend):
             tokens = 1 if short else self.tile_tokens(spec, shape)
             partials = self.partials(spec, 1, tokens)
             launch = _Launch(shape, tokens, nothing[:1], nothing[:0], partials)
-            jobs.append(partial(self._launch, launch, q, cache, plan, (sinks, biases), out))
+            jobs.append(partial(self._launch, launch, q, cache, plan, Learned(sinks, biases), out))
             tiles = nothing.view(-1, TILE_FIELDS)
             jobs += (
                 partial(merge_partials, spec, tiles[:count], tokens, out, partials, sinks)
