@@ -52,7 +52,7 @@ def test_given_the_steps_of_a_scheduler_then_messages_hold_them() -> None:
                 assert np.array_equal(found, expected)
         same = ("number", "num_decode", "num_tokens", "is_uniform", "is_empty")
         assert [getattr(read.plan, name) for name in same] == [getattr(plan, name) for name in same]
-        assert (read.copies, *read[2:]) == ([], False, None, False, False)
+        assert (read.copies, *read[2:]) == ([], False, None, None, False, False)
 
 
 def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
@@ -62,7 +62,8 @@ def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
         CopyOp(CopyKind.SWAP_OUT, 1, Tier.GPU, Tier.HOST, blocks, blocks + 1),
         CopyOp(CopyKind.COPY_ON_WRITE, 0, Tier.GPU, Tier.GPU, blocks[:1], blocks[2:], 3),
     ]
-    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]), True, True)))
+    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]), plan.positions - 1, True, True)))
+    assert read.adapter_slots.tolist() == (plan.positions - 1).tolist()
     assert (read.launch, read.unknown, read.by_draft) == (True, True, True)
     assert read.keep.tolist() == [0, 4]
     assert [(*op[:4], op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in read.copies] == [

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_files import write_adapter
 from models import random_prompt, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -64,8 +65,8 @@ def engine(model: Any, **settings: Any) -> Engine:
     return Engine(model, **{"device": "cpu", "kv_blocks": 64, "scheduler": LIMITS, **settings})
 
 
-def tokens(made: Engine, prompts: Any = PROMPTS, params: SamplingParams = TEN) -> list[Any]:
-    return [[sample.token_ids for sample in done.samples] for done in made.generate(prompts, params)]
+def tokens(made: Engine, prompts: Any = PROMPTS, params: SamplingParams = TEN, **options: Any) -> list[Any]:
+    return [[sample.token_ids for sample in done.samples] for done in made.generate(prompts, params, **options)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,6 +143,39 @@ def test_given_overlap_and_drafts_then_the_tokens_are_those_of_one(ranks: Ranks,
         assert two.stats().scheduler.draft_tokens > 0
 
 
+def test_given_adapters_then_the_tokens_are_those_of_one(ranks: Ranks, llama: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    paths = {name: write_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate("abc")}
+    paths["d"] = write_adapter(tmp_path / "d", model, ("o_proj", "q_proj"), rank=20, seed=9)
+
+    def run(**settings: Any) -> list[Any]:
+        with engine(llama, adapters={"a": paths["a"]}, max_adapters=2, **settings) as made:
+            found = [tokens(made, PROMPTS, adapter="a"), tokens(made)]
+            for name in "bcd":  # which makes others leave, and the last needs more room
+                made.load_adapter(name, paths[name])
+            mixed = [made.submit(PROMPTS[0], TEN, adapter=name) for name in ("a", "b", None, "c", "d")]
+            return [*found, [each.result().token_ids for each in mixed]]
+
+    expected = run()
+    assert len({tuple(each) for each in expected[2]}) == 5
+    assert run(tensor_parallel=ranks) == expected
+
+
+def test_given_an_adapter_that_cannot_be_served_then_the_ranks_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    config = tiny_config("qwen2", num_key_value_heads=1)  # ranks share the only KV head
+    path = write_adapter(tmp_path / "a", AutoModelForCausalLM.from_config(config), ("k_proj", "v_proj"))
+    wrong = write_adapter(tmp_path / "wrong", tiny_model("llama"), ("k_proj",))
+    found = []
+    for settings in ({}, dict(tensor_parallel=ranks)):
+        with engine(config, **settings) as made:
+            with pytest.raises(InvalidArgumentError, match="64 inputs and 32 outputs; the model has 64 and 16"):
+                made.load_adapter("wrong", wrong)
+            made.load_adapter("a", path)
+            found.append([tokens(made, adapter="a"), tokens(made)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
 def test_given_prompts_to_embed_then_the_vectors_are_those_of_one(ranks: Ranks, llama: str) -> None:
     with engine(llama) as one, engine(llama, tensor_parallel=ranks) as two:
         for pooling in ("last", "mean", "last"):  # the second time with prefixes from the cache
@@ -209,8 +243,6 @@ def test_given_ranks_in_use_then_a_second_engine_is_refused(ranks: Ranks, llama:
     with engine(llama, tensor_parallel=ranks) as first:
         with pytest.raises(SequenceStateError, match="another engine"):
             engine(llama, tensor_parallel=ranks)
-        with pytest.raises(ConfigError, match="one device only"):
-            first.load_adapter("a", "nowhere")
         with pytest.raises(InvalidArgumentError, match="keep their sizes"):
             first.plane.resize(10)
         assert tokens(first, PROMPTS[:1])
@@ -245,7 +277,6 @@ def test_given_a_family_without_a_plan_then_it_is_refused(family: str) -> None:
         (dict(tensor_parallel="two"), "number of ranks"),
         (dict(tensor_parallel=2, tiers=[MemoryTier(2**20)]), "give addresses"),
         (dict(tensor_parallel=2, compile=True), "compile with tensor_parallel"),
-        (dict(tensor_parallel=2, adapters={"a": "b"}), "adapters with tensor_parallel"),
         (dict(tensor_parallel=2, cuda_graphs=True), "gloo"),
         (dict(tensor_parallel=2, cache={"policy": lambda: None}), "cannot be sent"),
     ],

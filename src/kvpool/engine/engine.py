@@ -493,7 +493,6 @@ class Engine:
         rank than those before it takes memory of the device, and CUDA graphs for steps with adapters are captured again.
         """
         self._without_encoder("adapters")
-        self._refuse_ranks("adapters")
         adapters = self._loop.runner.adapters
         adapter = adapters.read(name, path)
         self._thread.ask(partial(self._loop.add_adapter, name, path, adapter))

@@ -129,7 +129,8 @@ class Leader:
         self._started = True
         self._tell = tell
         self._num_groups = len(plane.config.groups)
-        plane.mirror, runner.mirror, runner.order = self._pending.extend, self._step, self._tell_now
+        plane.mirror, runner.mirror = self._pending.extend, self._step
+        runner.order = runner.adapters.order = self._tell_now
         if drafts is not None:
             drafts.runner.mirror, drafts.mirror = partial(self._step, by_draft=True), self._guess
         self._watch = Watch(self.ranks, self._stop, self.shards.heard)
@@ -173,11 +174,18 @@ class Leader:
         return behind
 
     def _step(
-        self, plan: BatchPlan, token_ids: Tensor, launch: bool, keep: Int64Array | None, *, by_draft: bool = False
+        self,
+        plan: BatchPlan,
+        token_ids: Tensor,
+        launch: bool,
+        keep: Int64Array | None,
+        adapter_slots: Int64Array | None,
+        *,
+        by_draft: bool = False,
     ) -> None:
         is_guessed = self.settings.draft is not None and bool(plan.num_drafts.any())
         unknown = is_guessed or plan.has_unknown_tokens
-        step = StepInputs(self._send_orders(), plan, launch, keep, unknown, by_draft)
+        step = StepInputs(self._send_orders(), plan, launch, keep, adapter_slots, unknown, by_draft)
         self.ranks.tell_step(partial(encode, step, make_lists(plan, self._num_groups)))
         if unknown:
             torch.distributed.broadcast(token_ids, 0)

@@ -290,7 +290,8 @@ class EngineLoop:
         with pooling(plan, self._requests.pooled) as pools:
             scored = scored_rows(plan, self._requests.scores)
             keep = None if scored is None else scored.keep
-            logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep)
+            slots = self.runner.adapters.slots_of(plan)
+            logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep, adapter_slots=slots)
         if scored is not None:
             logits = scored.take(logits)
         if not len(plan.sampling_rows):

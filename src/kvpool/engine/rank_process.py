@@ -131,16 +131,16 @@ class Follower:
             if step.unknown:
                 torch.distributed.broadcast(token_ids, 0)
             computing = drafts.runner if step.by_draft and drafts is not None else runner
-            computing.run(step.plan, token_ids, launch=step.launch, keep=step.keep)
+            computing.run(step.plan, token_ids, launch=step.launch, keep=step.keep, adapter_slots=step.adapter_slots)
 
 
-def _obey(runner: ModelRunner, what: str) -> None:
+def _obey(runner: ModelRunner, what: str, *details: Any) -> None:
     """Does something between two steps that rank 0 does at the same time."""
     if what == "hidden_source":
         with suppress(UnsupportedModelError):  # which rank 0 gets, too, and tells who asked
             runner.hidden_source()
-    else:
-        raise AssertionError(what)
+    elif runner.adapters.obey(*details):
+        runner.drop_adapted_graphs()
 
 
 def follow(channel: Channel, asked: Channel) -> int:

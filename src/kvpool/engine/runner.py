@@ -135,9 +135,8 @@ class ModelRunner:
         self.adapters = EngineAdapters(model) if adapters is None else adapters
         self.device = plane.device
         self.max_tokens = max_tokens
-        self.mirror: Callable[[BatchPlan, Tensor, bool, Int64Array | None], None] | None = (
-            None  # tells other ranks a step
-        )
+        # Tells other ranks a step: plan, token ids, and the last three arguments of `run`
+        self.mirror: Callable[[BatchPlan, Tensor, bool, Int64Array | None, Int64Array | None], None] | None = None
         self.order: Callable[..., None] | None = None  # has other ranks do something between two steps
         config = plane.config
         # Layers of the cache, by their numbers in the model; those of another model may stand before them
@@ -292,17 +291,17 @@ class ModelRunner:
         *,
         launch: bool = False,
         keep: Int64Array | None = None,
+        adapter_slots: Int64Array | None = None,
     ) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
         The copies of the plan must have been started. `positions` are by default those of the plan. A step with pictures
         or `spans` runs without a graph, and so does one that is to `launch` each operation, or to `keep` the logits of
-        other tokens.
+        other tokens. `adapter_slots` has the slot of each token's adapter, -1 without one.
         """
         where = plan.positions if positions is None else positions
         if self.mirror is not None:
-            self.mirror(plan, token_ids, launch, keep)
-        adapter_slots = self.adapters.slots_of(plan)
+            self.mirror(plan, token_ids, launch, keep, adapter_slots)
         for graphs in (self.graphs, self.mixed_graphs):
             if (
                 graphs is not None

@@ -169,9 +169,8 @@ class EngineSettings:
             check_int(self.tensor_parallel, "tensor_parallel", 1, 64)
         elif not isinstance(getattr(self.tensor_parallel, "size", None), int):
             raise ConfigError(f"tensor_parallel must be a number of ranks, or Ranks, got {show(self.tensor_parallel)}")
-        for name in () if not self.is_divided else ("adapters", "compile"):
-            if getattr(self, name):
-                raise ConfigError(f"{name} with tensor_parallel: this works on one device only; drop one of them")
+        if self.is_divided and self.compile:
+            raise ConfigError("compile with tensor_parallel: this works on one device only; drop one of them")
         if self.is_divided and self.tiers:
             raise ConfigError("tiers with tensor_parallel: every rank opens its own; give addresses, disk= and remote=")
 

@@ -2,7 +2,7 @@
 
 header        counts and flags, 32-bit integers
 copies        if any: their number; for each: six integers, then the blocks that are read and the blocks that are written
-token ids, slots, kv_lengths, kept tokens
+token ids, slots, kv_lengths, kept tokens, slots of adapters
 positions, query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
 
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<7i")
 _HEADER_WORDS = _HEADER.size // 4
 _COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
-_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES, _DRAFT, _GUESSES = 1, 2, 4, 8, 16, 32, 64
+_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES, _DRAFT, _GUESSES, _ADAPTED = 1, 2, 4, 8, 16, 32, 64, 128
 _KINDS = tuple(CopyKind)
 _TIERS = tuple(Tier)
 
@@ -68,6 +68,7 @@ class StepInputs(NamedTuple):
     plan: BatchPlan
     launch: bool = False
     keep: Int64Array | None = None
+    adapter_slots: Int64Array | None = None  # of each token, -1 without an adapter
     unknown: bool = False  # only the device of rank 0 has all token ids
     by_draft: bool = False  # the draft model computes it
 
@@ -88,16 +89,19 @@ class GuessSteps(NamedTuple):
 
 def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Array]) -> Int32Array:
     """Writes the message of a step into the memory that `place` has for so many integers."""
-    copies, plan, launch, keep, unknown, by_draft = step
+    copies, plan, launch, keep, adapter_slots, unknown, by_draft = step
     rows, num_groups = len(plan.sequences), len(lists.tables)
     flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
     flags += unknown * _UNKNOWN + bool(copies) * _COPIES + by_draft * _DRAFT
+    flags += (adapter_slots is not None) * _ADAPTED
     num_kept = 0 if keep is None else len(keep)
     parts: list[npt.NDArray[Any]] = [plan.token_ids, plan.slots.reshape(-1), plan.kv_lengths]
     if copies:
         parts.insert(0, np.frombuffer(encode_copies(copies), np.int32))
     if keep is not None:
         parts.append(keep)
+    if adapter_slots is not None:
+        parts.append(adapter_slots)
     if not plan.is_uniform:  # otherwise every row has one token, the last one, and one sample
         parts += plan.positions, plan.query_start, plan.num_samples, plan.num_drafts
     header = plan.number, rows, plan.num_decode, plan.num_tokens, flags, num_kept, num_groups
@@ -180,6 +184,7 @@ def decode(message: bytearray) -> StepInputs | GuessSteps:
     copies, take = reader.copies() if flags & _COPIES else [], reader.take
     token_ids, slots = take(num_tokens), take(num_groups * num_tokens).reshape(num_groups, num_tokens)
     kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)
+    adapter_slots = take(num_tokens).astype(np.int64) if flags & _ADAPTED else None
     if flags & _UNIFORM:
         positions, query_start = kv_lengths - 1, np.arange(rows + 1, dtype=np.int32)
         samples, drafts = np.ones(rows, np.int64), np.zeros(rows, np.int64)
@@ -206,7 +211,7 @@ def decode(message: bytearray) -> StepInputs | GuessSteps:
     )
     vars(plan)["batch"] = lists
     marks = bool(flags & _UNKNOWN), bool(flags & _DRAFT)
-    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None, *marks)
+    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None, adapter_slots, *marks)
 
 
 def _decode_guesses(

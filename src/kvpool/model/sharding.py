@@ -11,18 +11,39 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvpool.errors import ConfigError, UnsupportedModelError
+from kvpool.model.faster_layers import JoinedProduct
 from kvpool.model.states import modules_with_state
 
 log = logging.getLogger("kvpool")
 _GATHERED = ("colwise_gather_output", "colwise_rep")  # every rank gets the whole result
 _BY_ROWS = ("colwise", "packed_colwise", *_GATHERED)  # outputs are divided
 _BY_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")  # inputs are divided
+
+
+class RankPart(NamedTuple):
+    """Which inputs and outputs of a `Linear` a rank has. The module keeps it as `rank_part`."""
+
+    inputs: slice
+    outputs: slice
+    sizes: tuple[int, int]  # inputs and outputs of all ranks
+
+
+class SummedLinear(nn.Linear):
+    """A `Linear` of which each rank has some inputs: ranks add up their products, to which adapters have added."""
+
+    joined: JoinedProduct  # of this rank
+    group: Any  # of torch.distributed
+
+    def forward(self, input: Tensor) -> Tensor:
+        product: Tensor = self.joined(input)
+        torch.distributed.all_reduce(product, group=self.group)
+        return product if self.bias is None else product + self.bias
 
 
 @dataclass(frozen=True)
@@ -52,9 +73,9 @@ class ShardPlan:
         model.tp_plan = dict(self.styles)
         return apply_tensor_parallelism(model, mesh)
 
-    def finish(self, model: Any, rank: int) -> Any:
-        """Makes a divided model ready: weights are plain tensors, which are faster than distributed ones, and a rank has one
-        head of K and V where there are fewer heads than ranks.
+    def finish(self, model: Any, rank: int, mesh: Any) -> Any:
+        """Makes a divided model ready: weights are plain tensors, which are faster than distributed ones, and so are the
+        modules around them. A rank has one head of K and V where there are fewer heads than ranks.
         """
         from torch.distributed.tensor import DTensor
 
@@ -64,6 +85,11 @@ class ShardPlan:
             for key, weight in list(module._parameters.items()):
                 if isinstance(weight, DTensor):
                     module._parameters[key] = nn.Parameter(weight.to_local(), requires_grad=False)
+            style = self.styles.get(_generic(name))
+            if style == "colwise":
+                self._keep_outputs(module, rank)
+            if style == "rowwise":
+                self._keep_inputs(module, rank, mesh.get_group())
             if _generic(name) in self.whole:
                 self._keep_head(module, rank * self.kv_heads // self.size)
                 attention = model.get_submodule(name.rpartition(".")[0])
@@ -73,12 +99,30 @@ class ShardPlan:
                     attention.num_key_value_groups //= self.size // self.kv_heads
         return model
 
-    def _keep_head(self, module: nn.Linear, head: int) -> None:
+    def _keep_outputs(self, module: Any, rank: int) -> None:
+        """Each rank has some outputs, from all inputs: a product like any other, without transformers' code around it."""
+        del module.forward
+        inputs, outputs = module.in_features, module.out_features
+        module.out_features = own = outputs // self.size
+        module.rank_part = RankPart(slice(None), slice(rank * own, (rank + 1) * own), (inputs, outputs))
+
+    def _keep_inputs(self, module: Any, rank: int, group: Any) -> None:
+        """Each rank has some inputs, which give a part of every output."""
+        del module.forward
+        inputs, outputs = module.in_features, module.out_features
+        module.in_features = own = inputs // self.size
+        module.rank_part = RankPart(slice(rank * own, (rank + 1) * own), slice(None), (inputs, outputs))
+        module.__class__ = SummedLinear
+        module.joined, module.group = JoinedProduct([module], with_bias=False), group
+
+    def _keep_head(self, module: Any, head: int) -> None:
         for key, weight in list(module._parameters.items()):
             if weight is not None:
                 rows = weight.detach().view(self.kv_heads, -1, *weight.shape[1:])[head].clone()
                 module._parameters[key] = nn.Parameter(rows, requires_grad=False)
-        module.out_features //= self.kv_heads
+        outputs = module.out_features
+        module.out_features = own = outputs // self.kv_heads
+        module.rank_part = RankPart(slice(None), slice(head * own, (head + 1) * own), (module.in_features, outputs))
 
 
 class Sharding:
@@ -118,13 +162,13 @@ class Sharding:
             return family.from_pretrained(name, **options).to(self._device)
         with _local_rank(self._device.index or 0):
             model = family.from_pretrained(name, **self._plan.loading(self._mesh), **options)
-        return self._plan.finish(model, self.rank)
+        return self._plan.finish(model, self.rank, self._mesh)
 
     def cut(self, model: Any) -> Any:
         """Keeps the part of this rank of a model whose weights are all in memory."""
         if self._plan is None:
             return model
-        return self._plan.finish(self._plan.cut(model, self._mesh), self.rank)
+        return self._plan.finish(self._plan.cut(model, self._mesh), self.rank, self._mesh)
 
 
 def shard_plan(family: Any, config: Any, size: int) -> ShardPlan:
