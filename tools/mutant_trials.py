@@ -34,6 +34,7 @@ from _pytest.runner import runtestprotocol
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 FILE_SECONDS = 600.0  # for one test file without a mutant; one that takes longer is left out
+QUICK = 0.05  # seconds
 
 Line = tuple[str, int]  # a file below the root, and the first line of a function in it
 
@@ -368,12 +369,17 @@ class _Trials:
         return self.within_limit(chosen, f"tests/{path.parts[2]}/", f"/test_{path.stem}.py::")
 
     def within_limit(self, tests: set[str], own: str, namesake: str) -> list[str]:
-        """As many as a mutant may meet: those named like its module first, then those of its package, quick ones first."""
+        """As many as a mutant may meet: those named like its module first, then those of its package, quick ones first.
+
+        Runs that were written down (`test_same_…`) come before what is not quick: hardly a mutant escapes them.
+        """
         always: str = self.task["always"]
 
         def order(test: str) -> tuple[bool, bool, bool, float, str]:
-            is_other = not test.startswith(own)
-            return not test.startswith(always), namesake not in test, is_other, self.usual[test].seconds, test
+            written_down = "/test_same_" in test
+            is_other = not test.startswith(own) and not written_down
+            seconds = QUICK if written_down else self.usual[test].seconds
+            return not test.startswith(always), namesake not in test, is_other, seconds, test
 
         chosen, seconds = [], 0.0
         for test in sorted(tests, key=order):

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,8 +22,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from conversations import conversations
 
 from kvpool import DType, LayerSpec, StatePart, StateSpec

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import numpy as np
 import wild_mistakes
 import wild_requests
 import wild_steps
@@ -28,6 +29,7 @@ WEIGHTS = {
     for operation, weight in part.OPERATIONS.items()
 }
 OPERATIONS, CHANCES = list(WEIGHTS), list(WEIGHTS.values())
+LOOK_EVERY = 2  # operations, for those who compare runs
 
 
 @dataclass
@@ -55,11 +57,13 @@ def run(
         machine = WildMachine(setting)
         if calls is not None:
             machine.manager = Noted(machine.manager, calls)  # type: ignore[assignment]
+        if seen is not None:
+            seen.listen(machine)
         for number in numbers:
             done.append(number)
             rng = Random(f"operation {seed} {number}")
             machine.step(rng.choices(OPERATIONS, CHANCES)[0], rng)
-            if seen is not None:
+            if seen is not None and len(done) % LOOK_EVERY == 0:
                 seen.look(machine)
             if len(done) % check_every == 0:
                 machine.check()
@@ -73,18 +77,44 @@ def run(
 
 
 class Seen:
-    """A letter for each operation of a run. It stands for everything that the manager did and said so far."""
+    """A letter for every other operation of a run. It stands for everything that the manager did and said so far."""
 
     def __init__(self) -> None:
         self.letters = ""
         self._digest = hashlib.sha256()
+        self._told: list[Any] = []  # of events and of memory pressure
+        self._events: Any = None
+
+    def listen(self, machine: WildMachine) -> None:
+        machine.manager.on_memory_pressure(self._told.append)
+        if machine.config.event_buffer_size and machine.setting.listens:
+            self._events = machine.manager.subscribe()
 
     def look(self, machine: WildMachine) -> None:
-        manager = machine.manager
-        runs = [run._replace(block_ids=[ids.tolist() for ids in run.block_ids]) for run in manager.inspect.runs()]
-        self._digest.update(repr((machine.books(), manager.stats(), runs)).encode())
+        inspect, books = machine.manager.inspect, machine.books()
+        if self._events is not None:
+            self._told += self._events.poll()
+        pools = [pool for tiers in machine.state.pools for pool in tiers if pool.num_blocks]
+        at = len(self.letters)
+        pool = pools[at % len(pools)]
+        block = inspect.block(at % pool.num_blocks, pool=pool.index, tier=pool.tier)
+        nodes = [(n.hint, n.hits, n.turn, n.fan_out, n.priority_until) for n in machine.state.cache.tree.nodes()]
+        now = books, machine.manager.stats(), inspect.runs(), inspect.snapshot(), block, nodes, self._told
+        self._digest.update(repr(_listed(now)).encode())
         self.letters += self._digest.hexdigest()[0]
+        self._told.clear()
         machine.changed()
+
+
+def _listed(value: Any) -> Any:
+    """A value with all its arrays as lists and all its sets in order."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _listed(part) for key, part in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    return [_listed(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def reduced(failure: Failure, max_runs: int = 400) -> Failure:
