@@ -24,8 +24,9 @@ from servers import RedisServer, eventually, running  # noqa: E402
 
 from kvpool.config import Tier  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.engine.rank_channel import Channel  # noqa: E402
 from kvpool.engine.rank_tiers import RankTiers  # noqa: E402
-from kvpool.engine.ranks import Channel, Ranks  # noqa: E402
+from kvpool.engine.ranks import Ranks  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 from kvpool.tiers.upkeep import listed, opened_store  # noqa: E402
 

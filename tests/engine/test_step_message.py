@@ -72,25 +72,27 @@ def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
 
 
 def test_given_shared_memory_then_ranks_read_from_it_what_rank_0_wrote_and_slots_wait_for_all() -> None:
-    memory = StepMemory(3)
+    memory = StepMemory(4)
     if memory.descriptor < 0:
         pytest.skip("needs memory without a file: Linux")
-    other = StepMemory(3, os.dup(memory.descriptor))
+    others = [StepMemory(4, rank, os.dup(memory.descriptor)) for rank in (1, 2)]
+    for rank in (1, 2):
+        memory.share(rank)  # rank 3 is on another machine
     assert memory.take(SLOT_BYTES // 4 + 1) is None
     for number in range(2 * SLOTS):
         taken = memory.take(5)
         assert taken is not None
         assert taken[0] == number
         taken[1][:] = np.arange(5) + number
-        for rank in (1, 2):
-            assert np.frombuffer(other.read(rank, number, 5), np.int32).tolist() == list(range(number, number + 5))
+        for other in others:
+            assert np.frombuffer(other.read(number, 5), np.int32).tolist() == list(range(number, number + 5))
     for _ in range(SLOTS):
         assert memory.take(1) is not None
-    other.read(1, 2 * SLOTS, 1)
+    others[0].read(2 * SLOTS, 1)
     assert memory.take(1) is None  # rank 2 has not read the oldest
-    other.read(2, 2 * SLOTS, 1)
+    others[1].read(2 * SLOTS, 1)
     assert memory.take(1) is not None
-    for each in (memory, other):
+    for each in (memory, *others):
         each.close()
 
 

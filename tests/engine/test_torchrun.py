@@ -55,11 +55,16 @@ def test_given_a_script_under_torchrun_then_rank_0_runs_it_with_the_other_rank(t
     assert json.loads(out.read_text()) == expected
 
 
-def test_given_another_number_of_processes_or_machines_then_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_another_number_of_processes_then_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched(2) is None
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="--nproc-per-node 2"):
+    for name, value in {
+        "RUN_ID": "1",
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID" if name == "RUN_ID" else name, value)
+    with pytest.raises(ConfigError, match=r"torchrun has started 4 processes; --nproc-per-node .* must be 2"):
         launched(2)
-    with pytest.raises(ConfigError, match="several machines"):
-        launched(4)
+    assert launched(4) == (2, 4, 0, 2)

@@ -23,12 +23,12 @@ PATIENCE = 120.0  # seconds in which a server must be up; a busy machine takes h
 HASH_SLOTS = 16384
 
 
-def eventually(condition: Callable[[], object], what: str) -> None:
+def eventually(condition: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
     """Returns when the condition holds; fails if it never does."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + patience
     while not condition():
         if time.monotonic() > until:
-            pytest.fail(f"{what}: not within {PATIENCE:.0f} s")
+            pytest.fail(f"{what}: not within {patience:.0f} s")
         time.sleep(0.01)
 
 

@@ -96,7 +96,7 @@ class Engine:
         check_publishing(chosen.publish)
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
         if chosen.is_divided:
-            serve_if_launched(chosen.tensor_parallel)
+            serve_if_launched(chosen.tensor_parallel, chosen.device)
         self._leader = Leader(model, chosen) if chosen.is_divided else None
         self._start = Start()
         try:

@@ -1,25 +1,28 @@
 """Ranks that torchrun has started: `torchrun --nproc-per-node 2 script.py`, and the script makes an engine of two ranks.
 
 Every process runs the script up to its first `Engine(..., tensor_parallel=2)`. Rank 0 leads, and goes on with the script. In
-the other processes the call does not return: they serve the engines that rank 0 makes, and end with it.
+the other processes the call does not return: they serve the engines that rank 0 makes, and end with it. With `--nnodes` they
+are on several machines; torchrun's store tells them where rank 0 listens.
 """
 
 from __future__ import annotations
 
 import atexit
+import ipaddress
+import json
 import os
-import socket
-import struct
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
-from kvpool.engine.ranks import START_SECONDS, Channel, Ranks, check_ranks
-from kvpool.errors import ConfigError
+from kvpool.engine.interfaces import address_towards
+from kvpool.engine.rank_channel import Channel
+from kvpool.engine.rank_meeting import MetRanks, Place, arrive
+from kvpool.engine.ranks import START_SECONDS, Ranks, check_ranks, rank_devices
+from kvpool.errors import ConfigError, KVPoolError
 
 _KEY = "kvpool/ranks"  # in the store of torchrun: where rank 0 listens
-_NAME = struct.Struct("<2i")  # the first bytes of a connection: which rank, and which of its channels
 
 
 class Launch(NamedTuple):
@@ -27,45 +30,49 @@ class Launch(NamedTuple):
 
     rank: int
     size: int
+    local_rank: int  # among those of its machine
+    num_here: int
 
 
 def launched(size: int) -> Launch | None:
-    """How torchrun started this process; None if it did not. Raises if it has not started `size` processes, all here."""
-    environment = os.environ
-    if "TORCHELASTIC_RUN_ID" not in environment:
+    """How torchrun started this process; None if it did not. Raises if it has not started `size` processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    found = Launch(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    found = Launch(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
     if found.size != size:
         raise ConfigError(
-            f"tensor_parallel={size}, but torchrun has started {found.size} processes; use --nproc-per-node {size}"
+            f"tensor_parallel={size}, but torchrun has started {found.size} processes; --nproc-per-node (times --nnodes) "
+            f"must be {size}"
         )
-    if environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
-        raise ConfigError("torchrun has started processes on several machines; all ranks must be on one machine")
     return found
 
 
-class LaunchedRanks(Ranks):
+def devices_for(asked: int, device: Any) -> list[torch.device]:
+    """The devices of so many ranks, which torchrun has started or nobody yet."""
+    launch = launched(asked)
+    return rank_devices(device, asked, asked if launch is None else launch.num_here)
+
+
+class LaunchedRanks(MetRanks):
     """The processes of torchrun, for all engines of the process with rank 0. Nobody can start them again."""
 
     outlive_engines = True
 
-    def _start_all(self) -> None:
-        path = os.path.join(self._directory, "socket")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen(2 * self.size)
-            listener.settimeout(START_SECONDS)
-            self._store = _store()  # which ranks may ask for a while
-            self._store.set(_KEY, path)
-            found: dict[tuple[int, int], Channel] = {}
-            while len(found) < 2 * (self.size - 1):
-                connection = listener.accept()[0]
-                connection.settimeout(START_SECONDS)
-                found[_NAME.unpack(connection.recv(_NAME.size, socket.MSG_WAITALL))] = Channel(
-                    connection, START_SECONDS
-                )
-        for rank in range(1, self.size):
-            self._add(rank, found[rank, 0], found[rank, 1])
+    def _num_here(self) -> int:
+        launch = launched(self.size)
+        assert launch is not None
+        return launch.num_here
+
+    def _host(self) -> str:
+        if self._num_here() == self.size:
+            return ""
+        master = os.environ["MASTER_ADDR"]
+        own = address_towards(master)
+        return master if ipaddress.ip_address(own).is_loopback else own
+
+    def _call(self, place: Place) -> None:
+        self._torchruns = _store()  # which ranks may ask for a while
+        self._torchruns.set(_KEY, json.dumps(place))
         atexit.register(self.close)
 
 
@@ -83,19 +90,17 @@ def as_ranks(asked: Any, device: Any) -> Ranks:
     return check_ranks(asked, device)
 
 
-def connect(launch: Launch) -> list[Channel]:
+def connect(launch: Launch, device: Any) -> list[Channel]:
     """The two channels of a process with another rank to rank 0."""
-    path = _store().get(_KEY).decode()
-    folder = os.stat(os.path.dirname(path))
-    if folder.st_uid != os.getuid() or folder.st_mode & 0o077:  # rank 0 sends a pickle
-        raise ConfigError(f"rank 0 is said to listen at {path}, which others than this user can write to")
-    channels = []
-    for number in range(2):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)
-        connection.sendall(_NAME.pack(launch.rank, number))
-        channels.append(Channel(connection, None))
-    return channels
+    own: str | KVPoolError
+    try:
+        own = str(rank_devices(device, launch.size, launch.num_here)[launch.local_rank])
+    except KVPoolError as error:
+        own = error
+    place = Place(*json.loads(_store().get(_KEY)))
+    if launch.num_here == launch.size:
+        place = place._replace(host="")  # whatever the store says, which others may write to
+    return arrive(place, launch.rank, own)
 
 
 def _store() -> Any:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.drafts import DraftModel
-from kvpool.engine.launched import as_ranks
+from kvpool.engine.launched import as_ranks, devices_for
+from kvpool.engine.rank_channel import COPIES, OK, ORDER, TIERS
 from kvpool.engine.rank_tiers import RankTiers
-from kvpool.engine.ranks import COPIES, OK, ORDER, START_SECONDS, TIERS, Ranks, Watch, rank_devices
+from kvpool.engine.ranks import START_SECONDS, Ranks, Watch, rank_backend
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.step_message import (
@@ -60,13 +61,14 @@ class Leader:
                     f"configuration of the {name}"
                 )
         self._owned = False
-        devices = rank_devices(settings.device, asked) if not isinstance(asked, Ranks) else asked.devices
-        if settings.cuda_graphs and len(set(devices)) == 1:
+        devices = asked.devices if isinstance(asked, Ranks) else devices_for(asked, settings.device)
+        backend = asked.backend if isinstance(asked, Ranks) else rank_backend(devices)
+        if settings.cuda_graphs and backend != "nccl":
             raise ConfigError(
                 f"cuda_graphs=True on {devices[0]}: ranks that are not on GPUs of their own talk through gloo, which CUDA "
                 "graphs cannot record"
             )
-        graphs = settings.cuda_graphs if len(set(devices)) > 1 else False
+        graphs = settings.cuda_graphs if backend == "nccl" else False
         self.settings = replace(settings, device=str(devices[0]), cuda_graphs=graphs)
         self.sharding = Sharding(0, len(devices), devices[0], self._join)
         self._model = model

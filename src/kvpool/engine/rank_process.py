@@ -22,10 +22,11 @@ from kvpool.engine.drafts import DraftModel
 from kvpool.engine.engine_parts import Parts, assemble
 from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
+from kvpool.engine.rank_channel import COPIES, END, ERROR, OK, ORDER, TIERS, Channel
+from kvpool.engine.rank_meeting import watch_link
 from kvpool.engine.rank_tiers import RankAnswers, obey
-from kvpool.engine.ranks import COPIES, END, ERROR, OK, ORDER, PLACE, STEP_AT, TIERS, Channel, Hello, join_ranks
+from kvpool.engine.ranks import Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.step_memory import StepMemory
 from kvpool.engine.step_message import GuessSteps, decode, decode_copies
 from kvpool.errors import UnsupportedModelError
 from kvpool.kernels.layout import current
@@ -45,15 +46,15 @@ class Follower:
 
     shards: Shards | None = None  # only rank 0 tells others what to do
 
-    def __init__(self, hello: Hello, channel: Channel, answers: RankAnswers, memory: StepMemory | None) -> None:
+    def __init__(self, hello: Hello, channel: Channel, answers: RankAnswers) -> None:
         self._hello = hello
         self._channel = channel
         self._answers = answers
-        self._memory = memory
         self.shard = Shard(hello.rank, hello.size)
         self._device = torch.device(hello.device)
         channel.send(OK)
-        self._mesh = join_ranks(hello.rank, hello.size, self._device, hello.backend, hello.directory, hello.seconds)
+        own = channel.socket.getsockname()
+        self._mesh = join_ranks(hello, hello.address if channel.socket.family == socket.AF_UNIX else own[0])
 
     def serve(self, spec: EngineSpec) -> None:
         """Builds the part of an engine and runs its steps until the engine is closed."""
@@ -77,9 +78,6 @@ class Follower:
         kind, message = self._channel.receive()
         if kind == END:
             raise EngineEnded
-        if kind == STEP_AT:
-            assert self._memory is not None
-            message = self._memory.read(self._hello.rank, *PLACE.unpack(message))
         return kind, message
 
     def exchange(self, value: str) -> list[str]:
@@ -148,9 +146,9 @@ def follow(channel: Channel, asked: Channel) -> int:
     try:
         hello = Hello(*json.loads(channel.receive()[1]))
         torch.set_num_threads(hello.num_threads)
-        descriptors = socket.recv_fds(channel.socket, 1, 1)[1]
-        memory = StepMemory(hello.size, descriptors[0]) if descriptors else None
-        follower = Follower(hello, channel, RankAnswers(asked), memory)
+        channel.take_memory(hello.size, hello.rank)
+        watch_link(channel.socket, hello.seconds)
+        follower = Follower(hello, channel, RankAnswers(asked))
         while True:
             follower.serve(pickle.loads(channel.receive()[1]))
             gc.collect()
@@ -162,11 +160,11 @@ def follow(channel: Channel, asked: Channel) -> int:
         return 1
 
 
-def serve_if_launched(asked: Any) -> None:
+def serve_if_launched(asked: Any, device: Any) -> None:
     """In a process that torchrun has started with a rank other than 0: serves engines until rank 0 ends, then exits."""
     launch = launched(asked) if isinstance(asked, int) else None
     if launch is not None and launch.rank:
-        code = follow(*connect(launch))
+        code = follow(*connect(launch, device))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # without waiting for a group whose other ranks may be gone

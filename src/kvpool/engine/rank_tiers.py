@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.engine.ranks import OK, Channel
+from kvpool.engine.rank_channel import OK, Channel
 from kvpool.quiet import QuietErrors
 from kvpool.tiers.contract import Worth
 from kvpool.tiers.keys import KeyPattern

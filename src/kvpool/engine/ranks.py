@@ -5,9 +5,12 @@ message (`step_message`), and samples. The others (`rank_process`) have a part o
 block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo on CPUs, and gloo
 through host memory where ranks share a GPU (`shared_gpu`).
 
+`Ranks` starts processes on this machine. Processes that torchrun or Ray has started, on one machine or on several, come to
+rank 0 by themselves (`rank_meeting`). From then on nothing differs but how the messages of steps travel (`rank_channel`).
+
 Every rank has two sockets to rank 0: for steps, and for questions about tiers (`rank_tiers`). A rank that dies closes them,
-one that fails says why on the first, and one that hangs lets a collective or a message run out of time. Each of these ends
-the engine, because no rank can compute alone.
+one that fails says why on the first, and one that hangs lets a collective or a message run out of time, as does a machine
+that is gone. Each of these ends the engine, because no rank can compute alone.
 """
 
 from __future__ import annotations
@@ -18,14 +21,13 @@ import os
 import select
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ import numpy as np
 import torch
 
 from kvpool.checks import check_int, check_number, show
+from kvpool.engine.interfaces import gloo_at
+from kvpool.engine.rank_channel import END, ERROR, OK, Channel
 from kvpool.engine.shared_gpu import HOST_BACKEND, register
 from kvpool.engine.step_memory import StepMemory
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, RankError, SequenceStateError
@@ -44,10 +48,6 @@ START_SECONDS = 1800.0  # the same for loading weights
 _END_SECONDS = 5.0
 _REPORT_SECONDS = 1.0
 _MOST_RANKS = 64
-_LENGTH = struct.Struct("<I")
-# What a message is, in its first byte
-STEP, STEP_AT, COPIES, TIERS, ORDER, END, ERROR, OK = b"S", b"A", b"C", b"T", b"O", b"E", b"X", b"K"
-PLACE = struct.Struct("<qi")  # of a step in shared memory: its number, and how many integers it has
 
 
 class Hello(NamedTuple):
@@ -57,35 +57,11 @@ class Hello(NamedTuple):
     size: int
     device: str
     backend: str
-    directory: str  # where ranks find each other
+    directory: str  # where ranks of one machine find each other
+    address: str  # of rank 0 for other machines; "": all ranks are on one machine
+    port: int  # where ranks of several machines find each other
     seconds: float
     num_threads: int
-
-
-class Channel:
-    """Messages over a socket: a length, a letter, and bytes."""
-
-    def __init__(self, connection: socket.socket, seconds: float | None) -> None:
-        self.socket = connection
-        self.socket.settimeout(seconds)
-
-    def send(self, kind: bytes, content: bytes = b"") -> None:
-        self.socket.sendall(_LENGTH.pack(len(content)) + kind + content)
-
-    def receive(self) -> tuple[bytes, bytearray]:
-        """The next message; raises EOFError if the other side is gone."""
-        head = self._read(_LENGTH.size + 1)
-        return bytes(head[-1:]), self._read(_LENGTH.unpack_from(head)[0])
-
-    def _read(self, count: int) -> bytearray:
-        read = bytearray(count)
-        view = memoryview(read)
-        while len(view):
-            got = self.socket.recv_into(view)
-            if not got:
-                raise EOFError
-            view = view[got:]
-        return read
 
 
 class Ranks:
@@ -100,7 +76,7 @@ class Ranks:
     def __init__(self, size: int, *, device: Any = None, seconds: float = RANK_SECONDS) -> None:
         self.size = check_int(size, "size", 2, _MOST_RANKS)
         self.seconds = check_number(seconds, "seconds", "a number of seconds")
-        self.devices = rank_devices(device, size)
+        self.devices = rank_devices(device, size, self._num_here())
         self.backend = rank_backend(self.devices)
         if torch.distributed.is_initialized():
             raise ConfigError(
@@ -117,6 +93,9 @@ class Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
         self.tier_channels: list[Channel] = []
+        self.machines: list[str] = []  # of ranks 0 to `size - 1`, if they are on several
+        self._address, self._port = "", 0  # by which ranks of other machines find rank 0
+        self._store: Any = None  # which listens there
         self._memory = StepMemory(size)
         self.numbers = itertools.count()  # of questions, new ones for each engine
         try:
@@ -125,7 +104,12 @@ class Ranks:
             self.close()
             raise
 
+    def _num_here(self) -> int:
+        """How many of the ranks take GPUs of this machine."""
+        return self.size
+
     def _start_all(self) -> None:
+        """Starts the other ranks, and adds each."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         for rank in range(1, self.size):
             (ours, theirs), (our_tiers, their_tiers) = socket.socketpair(), socket.socketpair()
@@ -146,26 +130,31 @@ class Ranks:
         """A rank has been started; tells it who it is."""
         self.channels.append(channel)
         self.tier_channels.append(tier_channel)
-        hello = Hello(
+        channel.send(OK, json.dumps(self._hello(rank)).encode())
+        channel.give_memory(self._memory, rank)
+
+    def _hello(self, rank: int) -> Hello:
+        return Hello(
             rank,
             self.size,
             str(self.devices[rank]),
             self.backend,
             self._directory,
+            self._address,
+            self._port,
             self.seconds,
             torch.get_num_threads(),
         )
-        channel.send(OK, json.dumps(hello).encode())
-        if self._memory.descriptor < 0:
-            channel.socket.sendall(b"-")
-        else:
-            socket.send_fds(channel.socket, [b"+"], [self._memory.descriptor])
+
+    def name(self, rank: int) -> str:
+        """A rank for people, with its machine if there are several."""
+        return f"rank {rank} on {self.machines[rank]}" if self.machines else f"rank {rank}"
 
     def connect(self) -> None:
         """Waits until all ranks are there, and joins them."""
         if self.mesh is None:
             self.each_answers()
-            self.mesh = join_ranks(0, self.size, self.devices[0], self.backend, self._directory, self.seconds)
+            self.mesh = join_ranks(self._hello(0), self._address)
 
     def each_answers(self) -> list[bytearray]:
         """Waits for one answer of every rank."""
@@ -174,21 +163,24 @@ class Ranks:
             try:
                 kind, content = channel.receive()
             except TimeoutError:
-                raise self.fail(f"rank {rank} did not answer within {channel.socket.gettimeout():g} s") from None
+                raise self.fail(f"{self.name(rank)} did not answer within {channel.socket.gettimeout():g} s") from None
             except (EOFError, OSError):
                 raise self.fail() from None
             if kind == ERROR:
-                raise self.fail(_said(rank, content))
+                raise self.fail(self._said(rank, content))
             answers.append(content)
         return answers
 
     def tell_all(self, kind: bytes, content: bytes = b"") -> None:
         """Sends a message to every rank."""
+        self._to_each(lambda channel: channel.send(kind, content))
+
+    def _to_each(self, send: Callable[[Channel], None]) -> None:
         for rank, channel in enumerate(self.channels, 1):
             try:
-                channel.send(kind, content)
+                send(channel)
             except TimeoutError:
-                raise self.fail(f"rank {rank} took no message for {channel.socket.gettimeout():g} s") from None
+                raise self.fail(f"{self.name(rank)} took no message for {channel.socket.gettimeout():g} s") from None
             except OSError:
                 raise self.fail() from None
 
@@ -203,10 +195,8 @@ class Ranks:
             return taken[1]
 
         message = write(place)
-        if numbers:
-            self.tell_all(STEP_AT, PLACE.pack(numbers[0], len(message)))
-        else:
-            self.tell_all(STEP, message.tobytes())
+        number = numbers[0] if numbers else None
+        self._to_each(lambda channel: channel.send_step(message, number))
 
     def end_engine(self) -> None:
         """Has every rank close its part of an engine, whatever it does now, and waits for that."""
@@ -215,9 +205,9 @@ class Ranks:
             try:
                 while (message := channel.receive())[0] != END:
                     if message[0] == ERROR:
-                        raise self.fail(_said(rank, message[1]))
+                        raise self.fail(self._said(rank, message[1]))
             except TimeoutError:
-                raise self.fail(f"rank {rank} did not end within {channel.socket.gettimeout():g} s") from None
+                raise self.fail(f"{self.name(rank)} did not end within {channel.socket.gettimeout():g} s") from None
             except (EOFError, OSError):
                 raise self.fail() from None
 
@@ -244,33 +234,39 @@ class Ranks:
     def _reason(self, error: BaseException | None) -> str:
         """What the ranks say and how they ended; otherwise the error of rank 0."""
         late = error is not None and "peer" not in str(error) and _is_late(str(error))
-        due = time.monotonic() + (0.0 if late else _REPORT_SECONDS)  # a rank may be about to say why
+        due = time.monotonic() + _REPORT_SECONDS  # a rank may be about to say why
         said: list[str] = []
         ended: list[str] = []
+        silent: list[str] = []
         for rank, channel in enumerate(self.channels, 1):
             try:
                 channel.socket.settimeout(max(0.001, due - time.monotonic()))
                 kind, content = channel.receive()
                 if kind == ERROR:
-                    said.append(_said(rank, content))
-            except EOFError:
-                ended.append(f"rank {rank} has ended")
-            except OSError:
-                pass
+                    said.append(self._said(rank, content))
+            except (EOFError, ConnectionError):
+                ended.append(f"{self.name(rank)} has ended")
+            except OSError as problem:
+                if problem.errno is None:  # it waited long enough
+                    silent.append(self.name(rank))
+                else:
+                    ended.append(f"{self.name(rank)} cannot be reached ({os.strerror(problem.errno)})")
         for rank, process in enumerate(self.processes, 1):
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(max(0.001, due - time.monotonic()))
                 if code < 0:
-                    ended.append(f"rank {rank} was killed by signal {-code}")
+                    ended.append(f"{self.name(rank)} was killed by signal {-code}")
         # Other ranks say only that they have lost the one with the error.
         causes = [what for what in ended if "signal" in what] + [what for what in said if not _is_late(what)]
-        if late and not causes:
-            who = "rank 1" if self.size == 2 else f"one of the ranks 1 to {self.size - 1}"
-            return f"{who} did not answer within {self.seconds:g} s"
-        causes += said + ended
+        if late and not causes and silent:
+            return f"{' and '.join(silent)} did not answer within {self.seconds:g} s"
+        causes += ended + said
         if causes:
             return causes[0]
         return "ranks cannot be reached" if error is None else f"rank 0 failed: {type(error).__name__}: {error}"
+
+    def _said(self, rank: int, content: bytearray) -> str:
+        return f"{self.name(rank)} failed: {content.decode(errors='replace')}"
 
     def close(self) -> None:
         """Ends the processes. May be called twice."""
@@ -294,6 +290,7 @@ class Ranks:
                 process.kill()
                 process.wait()
         self._memory.close()
+        self._store = None
         shutil.rmtree(self._directory, ignore_errors=True)
         self._ended.set()
 
@@ -309,19 +306,16 @@ def _is_late(message: str) -> bool:
     return any(words in message.lower() for words in ("timed out", "timeout", "peer"))
 
 
-def _said(rank: int, content: bytearray) -> str:
-    return f"rank {rank} failed: {content.decode(errors='replace')}"
-
-
-def rank_devices(device: Any, size: int) -> list[torch.device]:
-    """The device of each rank. Raises if there are fewer GPUs than ranks."""
+def rank_devices(device: Any, size: int, num_here: int) -> list[torch.device]:
+    """The device of each rank, of which `num_here` are on this machine. Raises if there are fewer GPUs than those."""
     first = torch_device(device)
     if first.type == "cpu" or first.index is not None:
         return [first] * size
     count = torch.cuda.device_count()
-    if count < size:
+    if count < num_here:
         raise InvalidArgumentError(
-            f"tensor_parallel={size} needs {size} GPUs, but torch finds {count}; use fewer ranks, or device='cpu'"
+            f"tensor_parallel={size} needs {num_here} GPUs of this machine, but torch finds {count}; use fewer ranks, or "
+            "device='cpu'"
         )
     return [torch.device("cuda", rank) for rank in range(size)]
 
@@ -333,39 +327,34 @@ def rank_backend(devices: list[torch.device]) -> str:
     return "gloo" if devices[0].type == "cpu" else HOST_BACKEND
 
 
-def join_ranks(rank: int, size: int, device: torch.device, backend: str, directory: str, seconds: float) -> Any:
-    """Makes this process a rank of torch.distributed; returns the mesh that transformers divides models by."""
+def join_ranks(hello: Hello, address: str) -> Any:
+    """Makes this process a rank of torch.distributed; returns the mesh that transformers divides models by.
+
+    `address` is that of this machine for ranks on others; "" if all are here.
+    """
+    device = torch.device(hello.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed: Any = torch.distributed  # which does not say that it exports them
-    if backend == HOST_BACKEND:
+    if hello.backend == HOST_BACKEND:
         register()
-    store = distributed.FileStore(os.path.join(directory, "store"), size)
-    with _on_this_machine():
+    within = timedelta(seconds=hello.seconds)
+    store = (
+        distributed.TCPStore(hello.address, hello.port, is_master=False, timeout=within)
+        if hello.port
+        else distributed.FileStore(os.path.join(hello.directory, "store"), hello.size)
+    )
+    with nullcontext() if hello.backend == "nccl" else gloo_at(address):
         torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+            hello.backend, store=store, rank=hello.rank, world_size=hello.size, timeout=within
         )
-        return distributed.init_device_mesh(device.type, (size,))
+        return distributed.init_device_mesh(device.type, (hello.size,))
 
 
 def leave_ranks() -> None:
     """The opposite of `join_ranks`."""
     with suppress(Exception):  # whatever is left of a group whose ranks are dead
         torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def _on_this_machine() -> Iterator[None]:
-    """Has gloo listen on the loopback interface, unless the environment names another one."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "lo0" if sys.platform == "darwin" else "lo"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 class Watch:
