@@ -102,9 +102,12 @@ class Launched:
         return int((self._folder / f"pid-{rank}").read_text())
 
     def close(self) -> None:
-        for agent in self.agents:
+        for pid in [agent.pid for agent in self.agents] + [
+            int(each.read_text()) for each in self._folder.glob("pid-*")
+        ]:
             with suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)  # torchrun gives every rank a group of its own
+        for agent in self.agents:
             agent.wait()
 
 
