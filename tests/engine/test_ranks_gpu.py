@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.engine.drafts import DraftLength  # noqa: E402
-from kvpool.engine.ranks import Ranks, join_ranks, leave_ranks  # noqa: E402
+from kvpool.engine.ranks import Hello, Ranks, join_ranks, leave_ranks  # noqa: E402
 from kvpool.model.loading import load_model  # noqa: E402
 from kvpool.model.sharding import Sharding  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -44,7 +44,7 @@ def tokens(made: Engine, prompts: Any = PROMPTS, params: SamplingParams = GREEDY
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Any]:
     """The only rank of a group of NCCL: NCCL takes one rank for each GPU, and this machine may have one."""
-    yield join_ranks(0, 1, torch.device("cuda", 0), "nccl", str(tmp_path), 60.0)
+    yield join_ranks(Hello(0, 1, "cuda:0", "nccl", str(tmp_path), "", 0, 60.0, 1), "")
     leave_ranks()
 
 
