@@ -18,7 +18,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.attention import available_backends  # noqa: E402
 from kvpool.attention.triton_backend import TritonBackend  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.graphs import CudaRecorder, RecordedStep  # noqa: E402
+from kvpool.engine.graphs import CaptureError, CudaRecorder, RecordedStep  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
@@ -156,10 +156,36 @@ def test_given_compiled_layers_then_single_sequences_and_batches_share_their_cod
     torch._dynamo.reset()
     limits = SchedulerConfig(max_sequences=8)
     with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, compile=True, scheduler=limits) as engine:
-        engine.generate(PROMPTS, GREEDY)
+        engine.warm_up()
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        engine.generate(PROMPTS, GREEDY)
         engine.generate(PROMPTS[:1], GREEDY)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
+def test_given_requests_while_layers_are_compiled_then_nobody_is_disturbed(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=256, compile=True) as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]  # now its thread compiles
+        longer = SamplingParams(max_new_tokens=400, ignore_eos=True)
+        running = [engine.submit(prompt, longer) for prompt in PROMPTS]
+        engine.warm_up()
+        assert [len(generation.result(60).token_ids) for generation in running] == [400] * len(PROMPTS)
+        assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+        assert engine.graphs.num_graphs > 20
+    assert not [record for record in caplog.records if record.name == "kvpool"]
+
+
+def test_given_a_step_that_cannot_be_captured_then_others_can() -> None:
+    recorder, x = CudaRecorder(torch.device("cuda")), torch.ones(4, device="cuda")
+    recorder.record(lambda: x + 1)
+    with pytest.raises(CaptureError):
+        recorder.record(lambda: x + float(x.sum()))  # it waits for the device
+    recorded = recorder.record(lambda: x * 3)
+    x.fill_(2)
+    recorded.replay()
+    assert recorded.output.tolist() == [6] * 4
 
 
 def test_given_an_engine_that_was_warmed_up_then_no_request_waits_for_a_graph() -> None:

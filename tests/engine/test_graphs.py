@@ -18,6 +18,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.engine import Engine, SamplingParams, graphs  # noqa: E402
 from kvpool.engine.graphs import CaptureError, MixedGraphs, mixed_sizes  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
+from kvpool.kernels.layout import whole_device  # noqa: E402
 from kvpool.scheduling import BatchPlan, SchedulerConfig  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -72,6 +73,16 @@ def test_given_steps_with_prompts_then_all_run_from_graphs_and_the_output_is_tha
     monkeypatch.setattr(engine._loop.runner, "_run", None)  # nothing runs as it is
 
     assert tokens(engine) == expected
+
+
+def test_given_another_thread_that_has_the_device_for_itself_then_steps_run_from_larger_graphs() -> None:
+    expected = plain()[0]
+    with engine_with_graphs(all_graphs=False) as engine:
+        with whole_device:  # of this thread; the engine's cannot capture
+            assert engine.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected
+            assert engine.graphs.num_graphs == 2
+        assert engine.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected
+        assert engine.graphs.num_graphs > 2
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])

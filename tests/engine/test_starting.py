@@ -17,7 +17,7 @@ from models import tiny_model
 from kvpool.cli import main
 from kvpool.engine import Engine, starting
 from kvpool.engine.starting import Start
-from kvpool.model.faster_layers import layers_folder
+from kvpool.model.compiled_layers import layers_folder
 
 
 @pytest.fixture

@@ -93,6 +93,7 @@ def bench(
             keyed_tiers=caching,
             model_defaults=False,  # random prompts: greedy tokens cost the same in every model
         ) as engine:
+            engine.warm_up()  # so that no request waits for a graph, or runs by layers that are not compiled yet
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})
             if caching and (costs or (costs is None and json is not None)):
                 measurement = _try_costs(engine, engine_options.model or DEFAULT_NAME, wanted=bool(costs), quiet=quiet)

@@ -655,12 +655,13 @@ class Engine:
         return self._loop.runner.captured
 
     def warm_up(self, *, wait: bool = True) -> None:
-        """Captures all CUDA graphs, which is otherwise done when a step first needs one, for a tenth of a second each.
+        """Waits for compiled layers, and captures all CUDA graphs, otherwise done when a step first needs one (0.1 s each).
 
         Without `wait`, the engine does it while it is idle. Meanwhile, no thread may wait for the whole device.
         """
-        as_flag(wait, "wait")
-        if wait:
+        if as_flag(wait, "wait"):
+            self._thread.ask(self._loop.layers.begin)
+            self._loop.layers.wait()  # here, so that requests go on
             self._thread.ask(self._loop.finish_start)
         else:
             self._thread.ask(partial(setattr, self._loop, "captures_when_idle", True))

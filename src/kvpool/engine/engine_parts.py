@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from kvpool.attention import AttentionBackend, create_backend
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
+from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.drafts import DraftModel, check_vocabulary
 from kvpool.engine.encoding import EncodedInputs, check_settings
 from kvpool.engine.inbox import Inbox
@@ -95,7 +96,7 @@ def assemble(
         config = _cache_config(model, ready, settings, limits, ranks)
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
-        start.stage("compiling layers and kernels, and capturing CUDA graphs")
+        start.stage("compiling kernels, and capturing CUDA graphs")
         runner, drafts = _runners(ready, plane, settings, limits, all_graphs=ranks is not None)
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
@@ -113,6 +114,7 @@ def assemble(
             requests,
             runner,
             ready.shape.vocab_size,
+            BackgroundLayers([runner] if drafts is None else [runner, drafts.runner], inbox, start.seconds),
             num_draft_tokens=settings.num_drafts,
             drafts=drafts,
             overlap=settings.overlap,

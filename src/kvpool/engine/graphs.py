@@ -134,6 +134,9 @@ class CudaRecorder:
             ):
                 output = step()
         except RuntimeError as error:  # some models, mostly mixtures of experts, wait for the device in the middle
+            self._memory = (
+                None  # torch takes this pool for one that is being recorded to, and records nothing else there
+            )
             raise CaptureError(str(error)) from error
         self._memory = graph.pool()
         return RecordedStep(graph.replay, output)
@@ -250,16 +253,24 @@ class StepGraphs(ABC):
             _fill_groups(captured.adapted.groups, adapter_slots, runner)
         slots = runner.plane.prepare(plan.slots, plan.batch, plan.states)
         if captured.states is not None and runner.states is not None:
-            captured.states.copy_(runner.upload(self._state_inputs(size, runner.states, plan)))
+            captured.states.copy_(runner.upload(self._state_inputs(len(captured.token_ids), runner.states, plan)))
         num_logits = self._choose_logits(captured, plan)
         self._replay(captured, token_ids, runner.upload(positions), slots.tensor, batches)
         return captured.recorded.output[:num_logits]
 
     def _graph(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
+        """The graph of a size, captured now if need be; a larger one while another thread has the device for itself."""
         captured = self._captured.get((size, adapted))
-        if captured is None or not captured.holds(batches):
-            captured = self._capture(size, batches, adapted)
-        return captured
+        if captured is not None and captured.holds(batches):
+            return captured
+        if whole_device.acquire(blocking=False):
+            try:
+                return self._capture(size, batches, adapted)
+            finally:
+                whole_device.release()
+        fitting = (at for at, graph in self._captured.items() if at[1] == adapted and graph.holds(batches))
+        larger = min((at for at in fitting if at[0] > size), default=None)
+        return self._capture(size, batches, adapted) if larger is None else self._captured[larger]
 
     def _replay(
         self,

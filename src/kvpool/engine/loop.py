@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
@@ -67,6 +68,7 @@ class EngineLoop:
         requests: ScheduledRequests,
         runner: ModelRunner,
         vocabulary: int,
+        layers: BackgroundLayers,
         *,
         num_draft_tokens: int = 0,
         drafts: DraftModel | None = None,
@@ -96,6 +98,7 @@ class EngineLoop:
         self.captures_when_idle = False  # CUDA graphs, before a step needs them
         self.encoded = encoded  # of an encoder-decoder model
         self._weights = weights
+        self.layers = layers  # if they are to be compiled
         self._weights_checked = False  # since the last step
         self.leader: Leader | None = None  # of the ranks that the model is divided between
 
@@ -121,22 +124,26 @@ class EngineLoop:
 
     @property
     def _unfinished(self) -> ModelRunner | None:
-        """A runner with graphs left to capture."""
+        """A runner with graphs left to capture: none until layers are compiled, because all are captured again then."""
+        if self.layers.are_left:
+            return None
         runners = [self.runner] if self.drafts is None else [self.runner, self.drafts.runner]
         return next((runner for runner in runners if runner.captures_more), None)
 
     @property
     def has_idle_work(self) -> bool:
         """Whether something is left to do while no request is there."""
-        return self.captures_when_idle and self._unfinished is not None
+        return self.captures_when_idle and (self.layers.can_begin or self._unfinished is not None)
 
     def use_idle_time(self) -> None:
-        """Captures one more CUDA graph, which takes about a tenth of a second."""
+        """Begins to compile layers, or captures one more CUDA graph, which takes about a tenth of a second."""
+        self.layers.begin()
         if (runner := self._unfinished) is not None:
             runner.capture_next()
 
     def finish_start(self) -> None:
-        """Captures all CUDA graphs that are left."""
+        """Has steps run by compiled layers, if they are to, and captures all CUDA graphs that are left."""
+        self.layers.finish()
         while self._unfinished is not None:
             self.use_idle_time()
 
@@ -216,6 +223,7 @@ class EngineLoop:
             self.tiers.fail(error)
             self.tiers.close()
         self._copies.clear()
+        self.layers.close()
         if self.leader is not None:
             self.leader.close()
 
@@ -366,6 +374,7 @@ class EngineLoop:
             tokens, counts, samples_at = self._chosen(launched)
             result = self.scheduler.complete(plan, tokens, counts)
             self._hand_out(launched, tokens, counts, samples_at, result.forks)
+            self.layers.begin()  # now: it would have slowed the first token down
         for done in result.finished:
             self._end(done)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,13 @@ from kvpool.engine.graphs import (
     mixed_sizes,
 )
 from kvpool.engine.spans import Span, SpannedPlan
-from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
+from kvpool.errors import InvalidArgumentError, SequenceStateError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import current, whole_device
 from kvpool.kernels.lora import group_tokens, tile_size
 from kvpool.kernels.quantization import TORCH_DTYPES, rotation
 from kvpool.model.adapters import AdapterStep, adapting
-from kvpool.model.faster_layers import compile_each_layer
+from kvpool.model.compiled_layers import compile_each_layer, plain_copy, run_layers
 from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.probing import ModelShape, forward
 from kvpool.model.state_steps import StateStep
@@ -100,13 +102,26 @@ def _rotations(spec: AttentionSpec, device: torch.device) -> list[Tensor | None]
     return [rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) if does else None for does, dim in of_both]
 
 
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """On a GPU, work goes to a stream of its own and is done at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 class ModelRunner:
     """Runs a model on the blocks of a data plane.
 
     Every step is one variable-length batch. On a GPU, steps of up to about 2,048 tokens run from CUDA graphs: the largest
     are captured by `warm_up`, the others when a step needs them, or before that by `capture_next`. Larger steps run without
-    a graph, and so do models and attention that cannot be captured. With `compile_layers`, torch.compile fuses the
-    operations between the matrix products of each decoder layer.
+    a graph, and so do models and attention that cannot be captured. With `compile_layers`, steps run by plain layers until
+    `compile` has compiled them, in any thread, and `use_compiled` has taken them over. Layers that keep a state are compiled
+    by the first step.
     """
 
     def __init__(
@@ -128,8 +143,11 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.num_axes = num_axes  # of positions; images give tokens one each for time, height and width
+        self._uncompiled: Any = None  # a model whose layers are not compiled yet
         if compile_layers:
             compile_each_layer(model, model.config.get_text_config().num_hidden_layers)
+            if not shape.states:
+                self.model, self._uncompiled = plain_copy(model), model
         self.plane = plane
         self.backend = backend
         self.adapters = EngineAdapters(model) if adapters is None else adapters
@@ -162,13 +180,20 @@ class ModelRunner:
         self.graphs_required = cuda_graphs is True
         possible = self.device.type == "cuda" or recorder is not None
         wanted = possible if cuda_graphs is None else cuda_graphs
+        self._recorder = recorder
+        self._graph_sizes = decode_sizes(max_sequences, 2 if compile_layers else 1), max_sequences, max_drafts
         if wanted and self._can_have_graphs(recorder):
-            self._recorder = recorder or CudaRecorder(self.device)
-            self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
-            chosen = DRAFT_SIZES if max_drafts else MIXED_SIZES
-            sizes = mixed_sizes(max_tokens, chosen if self.states is None else STEPPED_SIZES)
-            if sizes and all(module.packs for module in state_modules(model)):
-                self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences, max_drafts)
+            self._make_graphs()
+
+    def _make_graphs(self) -> None:
+        """Makes room for graphs, of which none is captured."""
+        recorder = self._recorder or CudaRecorder(self.device)
+        decoding, max_sequences, max_drafts = self._graph_sizes
+        self.graphs = DecodeGraphs(self, recorder, decoding)
+        chosen = DRAFT_SIZES if max_drafts else MIXED_SIZES
+        sizes = mixed_sizes(self.max_tokens, chosen if self.states is None else STEPPED_SIZES)
+        if sizes and all(module.packs for module in state_modules(self.model)):
+            self.mixed_graphs = MixedGraphs(self, recorder, sizes, max_sequences, max_drafts)
 
     def _can_have_graphs(self, recorder: Recorder | None) -> bool:
         if not (self.device.type == "cuda" or recorder is not None):
@@ -212,8 +237,7 @@ class ModelRunner:
 
     def _compile_kernels(self) -> None:
         """Compiles the kernels that write and attend, while the model computes what comes before its first attention."""
-        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.device(self.device), _own_stream(self.device):
             for number, kind in enumerate(self.kinds):
                 layer, spec = next(layer for layer, at in self.kind_of_layer.items() if at == number), kind.spec
                 options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
@@ -221,7 +245,33 @@ class ModelRunner:
                 v = None if spec.k_only else torch.zeros(16, spec.kv_heads, spec.v_dim, **options)
                 self.plane.write(torch.full((16,), -1, dtype=torch.int32, device=self.device), k, v, layer)
                 self.backend.compile(spec, self.plane.layer_cache(layer))
-            stream.synchronize()
+
+    @property
+    def is_uncompiled(self) -> bool:
+        """Whether `compile` and `use_compiled` are still to be called."""
+        return self._uncompiled is not None
+
+    def compile(self, is_stopped: Callable[[], bool]) -> None:
+        """Compiles the layers, or raises SequenceStateError if it `is_stopped`. Another thread may run steps meanwhile."""
+
+        def attend(call: AttentionCall) -> Tensor:
+            if is_stopped():
+                raise SequenceStateError("the engine was closed while its layers were compiled")
+            spec = self.kinds[self.kind_of_layer[self.layer_of(call)]].spec
+            return call.q.new_zeros(len(call.q), spec.q_heads, spec.v_dim)
+
+        # torch measures variants of kernels, for which it waits for the whole device
+        with whole_device, current(self.device), _own_stream(self.device):
+            run_layers(self._uncompiled, attend, self.num_axes, one_token=self.graphs is None)
+
+    def use_compiled(self) -> None:
+        """Steps run by compiled layers from now on; the graphs of the largest ones are captured again."""
+        had_graphs = self.graphs is not None
+        self.close()
+        self.model, self._uncompiled, self._hidden_source = self._uncompiled, None, None
+        if had_graphs:
+            self._make_graphs()
+        self.warm_up(all_graphs=False)
 
     def _all_graphs(self) -> list[StepGraphs]:
         return [graphs for graphs in (self.graphs, self.mixed_graphs) if graphs is not None]

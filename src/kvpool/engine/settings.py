@@ -36,9 +36,9 @@ class EngineSettings:
     `draft` is a smaller model with the same vocabulary, in any form that `model` has. It guesses up to `draft_tokens` tokens
     (5) ahead, and one step of the model verifies them. Without it, `draft_tokens` copies guesses from the text before.
 
-    `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower start. `cache` holds
-    further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to a
-    file; nobody can read prompts from it. Where `SamplingParams` say nothing, the model's `generation_config.json` counts,
+    `compile` lets torch.compile fuse the small operations of each layer, beside the first requests: faster steps. `cache`
+    holds further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to
+    a file; nobody can read prompts from it. Where `SamplingParams` say nothing, the model's `generation_config.json` counts,
     unless `model_defaults=False`.
 
     A model that takes images gets them through `processor`, which is loaded with it where its directory has one. What its
@@ -75,7 +75,7 @@ class EngineSettings:
     cuda_graphs: bool | None = None
     overlap: bool | None = None
     compile: bool = _shown(
-        False, "torch.compile each layer: slower start, faster steps.", bool, "compile_layers", "compile"
+        False, "torch.compile each layer, beside the first requests: faster steps.", bool, "compile_layers", "compile"
     )
     draft: Any = _shown(None, "A smaller model with the same vocabulary, to guess tokens ahead; output unchanged.")
     draft_tokens: int | None = _shown(

@@ -36,11 +36,9 @@ def warm(
     """
     opt.tell_loading("loading the model ...", quiet)
     with engine_options.make_engine(keyed_tiers=False, scheduler=opt.limits(None, max_sequences)) as engine:
-        stages = dict(engine.start_seconds)
-        before = engine.graphs.seconds
         engine.warm_up()
         engine.generate([[0] * 8], SamplingParams(max_new_tokens=2, ignore_eos=True))
-        stages["capturing the other CUDA graphs, which are not kept"] = engine.graphs.seconds - before
+        stages = {**engine.start_seconds, "capturing all CUDA graphs, which are not kept": engine.graphs.seconds}
     for name, seconds in stages.items():
         print(f"{seconds:7.1f} s  {name}")
     for name, folder in _folders().items():
@@ -50,7 +48,7 @@ def warm(
 
 def _folders() -> dict[str, Path]:
     """Where compiled kernels are kept."""
-    from kvpool.model.faster_layers import layers_folder
+    from kvpool.model.compiled_layers import layers_folder
 
     triton = os.environ.get("TRITON_CACHE_DIR")
     return {

@@ -13,27 +13,22 @@ library that torch uses for a product, and its speed, depend on the processor, t
 sixteen rows the plain order can take 1.4 times as long as the other one. 16-bit types without instructions for them can take
 two hundred times as long as float32. No way keeps a copy of the weights.
 
-On GPUs, layers can go through torch.compile. None of this can be undone: it is done to a copy (`private_copy`).
+None of this can be undone: it is done to a copy (`private_copy`).
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
-
-from kvpool.errors import UnsupportedModelError
-from kvpool.model.gguf_conversion import cache_directory
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
 Way: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # x [rows, in] and a weight [out, in] give [rows, out]
@@ -119,6 +114,10 @@ class JoinedProduct(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The products of all members with `x`, one behind the other."""
         return linear(x, self.weight, self.bias)
+
+    def share_no_product(self) -> None:
+        """Keeps products of its own: a copy of a module has those of its original, which another thread may run."""
+        self._latest = _Latest()
 
     def part(self, place: int, x: Tensor) -> Tensor:
         """The product of member number `place` with `x`: that of the first member's call, if it was with the same tensor."""
@@ -344,24 +343,3 @@ def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> l
             if turn:
                 list_of_times.append(clock() - start)
     return times
-
-
-def layers_folder() -> Path:
-    """Where compiled layers are kept. Torch's own place, in /tmp, does not outlive the machine."""
-    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(given) if given else cache_directory() / "layers"
-
-
-def compile_each_layer(model: Any, num_layers: int) -> None:
-    """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`).
-
-    What is compiled is kept in `layers_folder`, and found there by the next process.
-    """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(layers_folder()))
-    # Among the layers of an image encoder may be as many.
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
-    if not lists:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} layers; use compile=False")
-    for layer in lists[0]:
-        layer.compile(dynamic=True)
