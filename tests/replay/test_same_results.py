@@ -26,7 +26,6 @@ from conversations import conversations
 
 from kvpool import DType, LayerSpec, StatePart, StateSpec
 from kvpool.cli import main
-from kvpool.eviction import policy_names
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, write_trace
 from kvpool.replay.bounds import MODELS, run_model
 from kvpool.replay.capacity_plan import PlanRequest, make_plan
@@ -40,6 +39,7 @@ from kvpool.replay.trace import footprint, reuses, summary, working_set
 from kvpool.scheduling import LinearCostModel
 
 RESULTS = Path(__file__).with_name("same_results.json")
+POLICIES = ("2q", "adaptive", "arc", "clock", "cost", "fifo", "lfu", "lru", "priority", "s3fifo", "sieve")
 LAYERS = (LayerSpec(kv_heads=1, head_dim=5, dtype=DType.FP8_E4M3),)
 STATE = StateSpec((StatePart("recurrent", (10, 8), DType.FLOAT32),))
 SMALL = WorkloadModel(
@@ -203,7 +203,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     for name in MODELS:
         for sizes in ((12, 0, 0), (40, 30, 0), (20, 0, 60), (None, 0, 0)):
             found[f"{name} {sizes}"] = lambda name=name, sizes=sizes: row(run_model(talks, name, *sizes))
-    for policy in policy_names():
+    for policy in POLICIES:
         found[f"replay of {policy}"] = lambda policy=policy: row(replay(chat, ReplayConfig(policy, 120)))
     configs = [
         *(ReplayConfig(policy, 30, objective="seconds") for policy in ("adaptive", "cost")),

@@ -18,7 +18,6 @@ from toy_engine import ToyEngine
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import NeverFitsError
-from kvpool.eviction import policy_names
 from kvpool.scheduling import (
     POLICIES,
     BatchPlan,
@@ -33,6 +32,7 @@ from kvpool.scheduling import (
 
 PLANS = Path(__file__).with_name("same_plans.txt")
 NUM_STEPS, SEEDS, MOST_STEPS = 30, range(36), 2_000
+EVICTION = ("2q", "adaptive", "arc", "clock", "cost", "fifo", "lfu", "lru", "priority", "s3fifo", "sieve")
 BEGINNINGS = ((), (1,) * 4, (1,) * 9, (2,) * 6)
 
 
@@ -56,7 +56,7 @@ class Run:
             host_blocks=rng.choice((None, 4 * len(layers), 60)),
             disk_blocks=rng.choice((None, None, 9 * len(layers))),
             enable_prefix_caching=rng.random() < 0.8,
-            eviction_policy=rng.choice(policy_names()),
+            eviction_policy=rng.choice(EVICTION),
             watermark=rng.choice((0.0, 0.01, 0.2)),
         )
         lanes = rng.randrange(2, 7)

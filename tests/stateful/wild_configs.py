@@ -8,11 +8,23 @@ from random import Random
 from item_codes import KINDS, code_of
 
 from kvpool import DType, KVCacheConfig, LayerSpec, ReuseScope, StatePart, StateSpec, Tier
-from kvpool.eviction import policy_names
 
 BLOCK_SIZES = (1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8, 16)
 HEAD_DIMS = (8, 8, 8, 16, 32)  # equal block bytes share a pool, others get their own
 TENANTS = ("", "a", "b")
+POLICIES = (
+    "2q",
+    "adaptive",
+    "arc",
+    "clock",
+    "cost",
+    "fifo",
+    "lfu",
+    "lru",
+    "priority",
+    "s3fifo",
+    "sieve",
+)
 
 
 @dataclass
@@ -114,7 +126,7 @@ def draw_config(rng: Random, layers: list[LayerSpec | StateSpec], size: int) -> 
         offload_on_evict=offload,
         host_write=rng.choice(("back", "back", "through", "through", 1, 2)) if offload else "back",
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
-        eviction_policy=rng.choice(policy_names()),
+        eviction_policy=rng.choice(POLICIES),
         default_ttl=rng.choice((0.75, 8.0)) if caching and rng.random() < 0.1 else None,
         max_pinned_tokens=rng.choice((None, None, 0, 2 * size, 8 * size)),
         event_buffer_size=0 if rng.random() < 0.05 else 4096,
