@@ -89,8 +89,7 @@ class RowOrder:
         """Adds a candidate to its row."""
         row, key = candidate.row, candidate.key
         row.insert(candidate)
-        least = row.least
-        if least is None or least.run is None:
+        if row.least is None:
             self._look_at(row)
         elif (value := self._value(row, candidate.since)) < row.value:
             self._stand(row, candidate, value)
