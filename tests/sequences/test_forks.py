@@ -24,6 +24,25 @@ def test_two_equal_blocks_become_one_and_freeing_either_keeps_it() -> None:
     manager.check()
 
 
+def test_forks_that_wrote_the_same_apart_from_each_other_publish_one_block_and_give_the_other_back() -> None:
+    manager = make_manager()
+    first = manager.allocate("a", list(range(8)))
+    manager.mark_written(first, 6)
+    (second,) = manager.fork(first, "b")
+    for fork in (first, second):
+        manager.slot_mapping([fork], 6, 8)  # copies the block that both hold
+        manager.mark_written(fork, 2)
+    apart = first.block_ids().tolist(), second.block_ids().tolist()
+    assert apart[0][0] == apart[1][0]
+    assert apart[0][1] != apart[1][1]
+    manager.commit(first, 8)
+    manager.check()
+    assert second.block_ids().tolist() == apart[1]
+    manager.commit(second, 8)
+    manager.check()
+    assert second.block_ids().tolist() == apart[0]
+
+
 def test_lookahead_on_a_shared_tail_copies_it() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1, 2])

@@ -210,7 +210,7 @@ def test_a_sequence_goes_back_to_a_kept_state_and_to_no_other() -> None:
     handle = manager.allocate("a", list(range(10)), reserve=0)
     compute(manager, handle, 10)
     decode(manager, handle, [20, 21, 22, 23])
-    with pytest.raises(SequenceStateError, match=r"states were kept behind these numbers of its 14 tokens: .*12"):
+    with pytest.raises(SequenceStateError, match=r"states were kept behind these numbers of its 14 tokens: 8, 12$"):
         manager.rewind(handle, 1)
     manager.rewind(handle, 2)
     manager.check()
