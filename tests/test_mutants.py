@@ -181,11 +181,17 @@ def test_given_a_change_anywhere_in_a_module_then_the_tests_meet_it(project: Pat
     assert killers == ["[constant]", "[default]", "[inner_function]", *["[free_variable]"] * 3]
 
 
-def test_given_a_function_that_no_test_calls_then_its_mutants_survive_at_once(project: Path) -> None:
+def test_given_a_function_that_no_test_calls_then_its_mutants_meet_the_tests_of_its_module(project: Path) -> None:
     with (project / "src" / "small" / "ages.py").open("a") as file:
         file.write("\n\ndef old(age):\n    return age > 99\n")
-    mutants = tool.all_mutants(project, ["ages.py:10"])
-    assert {(o.result, o.num_tests) for o in tool.run_all(project, mutants, processes=2)} == {("survived", 0)}
+        file.write("\n\ndef of_age():\n    return 18\n\n\nOF_AGE = of_age()  # when it is imported\n")
+    with (project / "tests" / "test_ages.py").open("a") as file:
+        file.write(
+            "\ndef test_of_age():\n    from small.ages import OF_AGE\n    assert adult(OF_AGE, 18) and OF_AGE < 19\n"
+        )
+    mutants = tool.all_mutants(project, ["ages.py:10", "ages.py:14"])
+    results = {(o.mutant.line, o.result) for o in tool.run_all(project, mutants, processes=2)}
+    assert results == {(10, "survived"), (14, "killed")}
 
 
 def test_given_mutants_at_the_same_time_then_their_tests_share_no_folder(project: Path) -> None:

@@ -356,10 +356,10 @@ class _Trials:
 
         A default value is part of no function: the tests that look at all of them are always among those of its module.
         """
-        around = function_around((self.root / change.path).read_bytes(), change.start)
+        around = self.called_around(change)
         first, last = around or (0, sys.maxsize)
         chosen = {test for line, test in self.callers.get(change.path, ()) if first <= line <= last}
-        if not chosen and around is None:
+        if not chosen:
             chosen = {test for test, usual in self.usual.items() if usual.passes}
         if around is None:
             chosen |= {
@@ -367,6 +367,12 @@ class _Trials:
             }
         path = Path(change.path)
         return self.within_limit(chosen, f"tests/{path.parts[2]}/", f"/test_{path.stem}.py::")
+
+    def called_around(self, change: Change) -> tuple[int, int] | None:
+        """First and last line of the function that changes, if a test calls it: others may be called by an import."""
+        around = function_around((self.root / change.path).read_bytes(), change.start)
+        lines = [line for line, _ in self.callers.get(change.path, ())]
+        return around if around and any(around[0] <= line <= around[1] for line in lines) else None
 
     def within_limit(self, tests: set[str], own: str, namesake: str) -> list[str]:
         """As many as a mutant may meet: those named like its module first, then those of its package, quick ones first.
@@ -393,7 +399,8 @@ class _Trials:
         out.write_text(f"{len(tests)}\n")
         if not tests:
             return 0
-        if not self.functions.change(self.root / change.path, change.source(self.root)):
+        in_place = self.called_around(change) is not None
+        if not in_place or not self.functions.change(self.root / change.path, change.source(self.root)):
             return self._try_fresh(change, tests, out)
         self.failed = None
         items = [self.items[test] for test in tests]
