@@ -190,6 +190,7 @@ def feature_cases() -> list[Case]:
         Case("K only", spec(1 * 4, 1, 96, v_dim=64, k_only=True)),
         Case("short V", spec(v_dim=32)),
         Case("cross", spec(causal=False), query_lens=(3, 1, 2, 1, 20), kv_lens=(40, 0, 17, 33, 64)),
+        Case("cross, equal numbers of queries", spec(causal=False), query_lens=(3, 3), kv_lens=(40, 37)),
         Case("both ways in a window", spec(causal=False, window=20), (3, 1, 20, 33), (40, 17, 64, 33)),
         Case("both ways, window, sink tokens", spec(causal=False, window=9, sink_tokens=5), (3, 30), (40, 80), 8),
         Case("cross with sink logits", spec(causal=False, sink_logits=True), (3, 1, 2), (40, 0, 17)),

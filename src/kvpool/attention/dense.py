@@ -34,7 +34,7 @@ def attend_with_sums(
     """The result of `attend` on a CPU, and the logarithms of its softmax denominators: [queries, query heads]."""
     sequences, queries = q.shape[:2]
     dense, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _packed(q, spec), k, v, attn_mask=_packed_mask(mask, queries, spec), scale=spec.scale
+        _packed(q, spec), k, v, attn_mask=_packed_mask(mask, spec), scale=spec.scale
     )
     split = sums.reshape(sequences, spec.kv_heads, queries, spec.group_size)
     return _unpack(dense, queries, spec), split.transpose(1, 2).reshape(-1, spec.q_heads).float()
@@ -47,10 +47,10 @@ def _packed(q: Tensor, spec: AttentionSpec) -> Tensor:
     return grouped.permute(0, 2, 1, 3, 4).reshape(sequences, spec.kv_heads, -1, spec.head_dim)
 
 
-def _packed_mask(mask: Tensor | None, queries: int, spec: AttentionSpec) -> Tensor | None:
+def _packed_mask(mask: Tensor | None, spec: AttentionSpec) -> Tensor | None:
     if mask is None:
         return None
-    return (mask if queries == 1 else mask.repeat_interleave(spec.group_size, dim=1))[:, None]
+    return (mask if mask.shape[1] == 1 else mask.repeat_interleave(spec.group_size, dim=1))[:, None]
 
 
 def attend(
@@ -86,9 +86,7 @@ def attend(
         return dense.permute(2, 0, 1, 3).reshape(1, queries, spec.q_heads, spec.v_dim)
     if triangular:
         mask = torch.ones(1, queries, queries, dtype=torch.bool, device=q.device).tril()
-    dense = scaled_dot_product_attention(
-        _packed(q, spec), k, v, attn_mask=_packed_mask(mask, queries, spec), scale=spec.scale
-    )
+    dense = scaled_dot_product_attention(_packed(q, spec), k, v, attn_mask=_packed_mask(mask, spec), scale=spec.scale)
     return _unpack(dense, queries, spec)
 
 
