@@ -9,8 +9,9 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.config import Tier
+from kvpool.engine.spans import Span
 from kvpool.engine.step_memory import SLOT_BYTES, SLOTS, StepMemory
-from kvpool.engine.step_message import GuessSteps, StepInputs, decode, encode, encode_guesses, make_lists
+from kvpool.engine.step_message import GuessSteps, SentPictures, StepInputs, decode, encode, encode_guesses, make_lists
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan, Request, Scheduler, SchedulerConfig
 
@@ -52,7 +53,7 @@ def test_given_the_steps_of_a_scheduler_then_messages_hold_them() -> None:
                 assert np.array_equal(found, expected)
         same = ("number", "num_decode", "num_tokens", "is_uniform", "is_empty")
         assert [getattr(read.plan, name) for name in same] == [getattr(plan, name) for name in same]
-        assert (read.copies, *read[2:]) == ([], False, None, None, False, False)
+        assert (read.copies, *read[2:]) == ([], False, None, None, None, False, False)
 
 
 def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
@@ -62,7 +63,10 @@ def test_given_copies_and_kept_tokens_then_the_message_holds_them() -> None:
         CopyOp(CopyKind.SWAP_OUT, 1, Tier.GPU, Tier.HOST, blocks, blocks + 1),
         CopyOp(CopyKind.COPY_ON_WRITE, 0, Tier.GPU, Tier.GPU, blocks[:1], blocks[2:], 3),
     ]
-    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]), plan.positions - 1, True, True)))
+    seen = SentPictures(np.stack([plan.positions, plan.positions + 3]), [Span(1, 4, 9)], (1, 5, 64))
+    read = decode(message(StepInputs(copies, plan, True, np.array([0, 4]), plan.positions - 1, seen, True, True)))
+    np.testing.assert_array_equal(read.pictures.positions, seen.positions)
+    assert read.pictures[1:] == seen[1:]
     assert read.adapter_slots.tolist() == (plan.positions - 1).tolist()
     assert (read.launch, read.unknown, read.by_draft) == (True, True, True)
     assert read.keep.tolist() == [0, 4]

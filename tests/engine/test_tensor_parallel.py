@@ -15,6 +15,7 @@ import torch
 from adapter_files import write_adapter
 from models import random_prompt, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
+from vision_models import prompt, vision_model
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.drafts import DraftLength
@@ -174,6 +175,18 @@ def test_given_an_adapter_that_cannot_be_served_then_the_ranks_go_on(ranks: Rank
             found.append([tokens(made, adapter="a"), tokens(made)])
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])  # positions of three axes, and tokens that see one another
+def test_given_images_then_the_tokens_are_those_of_one(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    vision_model(family).save_pretrained(tmp_path)
+    prompts = [prompt(family, [5, 6], 1, [7]), prompt(family, [9], 2, [8, 8], 1), {"input_ids": [[3, 4, 5]]}]
+    found = []
+    for settings in ({}, dict(tensor_parallel=ranks)):
+        with engine(str(tmp_path), **settings) as made:
+            found.append([tokens(made, prompts), tokens(made, [prompt(family, [5, 6], 1, [7, 9])])])
+            assert made.stats().encoder.num_encoded == 2
+    assert found[0] == found[1]
 
 
 def test_given_prompts_to_embed_then_the_vectors_are_those_of_one(ranks: Ranks, llama: str) -> None:

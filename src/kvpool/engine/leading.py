@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,11 @@ from kvpool.engine.rank_tiers import RankTiers
 from kvpool.engine.ranks import START_SECONDS, Ranks, Watch, rank_backend
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
+from kvpool.engine.spans import Span
 from kvpool.engine.step_message import (
     BlockLists,
     GuessSteps,
+    SentPictures,
     StepInputs,
     encode,
     encode_copies,
@@ -33,6 +36,7 @@ from kvpool.engine.step_message import (
 )
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.model.sharding import Sharding
+from kvpool.model.vision import Shown
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling import BatchPlan
@@ -179,6 +183,9 @@ class Leader:
         self,
         plan: BatchPlan,
         token_ids: Tensor,
+        positions: Int64Array,
+        shown: Shown | None,
+        spans: Sequence[Span],
         launch: bool,
         keep: Int64Array | None,
         adapter_slots: Int64Array | None,
@@ -187,10 +194,19 @@ class Leader:
     ) -> None:
         is_guessed = self.settings.draft is not None and bool(plan.num_drafts.any())
         unknown = is_guessed or plan.has_unknown_tokens
-        step = StepInputs(self._send_orders(), plan, launch, keep, adapter_slots, unknown, by_draft)
+        pictures = None
+        if shown is not None or spans or positions is not plan.positions:
+            pictures = SentPictures(np.atleast_2d(positions), spans)
+            if shown is not None:
+                layers, rows, size = shown.features.shape
+                pictures = pictures._replace(features=(layers, rows, size))
+        step = StepInputs(self._send_orders(), plan, launch, keep, adapter_slots, pictures, unknown, by_draft)
         self.ranks.tell_step(partial(encode, step, make_lists(plan, self._num_groups)))
         if unknown:
             torch.distributed.broadcast(token_ids, 0)
+        if shown is not None:
+            for part in shown:
+                torch.distributed.broadcast(part.contiguous(), 0)
 
     def _guess(self, steps: GuessSteps) -> None:
         self._flush()

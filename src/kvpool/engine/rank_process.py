@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,11 +28,14 @@ from kvpool.engine.rank_meeting import watch_link
 from kvpool.engine.rank_tiers import RankAnswers, obey
 from kvpool.engine.ranks import Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.step_message import GuessSteps, decode, decode_copies
+from kvpool.engine.spans import Span
+from kvpool.engine.step_message import GuessSteps, SentPictures, decode, decode_copies
 from kvpool.errors import UnsupportedModelError
 from kvpool.kernels.layout import current
 from kvpool.model.loading import load_model
 from kvpool.model.sharding import Sharding
+from kvpool.model.vision import Shown
+from kvpool.pools.arrays import Int64Array
 from kvpool.tiers.keys import Shard
 from kvpool.tiers.transport.shard_keeper import ShardKeeper
 from kvpool.tiers.transport.shards import Shards
@@ -129,7 +133,21 @@ class Follower:
             if step.unknown:
                 torch.distributed.broadcast(token_ids, 0)
             computing = drafts.runner if step.by_draft and drafts is not None else runner
-            computing.run(step.plan, token_ids, launch=step.launch, keep=step.keep, adapter_slots=step.adapter_slots)
+            seen = () if step.pictures is None else _seen(runner, step.pictures)
+            computing.run(
+                step.plan, token_ids, *seen, launch=step.launch, keep=step.keep, adapter_slots=step.adapter_slots
+            )
+
+
+def _seen(runner: ModelRunner, pictures: SentPictures) -> tuple[Int64Array, Shown | None, Sequence[Span]]:
+    """The arguments of a step with images, whose features come from rank 0."""
+    positions, shown = pictures.positions if runner.num_axes > 1 else pictures.positions[0], None
+    if pictures.features[1]:
+        rows = torch.empty(pictures.features[1], dtype=torch.int64, device=runner.device)
+        shown = Shown(rows, torch.empty(pictures.features, dtype=runner.model.dtype, device=runner.device))
+        for part in shown:
+            torch.distributed.broadcast(part, 0)
+    return positions, shown, pictures.spans
 
 
 def _obey(runner: ModelRunner, what: str, *details: Any) -> None:

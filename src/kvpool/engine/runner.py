@@ -153,8 +153,7 @@ class ModelRunner:
         self.adapters = EngineAdapters(model) if adapters is None else adapters
         self.device = plane.device
         self.max_tokens = max_tokens
-        # Tells other ranks a step: plan, token ids, and the last three arguments of `run`
-        self.mirror: Callable[[BatchPlan, Tensor, bool, Int64Array | None, Int64Array | None], None] | None = None
+        self.mirror: Callable[..., None] | None = None  # tells other ranks a step: takes the arguments of `run`
         self.order: Callable[..., None] | None = None  # has other ranks do something between two steps
         config = plane.config
         # Layers of the cache, by their numbers in the model; those of another model may stand before them
@@ -351,7 +350,7 @@ class ModelRunner:
         """
         where = plan.positions if positions is None else positions
         if self.mirror is not None:
-            self.mirror(plan, token_ids, launch, keep, adapter_slots)
+            self.mirror(plan, token_ids, where, shown, spans, launch, keep, adapter_slots)
         for graphs in (self.graphs, self.mixed_graphs):
             if (
                 graphs is not None

@@ -3,6 +3,7 @@
 header        counts and flags, 32-bit integers
 copies        if any: their number; for each: six integers, then the blocks that are read and the blocks that are written
 token ids, slots, kv_lengths, kept tokens, slots of adapters
+pictures      if any: five integers, positions of tokens, spans; rank 0 sends their features from device to device
 positions, query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
 
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Tier
+from kvpool.engine.spans import Span
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan
@@ -29,7 +31,8 @@ _HEADER = struct.Struct("<7i")
 _HEADER_WORDS = _HEADER.size // 4
 _COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
-_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES, _DRAFT, _GUESSES, _ADAPTED = 1, 2, 4, 8, 16, 32, 64, 128
+_PICTURES = struct.Struct("<5i")  # axes of positions, the shape of features, and the number of spans
+_UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES, _DRAFT, _GUESSES, _ADAPTED, _PICTURED = 1, 2, 4, 8, 16, 32, 64, 128, 256
 _KINDS = tuple(CopyKind)
 _TIERS = tuple(Tier)
 
@@ -61,6 +64,14 @@ def make_lists(plan: BatchPlan, num_groups: int) -> BlockLists:
     return lists
 
 
+class SentPictures(NamedTuple):
+    """What images change in a step: positions, tokens that see one another, and features in the places of embeddings."""
+
+    positions: Int64Array  # [axis, token]
+    spans: Sequence[Span]
+    features: tuple[int, int, int] = (0, 0, 0)  # their shape: layers, tokens, hidden size
+
+
 class StepInputs(NamedTuple):
     """One step of the model, with the copies that come before it."""
 
@@ -69,6 +80,7 @@ class StepInputs(NamedTuple):
     launch: bool = False
     keep: Int64Array | None = None
     adapter_slots: Int64Array | None = None  # of each token, -1 without an adapter
+    pictures: SentPictures | None = None
     unknown: bool = False  # only the device of rank 0 has all token ids
     by_draft: bool = False  # the draft model computes it
 
@@ -89,11 +101,11 @@ class GuessSteps(NamedTuple):
 
 def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Array]) -> Int32Array:
     """Writes the message of a step into the memory that `place` has for so many integers."""
-    copies, plan, launch, keep, adapter_slots, unknown, by_draft = step
+    copies, plan, launch, keep, adapter_slots, pictures, unknown, by_draft = step
     rows, num_groups = len(plan.sequences), len(lists.tables)
     flags = plan.is_uniform * _UNIFORM + launch * _LAUNCH + (keep is not None) * _KEEPS
     flags += unknown * _UNKNOWN + bool(copies) * _COPIES + by_draft * _DRAFT
-    flags += (adapter_slots is not None) * _ADAPTED
+    flags += (adapter_slots is not None) * _ADAPTED + (pictures is not None) * _PICTURED
     num_kept = 0 if keep is None else len(keep)
     parts: list[npt.NDArray[Any]] = [plan.token_ids, plan.slots.reshape(-1), plan.kv_lengths]
     if copies:
@@ -102,6 +114,10 @@ def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Arra
         parts.append(keep)
     if adapter_slots is not None:
         parts.append(adapter_slots)
+    if pictures is not None:
+        counts = _PICTURES.pack(len(pictures.positions), *pictures.features, len(pictures.spans))
+        spans = np.array(pictures.spans, np.int32).reshape(-1)
+        parts += np.frombuffer(counts, np.int32), pictures.positions.reshape(-1), spans
     if not plan.is_uniform:  # otherwise every row has one token, the last one, and one sample
         parts += plan.positions, plan.query_start, plan.num_samples, plan.num_drafts
     header = plan.number, rows, plan.num_decode, plan.num_tokens, flags, num_kept, num_groups
@@ -162,6 +178,12 @@ class _Reader:
             found.append(CopyOp(_KINDS[kind], group, *where, *blocks, None if tokens < 0 else tokens))
         return found
 
+    def pictures(self, num_tokens: int) -> SentPictures:
+        axes, layers, rows, size, num_spans = self.fields(_PICTURES)
+        positions = self.take(axes * num_tokens).astype(np.int64).reshape(axes, num_tokens)
+        spans = [Span(*each) for each in self.take(3 * num_spans).reshape(-1, 3).tolist()]
+        return SentPictures(positions, spans, (layers, rows, size))
+
     def lists(self, num_groups: int, rows: int) -> BlockLists:
         tables = []
         for _group in range(num_groups):
@@ -185,6 +207,7 @@ def decode(message: bytearray) -> StepInputs | GuessSteps:
     token_ids, slots = take(num_tokens), take(num_groups * num_tokens).reshape(num_groups, num_tokens)
     kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)
     adapter_slots = take(num_tokens).astype(np.int64) if flags & _ADAPTED else None
+    pictures = reader.pictures(num_tokens) if flags & _PICTURED else None
     if flags & _UNIFORM:
         positions, query_start = kv_lengths - 1, np.arange(rows + 1, dtype=np.int32)
         samples, drafts = np.ones(rows, np.int64), np.zeros(rows, np.int64)
@@ -210,8 +233,8 @@ def decode(message: bytearray) -> StepInputs | GuessSteps:
         copies=copies,
     )
     vars(plan)["batch"] = lists
-    marks = bool(flags & _UNKNOWN), bool(flags & _DRAFT)
-    return StepInputs(copies, plan, bool(flags & _LAUNCH), kept if flags & _KEEPS else None, adapter_slots, *marks)
+    keep, marks = kept if flags & _KEEPS else None, (bool(flags & _UNKNOWN), bool(flags & _DRAFT))
+    return StepInputs(copies, plan, bool(flags & _LAUNCH), keep, adapter_slots, pictures, *marks)
 
 
 def _decode_guesses(

@@ -176,8 +176,8 @@ def shard_plan(family: Any, config: Any, size: int) -> ShardPlan:
     text = config.get_text_config()
     name = f"{type(config).__name__} (model_type {config.model_type!r})"
     asked = f"tensor_parallel={size}"
-    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
-        raise UnsupportedModelError(f"{asked}: {name} has an encoder; only text decoders are divided between ranks")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{asked}: {name} has an encoder of texts; only decoders are divided between ranks")
     with torch.device("meta"):
         model = family.from_config(config)
     names = {_generic(name) for part in (model.named_modules(), model.named_parameters()) for name, _ in part}
