@@ -111,7 +111,9 @@ def main() -> None:
     size = 0
     for number in range(options.steps):
         plan, name = scheduler.step(), list(ways)[number % 2]
-        lists = make_lists(plan, 1)  # which rank 0 needs for its own part of the step, as the next number
+        lists = make_lists(
+            plan, scheduler.manager.config.groups
+        )  # which rank 0 needs for its own part of the step, as the next number
         assert not plan.has_unknown_tokens
         began, began_cpu = time.perf_counter(), time.thread_time()
         step = StepInputs(plan.copies, plan)

@@ -28,7 +28,7 @@ def plans() -> list[BatchPlan]:
         scheduler.add(Request(number, np.arange(length) + 100 * number, max_new_tokens=20))
     while not made or not made[-1].is_uniform:
         plan = scheduler.step()
-        make_lists(plan, 2)
+        make_lists(plan, manager.config.groups)
         made.append(plan)
         scheduler.complete(plan, np.full(len(plan.sampling_rows), 7, np.int32))
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,10 @@ from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError,
 from kvpool.model.sharding import shard_plan
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import MemoryTier
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+
+from hybrids import VOCABULARY, hybrid_model
 
 FAMILIES = [
     "mistral",
@@ -187,6 +192,32 @@ def test_given_images_then_the_tokens_are_those_of_one(family: str, ranks: Ranks
             found.append([tokens(made, prompts), tokens(made, [prompt(family, [5, 6], 1, [7, 9])])])
             assert made.stats().encoder.num_encoded == 2
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("settings", [{}, dict(draft_tokens=3)])
+def test_given_layers_that_keep_a_state_then_the_tokens_are_those_of_one(
+    settings: dict[str, Any], ranks: Ranks, hybrid: str
+) -> None:
+    def run(**more: Any) -> list[Any]:
+        prompts = [[5, 6, 7, 8] * 5, *([token % VOCABULARY for token in prompt] for prompt in PROMPTS)]
+        with engine(hybrid, **{**settings, **more}) as made:
+            return [tokens(made, prompts), tokens(made, [prompts[-1] + [5, 6]])]
+
+    assert run(tensor_parallel=ranks) == run()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that attends and keeps states in turn. By its plan, every rank has all states."""
+    hybrid_model("qwen3_next").save_pretrained(directory := tmp_path_factory.mktemp("hybrid"))
+    return str(directory)
+
+
+def test_given_a_plan_that_divides_a_state_then_it_is_refused() -> None:
+    config = hybrid_model("qwen3_next").config
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "layers.*.linear_attn.out_proj": "rowwise"}
+    with pytest.raises(UnsupportedModelError, match=r"keep a state, which .*linear_attn.out_proj would divide"):
+        shard_plan(AutoModelForCausalLM, config, 2)
 
 
 def test_given_prompts_to_embed_then_the_vectors_are_those_of_one(ranks: Ranks, llama: str) -> None:

@@ -82,7 +82,9 @@ def test_given_a_real_step_then_its_message_is_as_large_as_planned() -> None:
         scheduler.add(Request(number, np.arange(512) + 1000 * number, max_new_tokens=100))
     while (plan := scheduler.step()).num_decode < 32:
         scheduler.complete(plan, np.full(len(plan.sampling_rows), 7, np.int32))
-    sent = encode(StepInputs([], plan), make_lists(plan, 1), lambda count: np.empty(count, np.int32)).nbytes
+    sent = encode(
+        StepInputs([], plan), make_lists(plan, manager.config.groups), lambda count: np.empty(count, np.int32)
+    ).nbytes
     planned = RankCosts.of(LLAMA_70B, "h200", 2, LINK).message_bytes(32, 512, 16, 1)
     assert planned == pytest.approx(sent, rel=0.05)
 

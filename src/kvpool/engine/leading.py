@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.config import LayerGroup
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.launched import as_ranks, devices_for
 from kvpool.engine.rank_channel import COPIES, OK, ORDER, TIERS
@@ -83,7 +84,7 @@ class Leader:
         self._tell: Callable[[Callable[[], None]], None] | None = None  # has something called in the engine's thread
         self._ranks: Ranks | None = None
         self._watch: Watch | None = None
-        self._num_groups = 0
+        self._groups: Sequence[LayerGroup] = ()
         self._started = False
 
     @property
@@ -134,7 +135,7 @@ class Leader:
         self.ranks.each_answers()
         self._started = True
         self._tell = tell
-        self._num_groups = len(plane.config.groups)
+        self._groups = plane.config.groups
         plane.mirror, runner.mirror = self._pending.extend, self._step
         runner.order = runner.adapters.order = self._tell_now
         if drafts is not None:
@@ -201,7 +202,7 @@ class Leader:
                 layers, rows, size = shown.features.shape
                 pictures = pictures._replace(features=(layers, rows, size))
         step = StepInputs(self._send_orders(), plan, launch, keep, adapter_slots, pictures, unknown, by_draft)
-        self.ranks.tell_step(partial(encode, step, make_lists(plan, self._num_groups)))
+        self.ranks.tell_step(partial(encode, step, make_lists(plan, self._groups)))
         if unknown:
             torch.distributed.broadcast(token_ids, 0)
         if shown is not None:
@@ -210,7 +211,7 @@ class Leader:
 
     def _guess(self, steps: GuessSteps) -> None:
         self._flush()
-        self.ranks.tell_step(partial(encode_guesses, steps, BlockLists.of(steps.batch, self._num_groups)))
+        self.ranks.tell_step(partial(encode_guesses, steps, BlockLists.of(steps.batch, self._groups)))
 
     def fail(self, error: BaseException) -> KVPoolError:
         """Ends all ranks because of an error; returns what the engine ends with."""

@@ -3,6 +3,7 @@
 header        counts and flags, 32-bit integers
 copies        if any: their number; for each: six integers, then the blocks that are read and the blocks that are written
 token ids, slots, kv_lengths, kept tokens, slots of adapters
+states        if layers keep any: where they are read and left, and behind how many tokens of each row
 pictures      if any: five integers, positions of tokens, spans; rank 0 sends their features from device to device
 positions, query_start, samples, drafts, unless every row has one token and one sample
 block lists   for each layer group: indptr, last_page_len, first_position, then the blocks
@@ -20,12 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config import Tier
+from kvpool.config import LayerGroup, Tier
+from kvpool.config.layers import GroupKind
 from kvpool.engine.spans import Span
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan
 from kvpool.sequences.batch import CSRTable, SequenceBatch
+from kvpool.sequences.states import StatePlaces
 
 _HEADER = struct.Struct("<7i")
 _HEADER_WORDS = _HEADER.size // 4
@@ -33,6 +36,7 @@ _COUNT = struct.Struct("<i")
 _COPY = struct.Struct("<6i")
 _PICTURES = struct.Struct("<5i")  # axes of positions, the shape of features, and the number of spans
 _UNIFORM, _LAUNCH, _KEEPS, _UNKNOWN, _COPIES, _DRAFT, _GUESSES, _ADAPTED, _PICTURED = 1, 2, 4, 8, 16, 32, 64, 128, 256
+_STATES, _PARTLY = 512, 1024
 _KINDS = tuple(CopyKind)
 _TIERS = tuple(Tier)
 
@@ -44,9 +48,12 @@ class BlockLists:
         self.tables = tables
 
     @classmethod
-    def of(cls, batch: SequenceBatch, num_groups: int) -> BlockLists:
-        """Makes them, which costs more than a message with them."""
-        return cls([batch.csr(group) for group in range(num_groups)])
+    def of(cls, batch: SequenceBatch, groups: Sequence[LayerGroup], states: StatePlaces | None = None) -> BlockLists:
+        """Makes them, which costs more than a message with them. Of states, they are the blocks that are read."""
+        read = np.full(len(batch.rows), -1, np.int32) if states is None else states.sources
+        one_each, none = np.arange(len(read) + 1, dtype=np.int32), np.zeros(len(read), np.int32)
+        held = CSRTable(one_each, read, none, none)
+        return cls([held if group.kind is GroupKind.STATE else batch.csr(group.index) for group in groups])
 
     def csr(self, group: int = 0) -> CSRTable:
         """The lists of one layer group."""
@@ -57,9 +64,9 @@ class BlockLists:
         return self.tables[group].indices[None]
 
 
-def make_lists(plan: BatchPlan, num_groups: int) -> BlockLists:
+def make_lists(plan: BatchPlan, groups: Sequence[LayerGroup]) -> BlockLists:
     """Makes the block lists of a step. It then runs with them, too."""
-    lists = BlockLists.of(plan.batch, num_groups)
+    lists = BlockLists.of(plan.batch, groups, plan.states)
     vars(plan)["batch"] = lists
     return lists
 
@@ -114,6 +121,12 @@ def encode(step: StepInputs, lists: BlockLists, place: Callable[[int], Int32Arra
         parts.append(keep)
     if adapter_slots is not None:
         parts.append(adapter_slots)
+    if plan.states is not None:
+        flags += _STATES
+        parts += plan.states
+    if plan.num_kept is not None:
+        flags += _PARTLY
+        parts.append(plan.num_kept)
     if pictures is not None:
         counts = _PICTURES.pack(len(pictures.positions), *pictures.features, len(pictures.spans))
         spans = np.array(pictures.spans, np.int32).reshape(-1)
@@ -207,6 +220,8 @@ def decode(message: bytearray) -> StepInputs | GuessSteps:
     token_ids, slots = take(num_tokens), take(num_groups * num_tokens).reshape(num_groups, num_tokens)
     kv_lengths, kept = take(rows).astype(np.int64), take(num_kept).astype(np.int64)
     adapter_slots = take(num_tokens).astype(np.int64) if flags & _ADAPTED else None
+    states = StatePlaces(take(rows), take(rows)) if flags & _STATES else None
+    num_left = take(rows).astype(np.int64) if flags & _PARTLY else None
     pictures = reader.pictures(num_tokens) if flags & _PICTURED else None
     if flags & _UNIFORM:
         positions, query_start = kv_lengths - 1, np.arange(rows + 1, dtype=np.int32)
@@ -231,6 +246,8 @@ def decode(message: bytearray) -> StepInputs | GuessSteps:
         is_steered=np.zeros(rows, np.bool_),
         is_uniform=bool(flags & _UNIFORM),
         copies=copies,
+        states=states,
+        num_kept=num_left,
     )
     vars(plan)["batch"] = lists
     keep, marks = kept if flags & _KEEPS else None, (bool(flags & _UNKNOWN), bool(flags & _DRAFT))

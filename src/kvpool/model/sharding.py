@@ -182,8 +182,7 @@ def shard_plan(family: Any, config: Any, size: int) -> ShardPlan:
         model = family.from_config(config)
     names = {_generic(name) for part in (model.named_modules(), model.named_parameters()) for name, _ in part}
     styles = {key: style for key, style in (getattr(model, "tp_plan", None) or {}).items() if key in names}
-    if any(True for _ in modules_with_state(model)):
-        raise UnsupportedModelError(f"{asked}: layers of {name} keep a state, which is not divided between ranks")
+    _check_states(model, styles, f"{asked}: layers of {name}")
     if not any("layers" in key for key in styles):
         raise UnsupportedModelError(
             f"{asked}: transformers has no tensor-parallel plan for {name}; serve it on one device, without tensor_parallel"
@@ -207,6 +206,15 @@ def shard_plan(family: Any, config: Any, size: int) -> ShardPlan:
         del styles[key]
     _check_sizes(model, styles, size, f"{asked}: {name}")
     return ShardPlan(styles, size, kv_heads, whole)
+
+
+def _check_states(model: Any, styles: Mapping[str, str], what: str) -> None:
+    """Refuses a plan that divides a state. Every rank may have all of it, from projections that gather what ranks have."""
+    keeping = modules_with_state(model)
+    inside = {_generic(name) for name, module in model.named_modules() if any(module is each for each in keeping)}
+    for key, style in styles.items():
+        if style not in _GATHERED and any(key == each or key.startswith(f"{each}.") for each in inside):
+            raise UnsupportedModelError(f"{what} keep a state, which {key} would divide between ranks; use one device")
 
 
 def _generic(name: str) -> str:
