@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.testing import Kept, key, value
 from kvpool.tiers import DiskTier, Outcome
 from kvpool.tiers.disk import slab as rows
+from kvpool.tiers.disk.buffers import BUFFERS_PER_THREAD
 from kvpool.tiers.transport.staging import page_aligned
 
 NUMBERS = st.lists(st.integers(0, 60), min_size=1, max_size=12)
@@ -104,7 +105,9 @@ class DiskTierMachine(RuleBasedStateMachine):
             assert held + free == sum(slab.num_slots for slab in catalog.slabs.values())
             used = sum(int(rows.is_held(slab.records).sum()) * slab.slot_bytes for slab in catalog.slabs.values())
             assert used == catalog.used_bytes
-            assert all(not slab.num_writing for slab in catalog.slabs.values())
+            assert all(not slab.num_writing and not slab.num_jobs for slab in catalog.slabs.values())
+            assert self.tier._workers._buffers.qsize() == BUFFERS_PER_THREAD * self.threads
+            assert self.tier._storing._waiting == {}
             assert np.unique([place for size in catalog.classes.values() for place in size.free]).size == free
 
     def teardown(self) -> None:

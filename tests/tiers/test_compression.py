@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcom
 from kvpool.tiers.codecs import (
     GROUP,
     LOWEST_EXPONENT,
+    MEASURED,
     NUM_EXPONENTS,
+    CompressionStats,
     Fp8,
     Planes,
     UnreadableValueError,
@@ -24,6 +27,7 @@ from kvpool.tiers.codecs import (
     round_to_bfloat16,
     table,
 )
+from kvpool.tiers.compressed_tier import _parts
 
 CODECS = ["zstd", "lz4", "fp8"]
 
@@ -153,11 +157,61 @@ def test_given_zeros_then_fp8_brings_zeros_back() -> None:
     assert back_and_forth(CompressedTier(MemoryTier(2**20), "fp8"), data) == data
 
 
-@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0])  # infinities, NaN
-def test_given_what_is_no_finite_number_then_fp8_keeps_the_value_as_it_is(bits: int) -> None:
-    numbers = np.frombuffer(keys_and_values(3), np.uint16).copy()
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        *(("bfloat16", bits) for bits in (0x7F80, 0xFF80, 0x7FC0)),  # infinities, NaN
+        *(("float16", bits) for bits in (0x7C00, 0xFC00, 0x7E00)),
+        *(("float32", bits) for bits in (0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF)),  # rounded, it is infinite
+    ],
+)
+def test_given_what_is_no_finite_number_then_fp8_keeps_the_value_as_it_is(dtype: str, bits: int) -> None:
+    words = np.uint32 if dtype == "float32" else np.uint16
+    numbers = np.frombuffer(keys_and_values(3, dtype=dtype), words).copy()
+    tier = CompressedTier(MemoryTier(2**20), "fp8", dtype=dtype)
+    assert back_and_forth(tier, numbers.tobytes()) != numbers.tobytes()
     numbers[100] = bits
-    assert back_and_forth(CompressedTier(MemoryTier(2**20), "fp8"), numbers.tobytes()) == numbers.tobytes()
+    tier.remove([key(1)])
+    assert back_and_forth(tier, numbers.tobytes()) == numbers.tobytes()
+
+
+def test_given_many_values_then_fp8_measures_its_error_on_the_first_of_sixteen() -> None:
+    codec = Fp8()
+    exact, inexact = memoryview(bytes(2 * GROUP)), memoryview(keys_and_values(7))
+    codec.encode(exact)
+    for _ in range(MEASURED - 1):
+        codec.encode(inexact)
+        assert codec.error() == 0.0
+    codec.encode(inexact)
+    largest = codec.error()
+    assert 0.0 < largest <= 1.0
+    for _ in range(MEASURED):
+        codec.encode(exact)
+    assert codec.error() == largest
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12))
+def test_given_buffers_then_parts_keep_their_order_and_none_could_take_one_more(sizes: list[int], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpool.tiers.compressed_tier.AT_ONCE_BYTES", most)
+        parts = _parts(list(range(len(sizes))), [memoryview(bytes(size)) for size in sizes])
+    assert [index for part in parts for index in part] == list(range(len(sizes)))
+    sums = [sum(sizes[index] for index in part) for part in parts]
+    assert all(part and (total <= most or len(part) == 1) for part, total in zip(parts, sums, strict=True))
+    assert all(total + sizes[after[0]] > most for total, after in zip(sums, parts[1:], strict=False))
+
+
+def test_given_a_deadline_that_is_over_then_nothing_is_encoded_or_decoded() -> None:
+    tier = CompressedTier(MemoryTier(10**6), "zstd")
+    data, late = memoryview(keys_and_values(8)), time.monotonic() - 1.0
+    assert tier._store([key(1)], [data], late) == [Outcome.LATE]
+    assert tier.compression() == CompressionStats("planes 2 zstd")
+    tier.store([key(1)], [data])
+    assert tier._load([key(1)], [memoryview(bytearray(len(data)))], late) == [Outcome.LATE]
+    stats = tier.compression()
+    assert (stats.seconds_encoding > 0, stats.seconds_decoding) == (True, 0.0)
+    back_and_forth(tier, bytes(data))
+    assert tier.compression().seconds_decoding > 0
 
 
 def test_given_a_length_that_is_no_multiple_of_a_group_then_fp8_keeps_the_rest_as_it_is() -> None:

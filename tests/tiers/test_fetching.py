@@ -12,7 +12,7 @@ from kvpool.testing import key, value
 from kvpool.tiers import MemoryTier
 from kvpool.tiers.transport.block_keys import PromptKeys, cached_groups
 from kvpool.tiers.transport.chain import TierChain
-from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider
+from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider, LoadDecision
 from kvpool.tiers.transport.fetching import Fetch, Fetcher
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
@@ -124,4 +124,25 @@ def test_given_a_second_tier_that_was_too_slow_then_it_is_measured_with_a_few_bl
     )
     assert (done[0].num_blocks, decider.stats().probes, memory.lent_bytes) == (0, 1, 0)
     assert [speed.count for speed in decider.speeds] == [1, 2]
+    storer.close(SECONDS)
+
+
+def test_given_a_part_of_a_prefix_then_its_times_are_its_share_of_those_of_the_whole() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=64)], block_size=SIZE, gpu_blocks=8))
+    block_bytes = groups[0].spec.block_bytes
+    keys, tier = [key(number) for number in range(5)], MemoryTier(2**24)
+    memory, decider, done = StagingMemory(4 * 2 * block_bytes), Decider(1), []
+    tier.store(keys, [value(number, block_bytes) for number in range(5)])
+    chain = TierChain([tier])
+    storer = Storer(chain.watched, memory)
+    decider.decide = lambda options, *_: LoadDecision(options[-1], "because", 8.0, 16.0)  # type: ignore[method-assign]
+    now = time.monotonic()
+    Fetcher(chain, groups, SIZE, decider, memory, storer).run(
+        Fetch(PromptKeys(5 * SIZE + 1, (keys,)), 1, now, now + SECONDS), done.append
+    )
+    (fetch,) = done
+    assert (fetch.num_blocks, fetch.is_part) == (3, True)  # two of the four that the cache lacks
+    assert fetch.decision[1:] == ("because", 4.0, 8.0, False)
+    assert fetch.decision.option.num_blocks == 3
+    fetch.release()
     storer.close(SECONDS)

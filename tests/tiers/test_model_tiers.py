@@ -59,3 +59,24 @@ def test_given_any_field_of_the_configuration_when_it_changes_then_it_is_another
         assert (model_id(changed) != known) == (name not in OF_TRANSFORMERS), name
         changed.config.__dict__[name] = value
     assert model_id(changed) == known
+
+
+def test_given_adapters_in_the_layers_of_a_model_then_which_are_active_and_how_they_are_scaled_is_part_of_its_name(
+    model: Any,
+) -> None:
+    adapted = copy.deepcopy(model)
+    layer = next(module for name, module in adapted.named_modules() if name.endswith("q_proj"))
+    found = {model_id(model)}
+    for active, off, merged, scaling in (
+        (["a"], False, [], {"a": 1.0}),
+        (["b"], False, [], {"a": 1.0}),
+        (["a"], True, [], {"a": 1.0}),
+        (["a"], False, ["a"], {"a": 1.0}),
+        (["a"], False, [], {"a": 2.0}),
+    ):
+        layer.active_adapters, layer.disable_adapters, layer.merged_adapters = active, off, merged
+        layer.scaling = scaling
+        found.add(model_id(adapted))
+    assert len(found) == 6
+    del layer.merged_adapters
+    assert model_id(adapted) == model_id(model)

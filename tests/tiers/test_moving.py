@@ -91,6 +91,19 @@ def test_given_memory_that_came_back_then_it_is_lent_again_unless_it_is_too_shor
     assert (again.whole is first.whole) == is_used
 
 
+def test_given_room_for_exactly_what_is_asked_then_idle_memory_is_kept() -> None:
+    memory = StagingMemory(100_000)
+    idle = memory.take(40_000)
+    assert idle is not None
+    memory.give(idle)
+    assert memory.take(10_000) is not None  # the idle memory is far too long for it
+    assert memory.take(50_000) is not None
+    again = memory.take(40_000)
+    assert again is not None
+    assert again.whole is idle.whole
+    assert memory.take(1) is None
+
+
 def test_given_memory_that_cannot_be_had_then_nothing_counts_as_lent() -> None:
     def allocate(num_bytes: int) -> np.ndarray:
         raise MemoryError

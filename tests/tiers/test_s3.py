@@ -206,3 +206,23 @@ def test_given_a_loop_that_closes_then_who_waits_is_told_and_nobody_waits_for_ev
     assert told == ["closed"]
     with pytest.raises(NodeError, match="closed"):
         loop.wait_for(never())
+
+
+@pytest.mark.parametrize("word", ["QuotaExceeded", "StorageFull", "InsufficientStorage", "507 "])
+def test_given_a_store_without_room_then_values_are_refused_and_it_is_not_asked_again_for_a_moment(
+    server: MotoServer, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.remote.remote_tier.FULL_SECONDS", 1e9)
+    with fresh(server) as tier:
+        asked = []
+
+        async def put_async(*_: object, **__: object) -> None:
+            asked.append(1)
+            raise tier._obstore.exceptions.BaseError(f"a reason: {word}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._obstore, "put_async", put_async)
+            assert store(tier, [1]) == [Outcome.REFUSED]
+            assert store(tier, [2]) == [Outcome.REFUSED]
+        assert asked == [1]
+        assert tier.stats().problem == ""

@@ -29,6 +29,7 @@ from kvpool.tiers.contract import Worth  # noqa: E402
 from kvpool.tiers.model_tiers import OpenedTiers  # noqa: E402
 from kvpool.tiers.transport.block_keys import BlockKeys  # noqa: E402
 from kvpool.tiers.transport.fetching import Fetch  # noqa: E402
+from kvpool.tiers.transport.shard_keeper import ShardKeeper  # noqa: E402
 from kvpool.tiers.transport.tier_transport import TierTransport  # noqa: E402
 
 SECONDS = 60.0
@@ -351,4 +352,69 @@ def test_given_retention_then_tiers_are_told_the_priority_and_the_depth_of_each_
         side.manager.commit(handle)
         side.store(handle)
     assert told == [*(Worth(depth=depth) for depth in range(3)), Worth(80, 0), Worth(80, 1), Worth(depth=2)]
+    side.transport.close()
+
+
+class Staged:
+    """Staging memory that counts its users."""
+
+    def __init__(self) -> None:
+        self.users = 1
+
+    def share(self) -> None:
+        self.users += 1
+
+    def release(self) -> None:
+        self.users -= 1
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("copies_at_once", [True, False])
+def test_given_a_device_that_reads_later_then_memory_comes_back_when_it_has_read_also_if_no_thread_is_free(
+    is_taken: bool, copies_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, staged, waited = Side(MemoryTier(2**20)), Staged(), []
+    later: list[Any] = []
+
+    def submit(job: Any, drop: Any) -> bool:
+        later.append(job)
+        return is_taken
+
+    monkeypatch.setattr(side.transport, "_copies_at_once", copies_at_once)
+    monkeypatch.setattr(side.transport.fetch_threads, "submit", submit)
+    fetch = Fetch(None, 0, 0.0, 0.0, memory=staged)  # type: ignore[arg-type]
+    side.transport.give_back(fetch, [lambda: waited.append(staged.users)])
+    is_later = is_taken and not copies_at_once
+    assert staged.users == is_later
+    if is_later:
+        later[0]()
+    assert staged.users == 0
+    assert bool(waited) == (not copies_at_once)
+    side.transport.close()
+
+
+def test_given_more_blocks_than_are_counted_then_the_uses_of_the_one_used_longest_ago_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.transport.cache_blocks.KNOWN_KEYS", 2)
+    side = Side(MemoryTier(2**20), min_uses=2)
+    count = side.transport.offers._count_use
+    assert [count(bytes([name])) for name in b"aababcbcab"] == [1, 2, 1, 3, 2, 1, 3, 2, 1, 1]
+    side.transport.close()
+
+
+def test_given_what_a_rank_loaded_and_nobody_waits_for_then_its_memory_comes_back() -> None:
+    side, staged = Side(MemoryTier(2**20)), Staged()
+    keeper = ShardKeeper(side.transport, side.plane)
+    answers: list[list[bool]] = []
+    keeper._fetches[1] = None
+    keeper.release(1)
+    keeper._loaded(1, Fetch(None, 0, 0.0, 0.0, memory=staged), [True], answers.append)  # type: ignore[arg-type]
+    assert (staged.users, answers, keeper._fetches) == (0, [[True]], {})
+    wanted = Staged()
+    keeper._fetches[2] = None
+    keeper._loaded(2, Fetch(None, 0, 0.0, 0.0, memory=wanted), [False], answers.append)  # type: ignore[arg-type]
+    assert (wanted.users, answers) == (1, [[True], [False]])
+    keeper.close()
+    assert (wanted.users, keeper._fetches) == (0, {})
     side.transport.close()
