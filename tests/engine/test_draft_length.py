@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvpool.engine.drafts import MOST_PROBE_AFTER, PROBE_AFTER, PROBE_STEPS, DraftLength
+from kvpool.engine.draft_length import MOST_PROBE_AFTER, PROBE_AFTER, PROBE_STEPS, DraftLength
 
 
 def chosen_after(acceptance: float, draft: float, steps: int = 400, most: int = 5) -> list[int]:

@@ -16,9 +16,10 @@ pytest.importorskip("transformers")
 
 from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
+from mtp_models import save_mtp_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.drafts import DraftLength  # noqa: E402
+from kvpool.engine.draft_length import DraftLength  # noqa: E402
 from kvpool.engine.graphs import CaptureReport  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.errors import ConfigError, UnsupportedModelError  # noqa: E402
@@ -205,10 +206,16 @@ def test_given_samples_forks_stops_and_parameters_that_need_each_token_then_noth
         assert forked == plain.generate([parent.token_ids], GREEDY)[0].token_ids
 
 
+@pytest.mark.parametrize("kind", ["model", "mtp"])
 def test_given_sampling_then_tokens_follow_the_distribution_of_the_model(
-    model: Any, similar: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts of pairs of tokens against their probabilities, by chi-square, with seeds of requests and without."""
+    if kind == "model":
+        model, draft = request.getfixturevalue("model"), request.getfixturevalue("similar")
+        source = model
+    else:
+        model, source, draft = save_mtp_model("glm4_moe", 1, tmp_path)[0], tmp_path, "mtp"
     monkeypatch.setattr("kvpool.engine.generation.secrets.randbits", random.Random(5).getrandbits)
     prompt, count = PROMPTS[0], 900
     probabilities: dict[tuple[int, ...], float] = {(): 1.0}
@@ -223,7 +230,7 @@ def test_given_sampling_then_tokens_follow_the_distribution_of_the_model(
     for seeds in (range(count), [None] * count):
         wanted = SamplingParams(max_new_tokens=3, temperature=1.0, top_k=3, ignore_eos=True)
         params = [replace(wanted, seed=seed) for seed in seeds]
-        with Engine(model, kv_blocks=2048, draft=similar, scheduler=SchedulerConfig(max_sequences=256)) as engine:
+        with Engine(source, kv_blocks=2048, draft=draft, scheduler=SchedulerConfig(max_sequences=256)) as engine:
             found = [tuple(result.token_ids) for result in engine.generate([prompt] * count, params)]
             accepted.append(engine.stats().scheduler.accepted_draft_tokens)
         seen = {tokens: sum(each[:2] == tokens for each in found) for tokens in probabilities}
@@ -306,8 +313,6 @@ def test_given_a_draft_in_tiers_then_blocks_of_another_draft_are_not_loaded(mode
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draft": "mtp"}, "heads that come with a model"),
-        ({"draft": "EAGLE-3"}, "heads that come with a model"),
         ({"draft_tokens": 0}, "guesses nothing"),
         ({"draft": ("llama", {"vocab_size": 128})}, "has 128 tokens, the model 160"),
         ({"draft": ("llama", {"max_position_embeddings": 64})}, "'max_seq_len': 64"),

@@ -91,6 +91,12 @@ def source_of(model: Any) -> torch.nn.Module:
     return results[taken[0]]
 
 
+def hidden_of(output: Any) -> Tensor:
+    """The hidden states [token, size] of a step, from what its `source_of` returned."""
+    states: Tensor = _first(output)[0]
+    return states
+
+
 def _first(output: Any) -> Any:
     """The hidden states that a module returns: a tensor, the first of several, or those of an output of transformers."""
     return output if isinstance(output, Tensor) else next(iter(output.values() if isinstance(output, dict) else output))
@@ -109,7 +115,7 @@ def pooling(plan: BatchPlan, pooled: Mapping[Hashable, Pooled]) -> Iterator[bool
         return
     hidden: list[Tensor] = []
     source = wanted[0][1].source
-    hook = source.register_forward_hook(lambda module, inputs, output: hidden.append(_first(output)[0]))
+    hook = source.register_forward_hook(lambda module, inputs, output: hidden.append(hidden_of(output)))
     try:
         yield True
     finally:

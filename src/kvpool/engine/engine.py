@@ -28,7 +28,7 @@ from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
 from kvpool.engine.encoding import EncoderPrompts, Speech
-from kvpool.engine.engine_parts import assemble
+from kvpool.engine.engine_parts import assemble, load_draft
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, tokens_by_tier, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, Grammars
@@ -116,10 +116,7 @@ class Engine:
         leader = self._leader
         sharding = None if leader is None else leader.sharding
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype, sharding=sharding)
-        draft = None
-        if chosen.draft is not None:
-            part = None if sharding is None else sharding.of_draft()
-            draft = load_model(chosen.draft, device=loaded.model.device, dtype=chosen.dtype, sharding=part)
+        draft = load_draft(chosen, loaded, None if sharding is None else sharding.of_draft())
         if leader is not None:
             leader.loaded()
         self.model = loaded.model
@@ -681,12 +678,11 @@ class Engine:
             if self._tiers is not None:
                 self._tiers.close()
             self.plane.close()
-            self._loop.runner.close()
+            for runner in self._loop.runners:
+                runner.close()
             self._loop.runner.adapters.close()
             if self._leader is not None:
                 self._leader.close()
-            if self._loop.drafts is not None:
-                self._loop.drafts.runner.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from kvpool.attention import AttentionBackend, create_backend
+from kvpool.attention import create_backend
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.background_layers import BackgroundLayers
-from kvpool.engine.drafts import DraftModel, check_vocabulary
+from kvpool.engine.drafts import HEAD_STEPS, DraftModel
 from kvpool.engine.encoding import EncodedInputs, check_settings
+from kvpool.engine.hidden_states import HiddenStates
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, rotates
 from kvpool.engine.scheduled_requests import ScheduledRequests
-from kvpool.engine.settings import DRAFT_HEADS, EngineSettings
+from kvpool.engine.settings import DRAFT_HEADS, MTP, EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
 from kvpool.engine.starting import Start
 from kvpool.engine.tier_link import TierLink
@@ -28,9 +29,10 @@ from kvpool.manager import KVCacheManager
 from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
 from kvpool.model.faster_layers import choose_products, fuse_norms, join_projections
-from kvpool.model.loading import LoadedModel
+from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.model.sharding import Sharding
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane
@@ -68,6 +70,17 @@ class Parts(NamedTuple):
     inbox: Inbox
     encoder: ImageEncoder
     inputs: InputEncoder | None  # of an encoder-decoder model
+
+
+def load_draft(settings: EngineSettings, loaded: LoadedModel, sharding: Sharding | None = None) -> LoadedModel | None:
+    """What guesses tokens for a model that was loaded; None: nothing, or the text before."""
+    if settings.draft == MTP:
+        from kvpool.model.mtp import load_mtp
+
+        return load_mtp(loaded)
+    if settings.draft is None:
+        return None
+    return load_model(settings.draft, device=loaded.model.device, dtype=settings.dtype, sharding=sharding)
 
 
 def assemble(
@@ -114,7 +127,7 @@ def assemble(
             requests,
             runner,
             ready.shape.vocab_size,
-            BackgroundLayers([runner] if drafts is None else [runner, drafts.runner], inbox, start.seconds),
+            BackgroundLayers([runner, *(() if drafts is None else drafts.runners)], inbox, start.seconds),
             num_draft_tokens=settings.num_drafts,
             drafts=drafts,
             overlap=settings.overlap,
@@ -138,10 +151,11 @@ def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:
 
 
 class _Draft(NamedTuple):
-    """The engine's copy of a draft model."""
+    """The engine's copy of a draft model, or of MTP layers, which are a model each."""
 
-    model: Any
-    shape: ModelShape
+    models: Sequence[Any]
+    shapes: Sequence[ModelShape]
+    are_heads: bool
 
 
 class _Ready(NamedTuple):
@@ -169,8 +183,9 @@ def _made_ready(own: Any, settings: EngineSettings, draft: LoadedModel | None, t
         adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
     drafting = None
     if draft is not None:
-        drafting = _inspected_draft(draft, settings.compile)
-        check_vocabulary(draft, drafting.shape.vocab_size, tokenizer, shape.vocab_size)
+        drafting = _inspected_draft(draft, settings.compile, settings.draft == MTP)
+        if not drafting.are_heads:
+            _check_vocabulary(draft, drafting.shapes[0].vocab_size, tokenizer, shape.vocab_size)
     return _Ready(own, shape, encoder, inputs, adapters, drafting)
 
 
@@ -181,20 +196,21 @@ def _cache_config(
     own, shape, draft = ready.model, ready.shape, ready.draft
     layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
     if draft is not None:  # a window would take what the draft computes again out of its sight
-        layers += [replace(layer, window=None, chunk=None) for layer in draft.shape.layer_specs(settings.kv_dtype)]
+        specs = [spec for each in draft.shapes for spec in each.layer_specs(settings.kv_dtype)]
+        layers += [replace(spec, window=None, chunk=None) for spec in specs]
     kv_bytes = settings.kv_bytes
     if settings.kv_blocks is None and kv_bytes is None:
         # As much as for the features again is for the work of the encoder.
         beside = 2 * settings.encoder_bytes if ready.sees or ready.inputs is not None else 0
         if draft is not None and own.device.type == "cuda":
-            beside += step_bytes(*draft, own.device, limits)
+            beside += step_bytes(draft.models[0], draft.shapes[0], own.device, limits)
         kv_bytes = kv_budget(own, shape, own.device, settings.memory_fraction, limits, beside)
         kv_bytes = kv_bytes if ranks is None else min(map(int, ranks.exchange(str(kv_bytes))))
     fields = settings.cache_fields(shape.max_positions)
     if ready.inputs is not None and ready.inputs.max_tokens is not None:
         fields.setdefault("plan_cross_tokens", ready.inputs.max_tokens)
     if draft is not None:
-        _check_positions(draft.shape.max_positions, fields["max_seq_len"])
+        _check_positions(draft.shapes[0].max_positions, fields["max_seq_len"])
     if fields.get("objective") == "seconds":
         fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
     return KVCacheConfig(layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields)
@@ -221,47 +237,83 @@ def _runners(
         num_axes=ready.encoder.num_axes,
         **options,
     )
-    runner.warm_up(all_graphs=all_graphs)
-    if ready.draft is None:
-        return runner, None
-    drafts = _drafts(ready.draft, plane, backend, ready.shape.vocab_size, limits, options)
-    drafts.runner.warm_up(all_graphs=all_graphs)
+    drafts = None
+    if ready.draft is not None:
+        drafts = _drafts(ready.draft, runner, ready.shape.vocab_size, limits, options)
+    for each in (runner, *(() if drafts is None else drafts.runners)):
+        each.warm_up(all_graphs=all_graphs)
     return runner, drafts
 
 
-def _inspected_draft(draft: LoadedModel, compile: bool) -> _Draft:
+def _inspected_draft(draft: LoadedModel, compile: bool, are_heads: bool) -> _Draft:
     own = private_copy(draft.model)
     try:
-        for name in own.config.architectures or ():
+        models = _heads_of(own) if are_heads else [own]
+        for name in () if are_heads else own.config.architectures or ():
             # transformers loads a head as a model of its own, without its weights
             if any(head in name.lower() for head in DRAFT_HEADS):
                 raise UnsupportedModelError(f"{name} is the head of another model; give a smaller model")
-        shape = _prepared(own, compile)
-        if shape.states:
+        shapes = [_prepared(model, compile) for model in models]
+        if any(shape.states for shape in shapes):
             raise UnsupportedModelError("its layers keep a state, which cannot be rewound to an accepted draft")
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{draft.info.name} cannot draft: {error}") from error
-    return _Draft(own, shape)
+    return _Draft(models, shapes, are_heads)
+
+
+def _heads_of(layers: Any) -> Sequence[Any]:
+    from kvpool.model.mtp import mtp_heads
+
+    return mtp_heads(layers)
 
 
 def _drafts(
-    draft: _Draft,
-    plane: DataPlane,
-    backend: AttentionBackend,
-    vocab_size: int,
-    limits: SchedulerConfig,
-    options: Mapping[str, Any],
+    draft: _Draft, model: ModelRunner, vocab_size: int, limits: SchedulerConfig, options: Mapping[str, Any]
 ) -> DraftModel:
     """The draft on the last layers of the cache."""
+    plane = model.plane
     if plane.device.type == "cuda":  # elsewhere new memory is zero: a draft may read tokens that it has not computed
         for (_, tier), store in plane.stores.items():
             if tier is Tier.GPU and isinstance(store, BlockStore):
                 store.data.zero_()
-    first = len(plane.config.layers) - len(draft.shape.layers)
+    first = len(plane.config.layers) - sum(len(shape.layers) for shape in draft.shapes)
     # The first step that guesses may compute two tokens of each sequence
     sizes = {"max_sequences": 2 * limits.max_sequences, "max_drafts": 0}
-    runner = ModelRunner(*draft, plane, backend, first_layer=first, **{**options, **sizes})
-    return DraftModel(runner, draft.shape, vocab_size, limits)
+    runners = []
+    for each in zip(draft.models, draft.shapes, strict=True):
+        runners.append(ModelRunner(*each, plane, model.backend, first_layer=first, **{**options, **sizes}))
+        first += len(each[1].layers)
+    hidden = _hidden_states(model, runners, limits) if draft.are_heads else None
+    return DraftModel(runners, draft.shapes[0], vocab_size, limits, hidden)
+
+
+def _hidden_states(model: ModelRunner, heads: Sequence[ModelRunner], limits: SchedulerConfig) -> HiddenStates:
+    """Memory for what the model, and each MTP layer, computes for tokens, and for what the layers read."""
+    weights = model.model.get_output_embeddings().weight
+    size, lanes, behind = weights.shape[1], limits.max_sequences, limits.max_draft_tokens + len(heads)
+    num_tokens = max(limits.max_tokens_per_step, 2 * lanes)
+    hidden = HiddenStates(lanes, HEAD_STEPS + 2 * behind, num_tokens, size, weights)
+    model.keep_hidden(hidden.step)
+    rows = max(num_tokens + len(heads) * lanes, (1 + behind) * lanes)
+    for head in heads:
+        head.keep_hidden(weights.new_zeros(rows + 1, size), weights.new_zeros(rows, size))
+    return hidden
+
+
+def _check_vocabulary(draft: LoadedModel, draft_size: int, tokenizer: Any, vocab_size: int) -> None:
+    """Refuses a draft whose token ids mean something else than the model's.
+
+    Models of one family often pad the same vocabulary to different sizes; then the tokenizers must be equal.
+    """
+    if hasattr(draft.tokenizer, "get_vocab") and hasattr(tokenizer, "get_vocab"):
+        if draft.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"the draft {draft.info.name} has another vocabulary than the model; use one with the same tokenizer"
+            )
+    elif draft_size != vocab_size:
+        raise ConfigError(
+            f"the draft {draft.info.name} has {draft_size} tokens, the model {vocab_size}; use one with the same vocabulary"
+        )
 
 
 def _check_positions(max_positions: int | None, longest: int | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvpool.config import Tier
-from kvpool.engine.drafts import DraftStats
+from kvpool.engine.draft_length import DraftStats
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats
 from kvpool.engine.tier_link import TierLink

@@ -123,12 +123,16 @@ class EngineLoop:
         self._requests.admit_waiting()
 
     @property
+    def runners(self) -> list[ModelRunner]:
+        """That of the model, and those of its draft."""
+        return [self.runner, *(() if self.drafts is None else self.drafts.runners)]
+
+    @property
     def _unfinished(self) -> ModelRunner | None:
         """A runner with graphs left to capture: none until layers are compiled, because all are captured again then."""
         if self.layers.are_left:
             return None
-        runners = [self.runner] if self.drafts is None else [self.runner, self.drafts.runner]
-        return next((runner for runner in runners if runner.captures_more), None)
+        return next((runner for runner in self.runners if runner.captures_more), None)
 
     @property
     def has_idle_work(self) -> bool:
@@ -241,6 +245,8 @@ class EngineLoop:
             self.tiers.planned(plan)
         try:
             launched = self._launch(plan)
+            if self.drafts is not None:
+                self.drafts.after(plan, self.scheduler.token_ids)
         except Exception as error:
             self._give_up(plan, error)
             return
@@ -384,8 +390,7 @@ class EngineLoop:
         A step during which a graph was captured took much longer than others like it will.
         """
         now = time.perf_counter()
-        runners = [self.runner] if self.drafts is None else [self.runner, self.drafts.runner]
-        num_graphs = sum(runner.captured.num_graphs for runner in runners)
+        num_graphs = sum(runner.captured.num_graphs for runner in self.runners)
         captured, self._num_graphs = num_graphs != self._num_graphs, num_graphs
         if launched.sampled is not None and not launched.plan.copies and not captured:
             seconds = now - max(launched.began, self._last_finish)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvpool.engine.drafts import DraftModel
-from kvpool.engine.engine_parts import Parts, assemble
+from kvpool.engine.engine_parts import Parts, assemble, load_draft
 from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
 from kvpool.engine.rank_channel import COPIES, END, ERROR, OK, ORDER, TIERS, Channel
@@ -65,16 +65,14 @@ class Follower:
         with suppress(EngineEnded):
             settings = spec.settings
             sharding = Sharding(self._hello.rank, self._hello.size, self._device, lambda: self._mesh)
-            loading: dict[str, Any] = {"device": self._device, "dtype": settings.dtype}
-            model, draft = load_model(spec.model, **loading, sharding=sharding).model, None
-            if settings.draft is not None:
-                draft = load_model(settings.draft, **loading, sharding=sharding.of_draft())
+            loaded = load_model(spec.model, device=self._device, dtype=settings.dtype, sharding=sharding)
+            draft = load_draft(settings, loaded, sharding.of_draft())
             self._channel.send(OK)
             self._receive()
             # Rank 0 compares the vocabularies: its tokenizer may be another one
             tokenizer = None if draft is None else draft.tokenizer
             settled = settings, settings.limits(), settings.model_tiers()
-            parts = assemble(model, *settled, draft, tokenizer, ranks=self)
+            parts = assemble(loaded.model, *settled, draft, tokenizer, ranks=self)
             self._run(parts)
         self._channel.send(END)
 

@@ -17,7 +17,7 @@ from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBu
 from kvpool.config import LayerSpec
 from kvpool.config.layers import DType, GroupKind, ceil_div
 from kvpool.engine.adapters import EngineAdapters
-from kvpool.engine.embedding import source_of
+from kvpool.engine.embedding import hidden_of, source_of
 from kvpool.engine.graphs import (
     DRAFT_SIZES,
     MIXED_SIZES,
@@ -176,6 +176,7 @@ class ModelRunner:
         self._captures_ahead = True  # until there is no memory for it
         self._kernels: Future[None] | None = None  # while they are compiled
         self._hidden_source: torch.nn.Module | None = None
+        self.hidden = self.previous = torch.empty(0)  # where steps leave and read such states: see `keep_hidden`
         self.graphs_required = cuda_graphs is True
         possible = self.device.type == "cuda" or recorder is not None
         wanted = possible if cuda_graphs is None else cuda_graphs
@@ -268,6 +269,8 @@ class ModelRunner:
         had_graphs = self.graphs is not None
         self.close()
         self.model, self._uncompiled, self._hidden_source = self._uncompiled, None, None
+        if len(self.hidden):
+            self.keep_hidden(self.hidden, self.previous if len(self.previous) else None)
         if had_graphs:
             self._make_graphs()
         self.warm_up(all_graphs=False)
@@ -468,6 +471,24 @@ class ModelRunner:
                 self.order("hidden_source")
             self._hidden_source = source_of(self.model)
         return self._hidden_source
+
+    def keep_hidden(self, states: Tensor, previous: Tensor | None = None) -> None:
+        """Leaves the hidden states of each step in `states` [token, size], also of those from graphs captured from now on.
+
+        An MTP layer reads what was computed for the token before each of a step in `previous` [token, size].
+        """
+        self.hidden = states
+        if previous is not None:
+            self.previous = self.model.previous = previous
+        source = self.hidden_source()
+        source.register_forward_hook(lambda module, inputs, output: self._keep(hidden_of(output)))
+
+    def _keep(self, states: Tensor) -> None:
+        self.hidden[: len(states)] = states
+
+    def states_at(self, tokens: Int64Array) -> Tensor:
+        """The hidden states of some tokens of the last step; those of token -1 are the last row of the memory for them."""
+        return self.hidden.index_select(0, self.upload(np.where(tokens < 0, len(self.hidden) - 1, tokens)))
 
     def layer_of(self, call: AttentionCall) -> int:
         """The layer of the cache that a layer of the model attends over."""

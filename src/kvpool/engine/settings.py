@@ -18,6 +18,7 @@ from kvpool.tiers.settings import REQUEST_TIMEOUT, help_of
 
 _MOST_BYTES = 2**62
 DRAFT_TOKENS = 5  # of a draft model, at most
+MTP, MTP_TOKENS = "mtp", 3  # the layers that come with a model for it, and their drafts, at most
 DRAFT_HEADS = ("mtp", "nextn", "eagle", "eagle3", "medusa")
 
 
@@ -34,7 +35,8 @@ class EngineSettings:
     (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to.
 
     `draft` is a smaller model with the same vocabulary, in any form that `model` has. It guesses up to `draft_tokens` tokens
-    (5) ahead, and one step of the model verifies them. Without it, `draft_tokens` copies guesses from the text before.
+    (5) ahead, and one step of the model verifies them. With `draft="mtp"`, layers that come with the model guess (3). Without
+    a draft, `draft_tokens` copies guesses from the text before.
 
     `compile` lets torch.compile fuse the small operations of each layer, beside the first requests: faster steps. `cache`
     holds further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to
@@ -77,7 +79,9 @@ class EngineSettings:
     compile: bool = _shown(
         False, "torch.compile each layer, beside the first requests: faster steps.", bool, "compile_layers", "compile"
     )
-    draft: Any = _shown(None, "A smaller model with the same vocabulary, to guess tokens ahead; output unchanged.")
+    draft: Any = _shown(
+        None, "A smaller model with the same vocabulary, or mtp: guesses tokens ahead; output unchanged."
+    )
     draft_tokens: int | None = _shown(
         None, "Guess up to so many tokens ahead, without a draft model from the text before; output unchanged.", int
     )
@@ -157,9 +161,15 @@ class EngineSettings:
     def _check_drafts(self) -> None:
         if self.draft is not None and self.draft_tokens == 0:
             raise ConfigError("draft with draft_tokens=0 guesses nothing; drop one of them")
-        if isinstance(self.draft, str) and self.draft.lower().replace("-", "") in DRAFT_HEADS:
+        if not isinstance(self.draft, str) or self.draft == MTP:
+            return
+        name = self.draft.lower().replace("-", "")
+        if name in (MTP, "nextn"):
+            raise ConfigError(f"draft={self.draft!r}: write draft='mtp' for the MTP layers of the model")
+        if name in DRAFT_HEADS:
             raise ConfigError(
-                f"draft={self.draft!r}: heads that come with a model cannot draft; give a smaller model with its vocabulary"
+                f"draft={self.draft!r}: transformers has no such heads; give a smaller model with the vocabulary of the "
+                "model, or draft='mtp' if it has MTP layers"
             )
 
     def _check_ranks(self) -> None:
@@ -171,6 +181,10 @@ class EngineSettings:
             raise ConfigError(f"tensor_parallel must be a number of ranks, or Ranks, got {show(self.tensor_parallel)}")
         if self.is_divided and self.compile:
             raise ConfigError("compile with tensor_parallel: this works on one device only; drop one of them")
+        if self.is_divided and self.draft == MTP:
+            raise ConfigError(
+                "draft='mtp' with tensor_parallel: MTP layers run on one device only; give a smaller model"
+            )
         if self.is_divided and self.tiers:
             raise ConfigError("tiers with tensor_parallel: every rank opens its own; give addresses, disk= and remote=")
 
@@ -183,7 +197,7 @@ class EngineSettings:
     def num_drafts(self) -> int:
         """The most tokens that a step drafts for a sequence."""
         if self.draft_tokens is None:
-            return 0 if self.draft is None else DRAFT_TOKENS
+            return 0 if self.draft is None else MTP_TOKENS if self.draft == MTP else DRAFT_TOKENS
         return self.draft_tokens
 
     def model_tiers(self) -> ModelTiers:
