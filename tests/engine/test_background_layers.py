@@ -140,24 +140,30 @@ def test_given_a_draft_then_its_layers_and_the_models_take_over_together(compile
         assert tokens(engine) == expected
 
 
+def engine_with_graphs(recorder: FakeRecorder) -> Engine:
+    """An engine on a CPU whose steps run from graphs of plain layers, which must be there, until others are compiled."""
+    engine = Engine(tiny_model("llama"), kv_blocks=64)
+    runner = ModelRunner(
+        engine._loop.runner.model,
+        engine.shape,
+        engine.plane,
+        ReplanningBackend(),
+        cuda_graphs=True,
+        max_sequences=4,
+        max_tokens=64,
+        compile_layers=True,
+        recorder=recorder,
+    )
+    runner.warm_up()
+    engine._loop.runner = runner
+    engine._loop.layers = BackgroundLayers([runner], engine._thread._inbox, {})
+    return engine
+
+
 def test_given_graphs_of_plain_layers_then_they_are_captured_again(compiler: Compiler) -> None:
-    with Engine(tiny_model("llama"), kv_blocks=64) as engine:
-        expected = tokens(engine)
-        runner = ModelRunner(
-            engine._loop.runner.model,
-            engine.shape,
-            engine.plane,
-            ReplanningBackend(),
-            max_sequences=4,
-            max_tokens=64,
-            compile_layers=True,
-            recorder=FakeRecorder(),
-        )
-        runner.warm_up()
-        engine._loop.runner = runner
-        engine._loop.layers = BackgroundLayers([runner], engine._thread._inbox, {})
-        assert tokens(engine) == expected
-        plain = runner.graphs
+    with engine_with_graphs(FakeRecorder()) as engine:
+        runner = engine._loop.runner
+        expected, plain = tokens(engine), runner.graphs
         compiler.may_go.set()
         engine.warm_up()
         assert runner.graphs is not None
@@ -165,3 +171,17 @@ def test_given_graphs_of_plain_layers_then_they_are_captured_again(compiler: Com
         compiler.callers.clear()
         assert tokens(engine) == expected
         assert set(compiler.callers) == {"kvpool-engine"}  # a fake graph runs the step again
+
+
+def test_given_compiled_layers_that_cannot_be_captured_then_requests_go_on_without_graphs(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = FakeRecorder()
+    with engine_with_graphs(recorder) as engine:
+        expected = tokens(engine)
+        recorder.refuses = "it waits for the device"
+        compiler.may_go.set()
+        engine.warm_up()
+        assert tokens(engine) == expected
+        assert engine._loop.runner.graphs is None
+    assert "steps run without CUDA graphs" in caplog.text

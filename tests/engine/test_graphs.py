@@ -85,6 +85,18 @@ def test_given_another_thread_that_has_the_device_for_itself_then_steps_run_from
         assert engine.graphs.num_graphs > 2
 
 
+def test_given_ranks_that_must_take_the_same_graph_then_a_step_waits_for_the_device() -> None:
+    told = threading.Event()
+    with engine_with_graphs(all_graphs=False) as engine:
+        engine._loop.runner.mirror = lambda *_: told.set()
+        with whole_device:
+            generation = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=1))
+            assert told.wait(60)
+            assert engine.graphs.num_graphs == 2
+        generation.result(60)
+        assert engine.graphs.num_graphs == 3
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])
 def test_given_windows_sinks_or_experts_then_rows_behind_a_step_change_nothing(family: str) -> None:
     assert tokens(engine_with_graphs(family)) == plain(family)

@@ -69,6 +69,8 @@ class StepRunner(Protocol):
     num_axes: int
     adapters: EngineAdapters
 
+    @property
+    def mirror(self) -> Callable[..., None] | None: ...
     def layer_of(self, call: AttentionCall) -> int: ...
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor: ...
@@ -259,11 +261,14 @@ class StepGraphs(ABC):
         return captured.recorded.output[:num_logits]
 
     def _graph(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
-        """The graph of a size, captured now if need be; a larger one while another thread has the device for itself."""
+        """The graph of a size, captured now if need be; a larger one while another thread has the device for itself.
+
+        Ranks of a divided model must take the same one, so they wait for the device.
+        """
         captured = self._captured.get((size, adapted))
         if captured is not None and captured.holds(batches):
             return captured
-        if whole_device.acquire(blocking=False):
+        if whole_device.acquire(blocking=self._runner.mirror is not None):
             try:
                 return self._capture(size, batches, adapted)
             finally:

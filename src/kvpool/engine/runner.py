@@ -273,7 +273,11 @@ class ModelRunner:
             self.keep_hidden(self.hidden, self.previous if len(self.previous) else None)
         if had_graphs:
             self._make_graphs()
-        self.warm_up(all_graphs=False)
+        try:
+            self.warm_up(all_graphs=False)
+        except (CaptureError, torch.OutOfMemoryError) as error:  # requests are there: they go on
+            log.error("steps run without CUDA graphs: %s", error)
+            self._drop_graphs()
 
     def _all_graphs(self) -> list[StepGraphs]:
         return [graphs for graphs in (self.graphs, self.mixed_graphs) if graphs is not None]
