@@ -357,5 +357,5 @@ def test_given_sizes_that_do_not_divide_then_the_plan_names_them(
 
 def test_given_too_few_gpus_then_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(InvalidArgumentError, match="needs 2 GPUs, but torch finds 1"):
+    with pytest.raises(InvalidArgumentError, match="needs 2 GPUs of this machine, but torch finds 1"):
         Engine(tiny_config("llama"), device="cuda", tensor_parallel=2)
