@@ -13,7 +13,8 @@ pytest.importorskip("typer")
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.cli import main
 from kvpool.recording.playback import play_recording
-from kvpool.replay import Trace, TraceRecorder, read_trace, write_trace
+from kvpool.replay import Trace, TraceBuilder, TraceRecorder, read_trace, write_trace
+from kvpool.replay.replay_command import _remarks
 
 LINES = [
     '{"timestamp": 5000, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}',
@@ -71,6 +72,7 @@ def test_given_a_file_without_requests_then_every_command_refuses_it(
         (["--tiers", "host=5"], "has no gpu tier"),
         (["--tiers", "gpu=many"], "write a number above 0"),
         (["--host-write", "through"], "does nothing without a host"),
+        (["--policy", "lru,lfu", "--objective", "seconds"], "needs a policy that knows what blocks cost"),
         (["--tiers", "gpu=5,host=5", "--host-write", "around"], "must be 'back' or 'through'"),
         (["--report", "nowhere/out.html"], "there is no folder nowhere"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),
@@ -218,3 +220,16 @@ def test_given_a_policy_given_as_an_object_then_its_name_is_recorded(tmp_path: P
     manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 16)], block_size=4, gpu_blocks=8), policy="s3fifo")
     TraceRecorder(tmp_path / "t").attach(manager).close()
     assert json.loads((tmp_path / "t").read_bytes().splitlines()[0])["policy"] == "s3fifo"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ttft", "is_told"), [(110.0, 99.0, False), (111.0, 10.0, False), (111.0, 11.0, True)]
+)
+def test_given_more_than_can_be_served_in_its_time_and_long_waits_then_the_overload_is_told(
+    seconds: float, ttft: float, is_told: bool
+) -> None:
+    trace = TraceBuilder("slow", unit=16).add(0, [1], 16, 1).add(200_000, [2], 16, 1).build()
+    row = {"simulated_seconds": seconds, "ttft_p50": 1.0, "ttft_p90": ttft}
+    told = _remarks(trace, [], [{}, {**row, "simulated_seconds": 90.0}, row], speed=2.0)
+    sentence = f"Overload in 1 of 2 runs: requests arrive in 100 s and take up to {seconds:.0f} s to serve"
+    assert [each.partition(", so")[0] for each in told] == [sentence] * is_told

@@ -65,10 +65,18 @@ def test_given_prompts_longer_than_a_cache_then_their_beginning_is_served() -> N
     assert simulate_fleet(trace, FleetConfig(1, 8)).hit_blocks == 8
 
 
-@pytest.mark.parametrize("options", [{"nodes": 0}, {"capacity": 0}, {"cell": 65}, {"routing": "luck"}])
+WRONG = [{"nodes": 0}, {"nodes": 2**20 + 1}, {"capacity": 0}, {"capacity": 2**31 + 1}, {"cell": 0}, {"cell": 65}]
+
+
+@pytest.mark.parametrize("options", [*WRONG, {"routing": "luck"}])
 def test_given_a_wrong_setting_then_it_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=str(next(iter(options.values())))):
         FleetConfig(**{"nodes": 2, "capacity": 4, **options})
+
+
+def test_given_a_setting_at_its_limits_then_it_is_taken() -> None:
+    assert FleetConfig(2**20, 2**31, cell=64).num_cells == 2**14
+    assert FleetConfig(1, 1, cell=1).nodes_of(0) == 1
 
 
 def test_given_a_trace_of_lengths_then_it_is_refused() -> None:
