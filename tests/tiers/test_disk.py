@@ -513,3 +513,25 @@ def test_given_a_time_then_what_was_used_at_it_or_later_is_not_purged(tmp_path: 
     with Upkeep(tmp_path, writing=True) as upkeep:
         used = max(int(slab.records["used"].max()) for slab in upkeep.slabs)
         assert [upkeep.purge(lambda _: None, used_before=time) for time in (used - 1, used, used + 1)] == [0, 0, 1]
+
+
+def test_given_a_fingerprint_that_cannot_be_kept_then_a_line_tells_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    space = KeySpace(Fingerprint("model", "weights", 16, ()))
+    with DiskTier(tmp_path, 2**21) as tier:
+        monkeypatch.setattr(Directory, "describe", fails)
+        tier.introduce(space)
+    assert f"No space left: the fingerprint of {space.prefix.hex()} was not kept" in caplog.text
+
+
+def test_given_a_reader_then_it_reads_what_was_stored_since_also_into_memory_that_is_kept(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**21) as tier, DiskTier(tmp_path, 2**21, read_only=True) as reader:
+        store(tier, [1], 8192)
+        out, kept = page_aligned(8192), Kept()
+        assert reader.load([key(1)], [out], keeper=kept) == [Outcome.OK]
+        assert out.tobytes() == value(1, 8192)
+        assert kept.users == 0

@@ -9,7 +9,8 @@ import pytest
 
 from kvpool import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec
 from kvpool.testing import key, value
-from kvpool.tiers import MemoryTier
+from kvpool.tiers import MemoryTier, Outcome
+from kvpool.tiers.contract import Loan
 from kvpool.tiers.transport.block_keys import PromptKeys, cached_groups
 from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider, LoadDecision
@@ -145,4 +146,41 @@ def test_given_a_part_of_a_prefix_then_its_times_are_its_share_of_those_of_the_w
     assert fetch.decision[1:] == ("because", 4.0, 8.0, False)
     assert fetch.decision.option.num_blocks == 3
     fetch.release()
+    storer.close(SECONDS)
+
+
+class Lent(Loan):
+    """Values of a tier that a caller reads where they lie."""
+
+    def __init__(self, values: list[bytes]) -> None:
+        super().__init__(memoryview(b""), 1)
+        self.outcomes, self.views = [Outcome.OK] * len(values), [memoryview(each) for each in values]
+        self.has_ended = False
+
+    def is_held(self) -> bool:
+        return not self.has_ended
+
+    def _end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("may_borrow", [True, False])
+def test_given_a_tier_that_lends_then_a_prefix_is_loaded_only_if_the_device_cannot_read_it_there(
+    may_borrow: bool,
+) -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    keys, values = [key(0), key(1)], [value(number, groups[0].spec.block_bytes) for number in range(2)]
+    tier, memory, lent, done = MemoryTier(2**20), StagingMemory(2**20), Lent(values), []
+    tier.store(keys, values)
+    tier._lend = lambda *_: lent  # type: ignore[method-assign]
+    chain = TierChain([tier])
+    storer, now = Storer(chain.watched, memory), time.monotonic()
+    fetcher = Fetcher(chain, groups, SIZE, Decider(1), memory, storer, lambda loan: may_borrow)
+    fetcher.run(Fetch(PromptKeys(2 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append)
+    (fetch,) = done
+    assert (fetch.num_blocks, fetch.is_lent, lent.has_ended) == (2, may_borrow, not may_borrow)
+    assert [bytes(row) for row in fetch.groups[0].rows] == values
+    assert (memory.lent_bytes > 0, fetch.is_held()) == (not may_borrow, True)
+    fetch.release()
+    assert (lent.has_ended, memory.lent_bytes) == (True, 0)
     storer.close(SECONDS)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.config import DType, LayerGroup
@@ -321,3 +323,51 @@ def test_given_no_weights_then_one_line_names_the_remedy(tmp_path: Path) -> None
         files_id(tmp_path)
     with pytest.raises(ConfigError, match="cannot read the weights"):
         files_id(tmp_path / "nowhere")
+
+
+SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type of GGUF
+TEXTS = st.binary(max_size=20)
+
+
+def gguf_value(kind: int) -> st.SearchStrategy[bytes]:
+    if kind == 8:
+        return TEXTS.map(gguf_text)
+    if kind != 9:
+        return st.binary(min_size=SCALARS[kind], max_size=SCALARS[kind])
+    inner = st.sampled_from([0, 3, 5, 8, 12])
+    return inner.flatmap(
+        lambda of: st.lists(gguf_value(of), max_size=4).map(
+            lambda values: struct.pack("<IQ", of, len(values)) + b"".join(values)
+        )
+    )
+
+
+def gguf_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+FIELDS = st.sampled_from([*SCALARS, 8, 9]).flatmap(
+    lambda kind: st.tuples(TEXTS, gguf_value(kind)).map(
+        lambda pair: gguf_text(pair[0]) + struct.pack("<I", kind) + pair[1]
+    )
+)
+TENSORS = st.tuples(TEXTS, st.lists(st.integers(0, 2**40), max_size=4), st.integers(0, 2**40))
+
+
+@given(
+    st.lists(FIELDS, max_size=6), st.lists(TENSORS, max_size=4), st.sampled_from([None, 1, 8, 64, 4096]), st.booleans()
+)
+def test_given_any_head_of_a_gguf_file_then_the_offsets_of_its_tensors_are_found_and_half_a_head_is_refused(
+    fields: list[bytes], tensors: list[tuple[bytes, list[int], int]], alignment: int | None, is_new: bool
+) -> None:
+    if alignment is not None:
+        fields = [*fields, gguf_text(b"general.alignment") + struct.pack("<II", 4, alignment)]
+    head = b"GGUF" + struct.pack("<IQQ", 2 + is_new, len(tensors), len(fields)) + b"".join(fields)
+    for name, shape, offset in tensors:
+        head += gguf_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 7, offset)
+    size = alignment or 32
+    start = (len(head) + size - 1) // size * size
+    assert gguf_offsets(io.BytesIO(head)) == (start, [start + offset for _, _, offset in tensors])
+    if tensors:
+        with pytest.raises(ValueError, match="the file ends in its head"):
+            gguf_offsets(io.BytesIO(head[:-1]))

@@ -317,6 +317,18 @@ def test_given_a_storer_that_is_closed_then_what_it_is_told_to_take_out_counts_a
     assert storer.stats().not_removed == 2 + 2 * 3
 
 
+def test_given_values_that_are_taken_out_then_those_that_may_still_be_there_are_counted() -> None:
+    outcomes = [Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.LATE, Outcome.OK, Outcome.OK]
+    tier = MemoryTier(2**20)
+    tier._remove = lambda keys, deadline: outcomes  # type: ignore[method-assign]
+    storer = Storer([WatchedTier(tier)], StagingMemory(2**20))
+    storer.remove([key(number) for number in range(6)])
+    assert storer.flush(SECONDS)
+    stats = storer.stats()
+    assert (stats.removed, stats.not_removed) == (3, 2)
+    storer.close(SECONDS)
+
+
 def test_given_leases_on_more_than_half_of_a_pool_then_the_oldest_end() -> None:
     manager = make_manager(gpu_blocks=16)
     leases = PrefixLeases(manager)

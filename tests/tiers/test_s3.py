@@ -226,3 +226,9 @@ def test_given_a_store_without_room_then_values_are_refused_and_it_is_not_asked_
             assert store(tier, [2]) == [Outcome.REFUSED]
         assert asked == [1]
         assert tier.stats().problem == ""
+
+
+def test_given_an_empty_value_then_it_is_listed_with_the_others(server: MotoServer) -> None:
+    with fresh(server) as tier:
+        assert store(tier, [1], 0) == store(tier, [2], 100) == [Outcome.OK]
+        assert tier.listed() == ({key(1): 0, key(2): 100}, "")

@@ -418,3 +418,21 @@ def test_given_what_a_rank_loaded_and_nobody_waits_for_then_its_memory_comes_bac
     keeper.close()
     assert (wanted.users, keeper._fetches) == (0, {})
     side.transport.close()
+
+
+def test_given_a_prefix_that_was_taken_in_then_the_decider_hears_how_long_its_request_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier, waits = MemoryTier(2**24), []
+    one = Side(tier)
+    one.store(one.compute(PROMPT))
+    other = Side(tier)
+    monkeypatch.setattr(other.transport.decider, "observe_wait", lambda *observed: waits.append(observed))
+    fetch, before = other.fetch(PROMPT), time.monotonic()
+    assert other.take_in(PROMPT, fetch) > 0
+    ((decision, num_bytes, waited, loading),) = waits
+    assert (decision, num_bytes) == (fetch.decision, fetch.num_bytes)
+    assert before - fetch.began <= waited <= time.monotonic() - fetch.began
+    assert loading == fetch.loading_seconds > 0
+    for side in (one, other):
+        side.transport.close()
