@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 from kvpool.cli import main  # noqa: E402
+from kvpool.engine import text_commands  # noqa: E402
 
 
 def run(*words: str, model: str) -> int:
@@ -314,3 +315,12 @@ def test_given_a_wrong_configuration_then_the_command_says_so_before_it_loads_a_
     file.write_text("[tiers]\ndisk = 'blocks'\ndisk_bytes = 'much'\n")
     assert run("generate", "w5", "--config", str(file), model="no such model") == 2
     assert f"{file}: tiers.disk_bytes = 'much' must be" in capsys.readouterr().err
+
+
+def test_given_a_conversation_then_its_oldest_turn_leaves_and_the_system_message_stays() -> None:
+    talk = [{"role": role, "content": number} for number, role in enumerate(("user", "assistant") * 2 + ("user",))]
+    system = {"role": "system", "content": "be brief"}
+    assert text_commands._without_oldest_turn(talk) == talk[2:]
+    assert text_commands._without_oldest_turn(talk[4:]) == []
+    assert text_commands._without_oldest_turn([system, *talk]) == [system, *talk[2:]]
+    assert text_commands._without_oldest_turn([system, talk[4]]) == []

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.engine import Engine
 from kvpool.engine.options import EngineOptions
-from kvpool.engine.settings import EngineSettings
+from kvpool.engine.settings import EngineSettings, as_settings
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.serve_settings import _MODEL_KINDS
 
@@ -70,3 +70,12 @@ def test_given_wrong_options_of_a_command_then_they_are_refused_before_a_model_i
     EngineOptions(memory="2GB", objective="seconds").check()
     with pytest.raises(KVPoolError, match=next(iter(wrong.values()))):
         EngineOptions(**wrong).check()
+
+
+def test_given_host_memory_then_the_cache_gets_it_and_without_none_is_named() -> None:
+    assert as_settings({"host_bytes": 2**20}).cache_fields(512) == {"max_seq_len": 512, "host_bytes": 2**20}
+    assert as_settings({}).cache_fields(512) == {"max_seq_len": 512}
+    assert as_settings({"cache": {"max_seq_len": 512}}).cache_fields(512) == {"max_seq_len": 512}
+    for longest in (513, None):
+        with pytest.raises(ConfigError, match=f"max_seq_len={longest} is over the 512 positions"):
+            as_settings({"cache": {"max_seq_len": longest}}).cache_fields(512)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine.text import Pieces, TextStream
+from kvpool.engine.text import Pieces, TextStream, overlap
 
 
 class ByteTokenizer:
@@ -116,3 +117,13 @@ def test_given_a_sentencepiece_tokenizer_then_spaces_between_words_survive() -> 
     tokenizer.decoder = tokenizers.decoders.Metaspace()
     sink = TextStream(tokenizer)
     assert "".join(sink.push(token) for token in (1, 2, 3)) + sink.finish() == "Hello worlds"
+
+
+@pytest.mark.parametrize("stop", ["a", "ab", "aab", "aba"])
+def test_given_a_text_then_the_longest_end_that_a_stop_begins_with_is_held_back_and_never_the_whole_stop(
+    stop: str,
+) -> None:
+    texts = ["".join(letters) for length in range(5) for letters in itertools.product("ab", repeat=length)]
+    for text in texts:
+        expected = max(length for length in range(len(stop)) if text.endswith(stop[:length]))
+        assert overlap(text, stop) == expected
