@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from vision_models import prompt, vision_model
 
 from kvpool.engine import Engine, SamplingParams
-from kvpool.engine.drafts import DraftLength
+from kvpool.engine.draft_length import DraftLength
 from kvpool.engine.ranks import Ranks
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnsupportedModelError
 from kvpool.model.sharding import shard_plan

@@ -371,8 +371,10 @@ class DraftModel:
 def _batch(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...]) -> SequenceBatch:
     """The batch of some sequences of a plan, in its order."""
     assert plan.manager is not None
-    everyone = len(sequences) == len(plan.sequences)
-    return plan.batch if everyone else plan.manager.batch([each.live_handle() for each in sequences])
+    # Behind a step of several ranks, its plan has only the block lists of its batch
+    if len(sequences) == len(plan.sequences) and isinstance(plan.batch, SequenceBatch):
+        return plan.batch
+    return plan.manager.batch([each.live_handle() for each in sequences])
 
 
 def _is_free(params: SamplingParams) -> bool:

@@ -185,7 +185,7 @@ def _made_ready(own: Any, settings: EngineSettings, draft: LoadedModel | None, t
     if draft is not None:
         drafting = _inspected_draft(draft, settings.compile, settings.draft == MTP)
         if not drafting.are_heads:
-            _check_vocabulary(draft, drafting.shapes[0].vocab_size, tokenizer, shape.vocab_size)
+            check_vocabulary(draft, drafting.shapes[0].vocab_size, tokenizer, shape.vocab_size)
     return _Ready(own, shape, encoder, inputs, adapters, drafting)
 
 
@@ -300,7 +300,7 @@ def _hidden_states(model: ModelRunner, heads: Sequence[ModelRunner], limits: Sch
     return hidden
 
 
-def _check_vocabulary(draft: LoadedModel, draft_size: int, tokenizer: Any, vocab_size: int) -> None:
+def check_vocabulary(draft: LoadedModel, draft_size: int, tokenizer: Any, vocab_size: int) -> None:
     """Refuses a draft whose token ids mean something else than the model's.
 
     Models of one family often pad the same vocabulary to different sizes; then the tokenizers must be equal.
