@@ -1,4 +1,4 @@
-"""How processes that torchrun or Ray has started become the ranks of an engine, on one machine or on several.
+"""How processes that torchrun has started become the ranks of an engine, on one machine or on several.
 
 Rank 0 listens at a socket in a private directory and, where ranks may be on other machines, at an address. It has the others
 told where: its `Place`. Each comes by the way that it can: those on rank 0's machine by the socket, by which they get shared

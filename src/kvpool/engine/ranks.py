@@ -5,7 +5,7 @@ message (`step_message`), and samples. The others (`rank_process`) have a part o
 block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo on CPUs, and gloo
 through host memory where ranks share a GPU (`shared_gpu`).
 
-`Ranks` starts processes on this machine. Processes that torchrun or Ray has started, on one machine or on several, come to
+`Ranks` starts processes on this machine. Processes that torchrun has started, on one machine or on several, come to
 rank 0 by themselves (`rank_meeting`). From then on nothing differs but how the messages of steps travel (`rank_channel`).
 
 Every rank has two sockets to rank 0: for steps, and for questions about tiers (`rank_tiers`). A rank that dies closes them,
