@@ -518,6 +518,15 @@ def test_given_the_directory_of_this_users_nodes_then_it_must_be_private_too(fol
         server_module._locked(parent / "n")
 
 
+def test_given_the_socket_of_a_node_that_was_killed_then_the_next_one_listens_in_its_place(folder: Path) -> None:
+    path = folder / wire.SOCKET
+    server_module._listening(path).close()
+    assert path.exists()
+    with server_module._listening(path) as listener:
+        assert listener.getsockname() == str(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_given_a_metrics_server_then_it_answers_two_paths_and_says_when_the_node_is_busy(folder: Path) -> None:
     with node_thread(folder / "n", MEGABYTE) as server:
         stats = server.call(server.stats, 30)
