@@ -130,3 +130,11 @@ def test_items_are_given_in_any_order_and_as_any_sequences() -> None:
 def test_given_wrong_items_then_they_are_refused_by_name(wrong: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         as_items(wrong, ids(*range(8)))
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, b"\x00"), (127, b"\x7f"), (-128, b"\x80\xff"), (128, b"\x80\x00"), (2**15, b"\0\x80\0")],
+)
+def test_the_bytes_of_a_number_stay_the_same_for_they_are_part_of_keys_on_disks(number: int, expected: bytes) -> None:
+    assert encoded_key(number) == b"i" + expected
