@@ -18,7 +18,8 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError, SequenceStateError, StepError, UnsupportedModelError  # noqa: E402
 from kvpool.hf import CachePool  # noqa: E402
-from kvpool.model import faster_layers  # noqa: E402
+from kvpool.model import products  # noqa: E402
+from tool_files import compiled_module  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 PROMPT = random_prompt(40).tolist()
@@ -192,6 +193,24 @@ def in_inference_mode(model: Any) -> None:
         in_place(model)
 
 
+@pytest.mark.parametrize("change", [in_place, through_data])
+def test_given_packed_copies_of_weights_that_change_then_they_are_packed_again(
+    change: Callable[[Any], None], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = compiled_module("_products", tmp_path)
+    monkeypatch.setattr(products, "compiled_products", lambda: code)
+    monkeypatch.setattr(products, "_SMALLEST", 1)
+    monkeypatch.setattr(products, "_measured", {})
+    monkeypatch.setattr(products, "_fastest", lambda weights, may_pack: (products.packed,) * 5)
+    before = state_of(model)
+    with Engine(model, kv_blocks=64) as engine:
+        old = answer(engine)
+        assert old == by_itself(model)
+        change(model)
+        assert answer(engine) == by_itself(model) != old
+    assert state_of(model) == before
+
+
 @pytest.mark.parametrize("change", [in_place, through_data, loaded, in_inference_mode])
 def test_given_weights_that_change_in_place_then_nothing_of_the_old_ones_is_reused(
     model: Any, engine: Engine, change: Callable[[Any], None]
@@ -270,9 +289,9 @@ def restored() -> Iterator[None]:
 def test_given_any_global_state_of_the_caller_then_answers_are_the_same(
     state: str, family: str, restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faster_layers, "_SMALLEST", 1)
-    monkeypatch.setattr(faster_layers, "_measured", {})
-    monkeypatch.setattr(faster_layers, "_fastest", lambda weights: (faster_layers.in_float32,) * 4)
+    monkeypatch.setattr(products, "_SMALLEST", 1)
+    monkeypatch.setattr(products, "_measured", {})
+    monkeypatch.setattr(products, "_fastest", lambda weights, may_pack: (products.in_float32,) * 5)
     model = tiny_model(family)
     wanted = by_itself(model)
     modes = {"autocast": torch.autocast("cpu", dtype=torch.bfloat16), "inference": torch.inference_mode()}
@@ -311,9 +330,9 @@ class OddTensor(torch.Tensor):
 def test_given_quantised_weights_that_know_few_operations_then_their_products_stay_plain(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faster_layers, "_SMALLEST", 1)
-    monkeypatch.setattr(faster_layers, "_measured", {})
-    monkeypatch.setattr(faster_layers, "_fastest", lambda weights: (faster_layers.swapped,) * 4)
+    monkeypatch.setattr(products, "_SMALLEST", 1)
+    monkeypatch.setattr(products, "_measured", {})
+    monkeypatch.setattr(products, "_fastest", lambda weights, may_pack: (products.swapped,) * 5)
     wanted = by_itself(model)
     odd = model.lm_head.weight.detach().as_subclass(OddTensor)
     model.lm_head.weight = torch.nn.Parameter(odd, requires_grad=False)

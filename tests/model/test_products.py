@@ -16,10 +16,21 @@ from torch.nn.functional import linear
 
 from kvpool.engine import Engine, engine_parts
 from kvpool.errors import UnsupportedModelError
-from kvpool.model import faster_layers as products
-from kvpool.model.faster_layers import ChosenLinear, Way, choose_products, in_float32, plain, swapped
+from kvpool.model import products
+from kvpool.model.products import (
+    ChosenLinear,
+    PackedWeight,
+    Way,
+    choose_products,
+    in_float32,
+    packed,
+    packed_weights,
+    plain,
+    swapped,
+)
+from tool_files import compiled_module
 
-ROWS = (1, 4, 16, 64)
+ROWS = (1, 4, 16, 64, 256)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Way, int], float]) -> list[tuple[int, list[Way]]]:
@@ -56,6 +67,72 @@ def test_given_any_way_then_the_product_is_that_of_linear(way: Way, dtype: torch
     assert (product.double() - exact).norm() < bound * exact.norm()
 
 
+@pytest.fixture
+def compiled(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compiled_module("_products", tmp_path_factory.getbasetemp())  # once for all tests of a process
+    monkeypatch.setattr(products, "compiled_products", lambda: code)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("columns", "depth"), [(1, 1), (48, 64), (100, 70), (47, 5000), (1100, 3)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_given_a_packed_weight_then_the_product_is_that_of_linear(columns: int, depth: int, threads: int) -> None:
+    torch.manual_seed(depth)
+    weight = torch.randn(columns, depth)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (1, 5, 6, 7, 8, 9, 16, 30, 200):
+            x = torch.randn(rows, depth + 3)[:, 1 : depth + 1]  # rows with something between them
+            product = packed(x, PackedWeight(weight))
+            torch.testing.assert_close(product, linear(x.double(), weight.double()).float(), atol=2e-4, rtol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_given_that_packed_weights_are_fastest_then_they_are_copied_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, lambda way, rows: 0.5 if way is packed and rows > 1 else 1.0)
+    model = two_layers()
+    expected = [model(torch.ones(2, rows, 256)) for rows in (1, 9, 300)]
+
+    assert choose_products(model) == 2
+
+    assert model[0].ways == (plain, packed, packed, packed, packed)
+    assert len(packed_weights(model)) == 2
+    assert list(model.state_dict()) == list(two_layers().state_dict())
+    with torch.inference_mode():
+        for rows, wanted in zip((1, 9, 300), expected, strict=True):
+            torch.testing.assert_close(model(torch.ones(2, rows, 256)), wanted)
+            torch.testing.assert_close(model(torch.ones(2, rows, 512)[..., ::2]), wanted)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(torch.ones(16, 256, dtype=torch.float64))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("free", "copied"), [(4 * 2 * 512 * 256 * 4, 2), (4 * 2 * 512 * 256 * 4 - 4, 0)])
+def test_given_copies_that_take_more_than_a_quarter_of_the_free_memory_then_none_is_made(
+    free: int, copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, lambda way, rows: 0.5 if way is packed else 1.0)
+    monkeypatch.setattr(products, "free_bytes", lambda device: free)
+    model = two_layers()
+
+    assert choose_products(model) == copied
+    assert len(packed_weights(model)) == copied
+
+
+def test_given_other_types_or_no_compiled_code_then_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, lambda way, rows: 1.0)
+    monkeypatch.setattr(products, "compiled_products", lambda: None)
+    choose_products(two_layers())
+    monkeypatch.setattr(products, "compiled_products", object)
+    choose_products(two_layers(torch.bfloat16))
+
+    assert asked
+    assert all(packed not in ways for _, ways in asked)
+
+
 def test_given_a_way_that_is_faster_for_some_rows_then_it_is_taken_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, lambda way, rows: 0.5 if way is swapped and rows == 16 else 1.0)
     model = two_layers()
@@ -63,7 +140,7 @@ def test_given_a_way_that_is_faster_for_some_rows_then_it_is_taken_for_these(mon
 
     assert choose_products(model) == 2
 
-    assert model[0].ways == (plain, plain, swapped, plain)
+    assert model[0].ways == (plain, plain, swapped, plain, plain)
     with torch.inference_mode():
         for rows, wanted in zip((1, 17, 300), expected, strict=True):
             torch.testing.assert_close(model(torch.ones(rows, 256)), wanted)

@@ -28,10 +28,11 @@ from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
-from kvpool.model.faster_layers import choose_products, fuse_norms, join_projections
+from kvpool.model.faster_layers import fuse_norms, join_projections
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.model.products import choose_products, packed_weights
 from kvpool.model.sharding import Sharding
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
@@ -135,9 +136,17 @@ def assemble(
             pictures=StepPictures(ready.encoder, settings.encoder_bytes, where) if ready.sees else None,
             encoded=None if ready.inputs is None else EncodedInputs(ready.inputs, settings.encoder_bytes, runner),
             # Now: joining products has moved some
-            weights=[SharedWeights(each) for each in (model, *(() if draft is None else (draft.model,)))],
+            weights=_shared_weights(model, ready, draft),
         )
     return Parts(ready.shape, config, manager, plane, tiers, loop, inbox, ready.encoder, ready.inputs)
+
+
+def _shared_weights(model: Any, ready: _Ready, draft: LoadedModel | None) -> list[SharedWeights]:
+    """The weights of the model and of its draft, as their owners have them."""
+    shared = [SharedWeights(model, packed_weights(ready.model))]
+    if draft is not None and ready.draft is not None:
+        shared.append(SharedWeights(draft.model, packed_weights(ready.draft.model)))
+    return shared
 
 
 def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:

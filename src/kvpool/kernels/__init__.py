@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 
 def compiled_attention() -> ModuleType | None:
     """The C code of attention on CPUs; None where it was not compiled."""
+    return _compiled("_paged_attention")
+
+
+def compiled_products() -> ModuleType | None:
+    """The C code of matrix products on CPUs; None where it was not compiled."""
+    return _compiled("_products")
+
+
+def _compiled(name: str) -> ModuleType | None:
     try:
-        from kvpool.kernels import _paged_attention  # type: ignore[attr-defined]
+        return import_module(f"kvpool.kernels.{name}")
     except ImportError:
         return None
-    module: ModuleType = _paged_attention
-    return module

@@ -8,38 +8,25 @@ Projections of one input become one matrix product: Q, K and V of a layer, gate 
 few rows by every weight. One wide product reads its weights faster than several narrow ones, of which the smallest do not
 fill a GPU. The first of these modules computes the product, and each returns its part of it.
 
-Matrix products on a CPU are done in the way that a short measurement finds fastest for their shape and number of rows. The
-library that torch uses for a product, and its speed, depend on the processor, the type and the order of the factors. For
-sixteen rows the plain order can take 1.4 times as long as the other one. 16-bit types without instructions for them can take
-two hundred times as long as float32. No way keeps a copy of the weights.
-
 None of this can be undone: it is done to a copy (`private_copy`).
 """
 
 from __future__ import annotations
 
 import inspect
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
-_SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
-Way: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # x [rows, in] and a weight [out, in] give [rows, out]
+from kvpool.model.products import is_unchanged
 
-_ROWS = (1, 4, 16, 64)  # rows of x that are measured; other numbers use the nearest of these
-_SMALLEST = 2**16  # elements of a weight; with fewer, the call costs more than the product
-_COLD_BYTES = 2**24  # of different weights, so that they come from memory as in a step, not from a cache
-_MOST_SECONDS = 0.75  # of CPU time, for one shape
-_GAIN = 0.93  # another way is used if it takes at most this share of the plain product's time
-_SLOW = 3.0  # a way that takes so many times as long as the best is not tried with more rows
-_PART = 2**18  # elements of a weight that are converted at a time, so that they stay in a core's cache
+_SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
 
 
 @torch.no_grad()
@@ -208,138 +195,11 @@ def _plain_linears(model: nn.Module) -> list[nn.Linear]:
     return [
         module
         for module in model.modules()
-        if _is_unchanged(module) and all(owners[id(parameter)] == 1 for parameter in module.parameters())
+        if is_unchanged(module) and all(owners[id(parameter)] == 1 for parameter in module.parameters())
     ]
-
-
-def _is_unchanged(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a `Linear` as torch has it: without hooks, and with a weight that is an ordinary tensor.
-
-    torchao keeps quantised weights in a `Linear`, as tensors of classes that know few operations.
-    """
-    hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and not hooked and type(module.weight) is nn.Parameter
 
 
 def _alike(one: nn.Linear, other: nn.Linear) -> bool:
     """Whether both products may be joined: same types and devices, and both or none add a bias."""
     same = (one.weight.dtype, one.weight.device) == (other.weight.dtype, other.weight.device)
     return same and (one.bias is None) == (other.bias is None)
-
-
-def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """The plain product of torch."""
-    return linear(x, weight)
-
-
-def swapped(x: Tensor, weight: Tensor) -> Tensor:
-    """The weight as the first factor: torch uses oneDNN for some orders and BLAS for others."""
-    return torch.mm(weight, x.t()).t().contiguous()
-
-
-def in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """Converts the weight to float32 part by part, because every CPU multiplies that fast. Rounds the result once."""
-    columns = x.float().t()
-    product = torch.empty(len(weight), len(x), dtype=torch.float32, device=weight.device)
-    step = max(1, _PART // weight.shape[1])
-    for first in range(0, len(weight), step):
-        torch.mm(weight[first : first + step].float(), columns, out=product[first : first + step])
-    return product.t().to(x.dtype).contiguous()
-
-
-class ChosenLinear(nn.Linear):
-    """A `Linear` whose product is done in the chosen ways; with gradients, as torch does it."""
-
-    ways: Sequence[Way]  # for each of `_ROWS`
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not input.numel():
-            return linear(input, self.weight, self.bias)
-        x = input.reshape(-1, self.in_features)
-        way = self.ways[_place(len(x))]
-        if way is plain:
-            return linear(input, self.weight, self.bias)
-        product = way(x, self.weight)
-        if self.bias is not None:
-            product += self.bias
-        return product.view(*input.shape[:-1], self.out_features)
-
-
-_measured: dict[tuple[Any, ...], tuple[Way, ...]] = {}  # by shape, type and threads, for all engines of the process
-
-
-@torch.inference_mode()
-def choose_products(model: nn.Module) -> int:
-    """Chooses the fastest way for each `Linear` module of a model on a CPU; returns how many are not plain in all cases.
-
-    Parameters stay as they are, and so do modules that are small, hooked or derived. Takes some tenths of a second for each
-    shape that is new to the process.
-    """
-    alike: dict[tuple[Any, ...], list[nn.Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and _is_plain(module):
-            key = (*module.weight.shape, module.weight.dtype, torch.get_num_threads())
-            alike.setdefault(key, []).append(module)
-    changed = 0
-    for key, modules in alike.items():
-        if key not in _measured:
-            _measured[key] = _fastest([module.weight for module in modules])
-        if any(way is not plain for way in _measured[key]):
-            changed += len(modules)
-            for module in modules:
-                module.__class__ = ChosenLinear
-                assert isinstance(module, ChosenLinear)
-                module.ways = _measured[key]
-    return changed
-
-
-def _is_plain(module: nn.Linear) -> bool:
-    weight = module.weight
-    return (
-        _is_unchanged(module)
-        and weight.device.type == "cpu"
-        and weight.is_floating_point()
-        and weight.numel() >= _SMALLEST
-    )
-
-
-def _place(num_rows: int) -> int:
-    """The index of the nearest number in `_ROWS`, by ratio."""
-    return min((max(num_rows, 1) * 2 - 1).bit_length() // 2, len(_ROWS) - 1)
-
-
-def _fastest(weights: Sequence[Tensor]) -> tuple[Way, ...]:
-    """The fastest way for each number of rows. When the time is up, larger numbers use the way of the last measured one."""
-    first = weights[0]
-    cold = weights[: max(1, _COLD_BYTES // (first.numel() * first.element_size()))]
-    ways = [plain, swapped] if first.dtype == torch.float32 else [plain, swapped, in_float32]
-    chosen: list[Way] = []
-    began = time.process_time()
-    took = 0.0
-    for rows in _ROWS:
-        start = time.process_time()
-        if chosen and start - began + 4 * took > _MOST_SECONDS:
-            chosen.append(chosen[-1])
-            continue
-        x = torch.ones(rows, first.shape[1], dtype=first.dtype)
-        seconds = [min(times) for times in _interleaved(x, cold, ways)]
-        took = time.process_time() - start
-        best = min(range(len(ways)), key=seconds.__getitem__)
-        keeps_plain = plain in ways and seconds[best] >= _GAIN * seconds[ways.index(plain)]
-        chosen.append(plain if keeps_plain else ways[best])
-        ways = [way for way, each in zip(ways, seconds, strict=True) if each <= _SLOW * seconds[best]]
-    return tuple(chosen)
-
-
-def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
-    """The seconds of each way for all weights, measured several times in turns; CPU time if there is one thread."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    times: list[list[float]] = [[] for _ in ways]
-    for turn in range(3):
-        for way, list_of_times in zip(ways, times, strict=True):
-            start = clock()
-            for weight in weights if turn else weights[:1]:  # the first call of a shape initialises things
-                way(x, weight)
-            if turn:
-                list_of_times.append(clock() - start)
-    return times

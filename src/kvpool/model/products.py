@@ -1,0 +1,216 @@
+"""Matrix products on a CPU, each in the way that a short measurement finds fastest for its shape and number of rows.
+
+The library that torch uses for a product, and its speed, depend on the processor, the type and the order of the factors. For
+sixteen rows the plain order can take 1.4 times as long as the other one, and for many rows the other way round. 16-bit types
+without instructions for them can take two hundred times as long as float32.
+
+Each of these libraries copies the weight into the order of its loops, in every call. For few rows that takes longer than the
+product. `packed` has a copy in that order, and code in C (`kernels/_products.c`) that reads it. Weights in float32 are copied
+where all copies together take at most a quarter of the memory that is free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from kvpool.kernels import compiled_products
+from kvpool.storage.memory import free_bytes
+
+Way: TypeAlias = Callable[[Tensor, Any], Tensor]  # x [rows, in] and a weight [out, in], maybe packed, give [rows, out]
+
+_ROWS = (1, 4, 16, 64, 256)  # rows of x that are measured; other numbers use the nearest of these
+_MANY_ROWS = 256  # from here on, ...
+_MANY_ROWS_BYTES = 2**22  # ... so much of a weight is measured, which need not come from memory
+_SMALLEST = 2**16  # elements of a weight; with fewer, the call costs more than the product
+_COLD_BYTES = 2**24  # of different weights, so that they come from memory as in a step, not from a cache
+_MOST_SECONDS = 0.75  # of CPU time, for one shape
+_GAIN = 0.93  # another way is used if it takes at most this share of the plain product's time
+_SLOW = 3.0  # a way that takes so many times as long as the best is not tried with more rows
+_PART = 2**18  # elements of a weight that are converted at a time, so that they stay in a core's cache
+_COPIES = 0.25  # of the free memory, for packed weights
+
+
+def is_unchanged(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a `Linear` as torch has it: without hooks, and with a weight that is an ordinary tensor.
+
+    torchao keeps quantised weights in a `Linear`, as tensors of classes that know few operations.
+    """
+    hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and not hooked and type(module.weight) is nn.Parameter
+
+
+def plain(x: Tensor, weight: Tensor) -> Tensor:
+    """The plain product of torch."""
+    return linear(x, weight)
+
+
+def swapped(x: Tensor, weight: Tensor) -> Tensor:
+    """The weight as the first factor: torch uses oneDNN for some orders and BLAS for others."""
+    return torch.mm(weight, x.t()).t().contiguous()
+
+
+def in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Converts the weight to float32 part by part, because every CPU multiplies that fast. Rounds the result once."""
+    columns = x.float().t()
+    product = torch.empty(len(weight), len(x), dtype=torch.float32, device=weight.device)
+    step = max(1, _PART // weight.shape[1])
+    for first in range(0, len(weight), step):
+        torch.mm(weight[first : first + step].float(), columns, out=product[first : first + step])
+    return product.t().to(x.dtype).contiguous()
+
+
+class PackedWeight:
+    """A copy of a weight in the order in which the C code reads it; `pack` makes it again from the weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.detach()
+        self.num_columns, self.depth = weight.shape
+        self._code: Any = compiled_products()
+        width = self._code.width()
+        self._panels = torch.empty(-(-self.num_columns // width), self.depth, width)
+        self.pack()
+
+    def pack(self) -> None:
+        """Copies the numbers that the weight has now."""
+        weight = self._weight.contiguous()
+        self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._panels.data_ptr())
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """The product with each row of x [rows, in]."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        product = torch.empty(len(x), self.num_columns)
+        addresses = x.data_ptr(), x.stride(0), self._panels.data_ptr(), product.data_ptr()
+        self._code.multiply(*addresses, len(x), self.num_columns, self.depth, torch.get_num_threads())
+        return product
+
+
+def packed(x: Tensor, weight: PackedWeight) -> Tensor:
+    """By kvpool's own code, with a copy of the weight."""
+    return weight.multiplied(x)
+
+
+class ChosenLinear(nn.Linear):
+    """A `Linear` whose product is done in the chosen ways; with gradients, as torch does it."""
+
+    ways: Sequence[Way]  # for each of `_ROWS`
+    packed_weight: PackedWeight | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not input.numel() or input.dtype != self.weight.dtype:
+            return linear(input, self.weight, self.bias)
+        x = input.reshape(-1, self.in_features)
+        way = self.ways[_place(len(x))]
+        if way is plain:
+            return linear(input, self.weight, self.bias)
+        product = way(x, self.packed_weight if way is packed else self.weight)
+        if self.bias is not None:
+            product += self.bias
+        return product.view(*input.shape[:-1], self.out_features)
+
+
+_measured: dict[tuple[Any, ...], tuple[Way, ...]] = {}  # by shape, type and threads, for all engines of the process
+
+
+@torch.inference_mode()
+def choose_products(model: nn.Module) -> int:
+    """Chooses the fastest way for each `Linear` module of a model on a CPU; returns how many are not plain in all cases.
+
+    Parameters stay as they are, and so do modules that are small, hooked or derived. Takes some tenths of a second for each
+    shape that is new to the process, and memory for packed weights where these are faster.
+    """
+    alike: dict[tuple[Any, ...], list[nn.Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and _is_plain(module):
+            key = (*module.weight.shape, module.weight.dtype, torch.get_num_threads())
+            alike.setdefault(key, []).append(module)
+    weights = [module.weight for modules in alike.values() for module in modules]
+    size = sum(weight.nbytes for weight in weights if weight.dtype == torch.float32)
+    may_pack = compiled_products() is not None and size <= _COPIES * free_bytes("cpu")
+    changed = 0
+    for shape, modules in alike.items():
+        key = (*shape, may_pack)
+        if key not in _measured:
+            _measured[key] = _fastest([module.weight for module in modules], may_pack)
+        ways = _measured[key]
+        if any(way is not plain for way in ways):
+            changed += len(modules)
+            for module in modules:
+                module.__class__ = ChosenLinear
+                assert isinstance(module, ChosenLinear)
+                module.ways = ways
+                module.packed_weight = PackedWeight(module.weight) if packed in ways else None
+    return changed
+
+
+def packed_weights(model: nn.Module) -> list[PackedWeight]:
+    """The copies that `choose_products` made for a model."""
+    chosen = [module for module in model.modules() if isinstance(module, ChosenLinear)]
+    return [module.packed_weight for module in chosen if module.packed_weight is not None]
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    weight = module.weight
+    return (
+        is_unchanged(module)
+        and weight.device.type == "cpu"
+        and weight.is_floating_point()
+        and weight.numel() >= _SMALLEST
+    )
+
+
+def _place(num_rows: int) -> int:
+    """The index of the nearest number in `_ROWS`, by ratio."""
+    return min((max(num_rows, 1) * 2 - 1).bit_length() // 2, len(_ROWS) - 1)
+
+
+def _fastest(weights: Sequence[Tensor], may_pack: bool) -> tuple[Way, ...]:
+    """The fastest way for each number of rows. When the time is up, larger numbers use the way of the last measured one."""
+    first = weights[0]
+    row = first[0].nbytes
+    # Columns of the product cost the same, so a part of a large weight stands for all of it
+    cold = [weight[: max(1, _COLD_BYTES // row)] for weight in weights[: max(1, _COLD_BYTES // first.nbytes)]]
+    part = [first[: max(1, _MANY_ROWS_BYTES // row)]]
+    ways: list[Way] = [plain, swapped]
+    if first.dtype != torch.float32:
+        ways.append(in_float32)
+    elif may_pack:
+        ways.append(packed)
+    chosen: list[Way] = []
+    began = time.process_time()
+    rate = 0.0  # seconds for a multiplication, as far as is known
+    for rows in _ROWS:
+        start = time.process_time()
+        used = cold if rows < _MANY_ROWS else part
+        work = rows * sum(weight.numel() for weight in used)
+        if chosen and start - began + rate * work > _MOST_SECONDS:
+            chosen.append(chosen[-1])
+            continue
+        x = torch.ones(rows, first.shape[1], dtype=first.dtype)
+        seconds = [min(times) for times in _interleaved(x, used, ways)]
+        rate = (time.process_time() - start) / work
+        best = min(range(len(ways)), key=seconds.__getitem__)
+        keeps_plain = plain in ways and seconds[best] >= _GAIN * seconds[ways.index(plain)]
+        chosen.append(plain if keeps_plain else ways[best])
+        ways = [way for way, each in zip(ways, seconds, strict=True) if each <= _SLOW * seconds[best]]
+    return tuple(chosen)
+
+
+def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
+    """The seconds of each way for all weights, measured several times in turns; CPU time if there is one thread."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in ways]
+    given = [[PackedWeight(weight) for weight in weights] if way is packed else weights for way in ways]
+    for turn in range(4):
+        for way, operands, list_of_times in zip(ways, given, times, strict=True):
+            start = clock()
+            for operand in operands if turn else operands[:1]:  # the first call of a shape initialises things
+                way(x, operand)
+            if turn:
+                list_of_times.append(clock() - start)
+    return times
