@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -38,3 +42,21 @@ def compiled_module(name: str, directory: Path) -> ModuleType:
         pytest.skip(str(error))
     spec.loader.exec_module(module)
     return module
+
+
+def emulated(source: Path, directory: Path, flags: Sequence[str] = ("-O1",)) -> list[str]:
+    """A program in C that includes a module's source, compiled for ARM: the command that runs it in an emulator.
+
+    There is no Python for it. Debian has what this needs in gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user; tests
+    are skipped where it is missing.
+    """
+    compiler, emulator = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+    for program in (compiler, emulator):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    target = directory / source.stem
+    folders = [f"-I{ROOT / 'src' / 'kvpool' / 'kernels'}", f"-I{sysconfig.get_path('include')}"]
+    without_python = ["-static", "-pthread", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections"]
+    command = [compiler, *flags, *without_python, *folders, str(source), "-o", str(target), "-lm"]
+    subprocess.run(command, check=True)
+    return [emulator, str(target)]

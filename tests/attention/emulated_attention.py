@@ -1,24 +1,17 @@
-"""The C code of attention as ARM processors run it, in an emulator: it stands for the compiled module.
-
-Debian has what it needs in gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user.
-"""
+"""The C code of attention as ARM processors run it, in an emulator: it stands for the compiled module."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tool_files import ROOT
+from tool_files import emulated
 
-COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 ITEM_SIZES = (4, 2, 2, 1)  # by kind: float32, bfloat16, float16, int8
 
 
@@ -26,15 +19,7 @@ class EmulatedAttention:
     """Has the functions of `kvpool.kernels._paged_attention`. Each call is one run of the emulator."""
 
     def __init__(self, directory: Path, flags: Sequence[str] = ("-O1",)) -> None:
-        for program in (COMPILER, EMULATOR):
-            if shutil.which(program) is None:
-                pytest.skip(f"{program} is not installed")
-        self._program = directory / "attention"
-        folders = [f"-I{ROOT / 'src' / 'kvpool' / 'kernels'}", f"-I{sysconfig.get_path('include')}"]
-        without_python = ["-static", "-pthread", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections"]
-        source = str(Path(__file__).with_suffix(".c"))
-        command = [COMPILER, *flags, *without_python, *folders, source, "-o", str(self._program), "-lm"]
-        subprocess.run(command, check=True)
+        self._command = emulated(Path(__file__).with_suffix(".c"), directory, flags)
 
     def instructions(self) -> tuple[str, ...]:
         return ("neon",)
@@ -54,7 +39,7 @@ class EmulatedAttention:
         arrays += [ctypes.string_at(address, 4 * q_heads if address else 0) for address in (sink_logits, slopes)]
         arrays += [array.tobytes() for array in (indices, queries, pieces, merges)]
         sent = b"".join(len(array).to_bytes(8, "little") + array for array in arrays)
-        result = subprocess.run([EMULATOR, str(self._program)], input=sent, capture_output=True, check=True).stdout
+        result = subprocess.run(self._command, input=sent, capture_output=True, check=True).stdout
         ctypes.memmove(out[0], result, out_size)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +30,7 @@ from kvpool.model.products import (
     plain,
     swapped,
 )
-from tool_files import compiled_module
+from tool_files import compiled_module, emulated
 
 ROWS = (1, 4, 16, 64, 256)
 
@@ -88,6 +90,12 @@ def test_given_a_packed_weight_then_the_product_is_that_of_linear(columns: int, 
             torch.testing.assert_close(product, linear(x.double(), weight.double()).float(), atol=2e-4, rtol=1e-5)
     finally:
         torch.set_num_threads(before)
+
+
+def test_given_an_arm_processor_in_an_emulator_then_products_are_those_of_plain_loops(tmp_path: Path) -> None:
+    command = emulated(Path(__file__).with_name("emulated_products.c"), tmp_path)
+
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"neon"
 
 
 @pytest.mark.usefixtures("compiled")
