@@ -145,7 +145,8 @@ def _shared_weights(model: Any, ready: _Ready, draft: LoadedModel | None) -> lis
     """The weights of the model and of its draft, as their owners have them."""
     shared = [SharedWeights(model, packed_weights(ready.model))]
     if draft is not None and ready.draft is not None:
-        shared.append(SharedWeights(draft.model, packed_weights(ready.draft.model)))
+        copies = [copy for each in ready.draft.models for copy in packed_weights(each)]
+        shared.append(SharedWeights(draft.model, copies))
     return shared
 
 

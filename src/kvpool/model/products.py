@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class PackedWeight:
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight.detach()
         self.num_columns, self.depth = weight.shape
-        self._code: Any = compiled_products()
+        self._code = cast(Any, compiled_products())
         width = self._code.width()
         self._panels = torch.empty(-(-self.num_columns // width), self.depth, width)
         self.pack()
