@@ -166,10 +166,12 @@ def _curve(out: Any, loaded: Trace, config: ReplayConfig, made: Plan, lower: dic
     found = dict(zip(capacities, ratios, strict=True))
     for where, knee_size in best.items():
         size = curve_parts(capacities, gpu_blocks)[where][-1] if knee_size is None else knee_size
-        words = f"{size:,} blocks of {unit} tokens ({size * block_bytes / GIB:,.1f} GiB in all) find {found[size]:.1%} of the"
+        words = f"{size:,} blocks of {unit} tokens ({size * block_bytes / GIB:,.1f} GiB in all)"
         what = "no knee yet, more finds more up to" if knee_size is None else "the knee is at"
         last = "" if knee_size is None else "; more buys little there"
-        out.print(f"{loaded.name}, {where}: {what} {words} blocks{last}.", style="bold")
+        out.print(
+            f"{loaded.name}, {where}: {what} {words}, which find {found[size]:.1%} of the blocks{last}.", style="bold"
+        )
     out.print(curve_sentence(capacities, ratios) if not any(ratios) else "Live requests need their room beside it.")
     known = next((size for size in best.values() if size is not None), None)
     return {
