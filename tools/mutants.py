@@ -21,6 +21,7 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -451,4 +452,5 @@ def _plain(outcome: Outcome, sources: dict[str, bytes]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and ends the session that tries mutants
     sys.exit(main())
