@@ -58,9 +58,7 @@ class DraftModel:
         self._vocabulary = vocabulary  # of the engine's model
         self._sampler = StepSampler(vocabulary, limits.max_sequences, self.runner.device)
         self._hidden = hidden
-        self._back = (
-            len(runners) - 1
-        )  # known tokens that are computed again: layers read what those before them compute
+        self._back = len(runners) - 1  # known tokens that are computed again: layers read what those before compute
         self._max_tokens = limits.max_tokens_per_step + self._back * limits.max_sequences
         # Tokens that the first step which guesses computes beside the newest one
         self._most_behind = 1 if hidden is None else limits.max_draft_tokens + self._back

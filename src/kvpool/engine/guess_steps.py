@@ -19,9 +19,8 @@ class Older(NamedTuple):
     firsts: Int64Array  # of each sequence
     rows: Int64Array  # [token]: of which sequence
     positions: Int64Array
-    next_rows: (
-        Int64Array  # where the token behind each stands in a step: newest tokens of all sequences first, then these
-    )
+    # Where the token behind each stands in a step: the newest tokens of all sequences come first, then these
+    next_rows: Int64Array
 
     @classmethod
     def of(cls, firsts: Int64Array, newest: Int64Array) -> Older:

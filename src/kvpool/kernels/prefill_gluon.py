@@ -21,9 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 GROUP_ROWS = gl.constexpr(64)  # of queries × heads in one computing group
-COLUMNS = gl.constexpr(
-    64
-)  # elements in a row of 128 bytes, which the copy engine writes in the order that tensor cores read
+# Elements in a row of 128 bytes, which the copy engine writes in the order that tensor cores read
+COLUMNS = gl.constexpr(64)
 
 
 @gluon.jit(do_not_specialize=["num_units"])  # a variant takes seconds to compile

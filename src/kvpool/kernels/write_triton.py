@@ -13,9 +13,8 @@ from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
 
 _TILE = 4096  # elements of a program of the converting kernel
-_ROUND = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even
+# 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even
+_ROUND = tl.constexpr(12582912.0)
 _SMALLEST_SCALE = tl.constexpr(2.0**-24)
 _LARGEST = tl.constexpr(65504.0)
 

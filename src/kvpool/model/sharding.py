@@ -53,9 +53,7 @@ class ShardPlan:
     styles: Mapping[str, str]  # by module, layer numbers as *
     size: int
     kv_heads: int  # of the whole model
-    whole: frozenset[str] = (
-        frozenset()
-    )  # projections of K and V of which each rank keeps one head: there are fewer than ranks
+    whole: frozenset[str] = frozenset()  # projections of K and V of which a rank keeps one head, as heads are fewer
 
     def loading(self, mesh: Any) -> dict[str, Any]:
         """Arguments of `from_pretrained`, which then reads the weights of this rank only."""

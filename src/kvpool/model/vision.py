@@ -20,9 +20,7 @@ from kvpool.errors import InvalidArgumentError, StepError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scope import MultimodalItem
 
-_GRIDS = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
-)  # patches of any number, and a grid for each image
+_GRIDS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})  # many patches, a grid for each image
 _SIZES = frozenset({"mistral3"})  # padded images, and the size of each
 _TILES = frozenset({"llava", "internvl", "idefics3", "smolvlm", "gemma3", "paligemma"})  # images of one size
 _BOTH_WAYS = frozenset({"gemma3", "paligemma"})  # the `token_type_ids` say which tokens see one another

@@ -78,9 +78,10 @@ class EngineProcess:
         self._kill_at = float("inf")
         self._process = None
         with suppress(OSError):  # it cannot be started, or has ended already: `ended` says so
+            # In a session of its own: Ctrl-C is for the process in front
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True
-            )  # in a session of its own: Ctrl-C is for the process in front
+            )
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(self._order._asdict(), default=str).encode() + b"\n")
             self._process.stdin.flush()

@@ -36,9 +36,7 @@ from kvpool.tiers.remote.s3 import S3Options
 SECTION = "tiers"
 FORMAT = 1
 """Of a file of settings, which says it by `format = 1` before its first section, or means it by saying nothing."""
-OTHER_SECTIONS = frozenset(
-    {"server", "models", "ray", "node"}
-)  # of other commands: a file of those needs none of tiers
+OTHER_SECTIONS = frozenset({"server", "models", "ray", "node"})  # a file of other commands needs none of tiers
 PREFIX = "KVPOOL_TIERS_"
 DEFAULT_DISK_BYTES = 10 * 2**30
 REQUEST_TIMEOUT = 2.0

@@ -41,9 +41,8 @@ MAX_TENANTS: Final = 1 << 16
 RUNS_SECONDS = 0.5
 SHARE_OF_TIME = 0.01  # walks along the runs may take this share of the time
 MAX_EVENTS = 40  # of one look that are shown one by one
-_TOUCHED_ZERO = (
-    1 << 30
-)  # the time when the sampler was made, in tenths of a second: half way, for times before and after
+# The time when the sampler was made, in tenths of a second: half way, for times before and after
+_TOUCHED_ZERO = 1 << 30
 
 
 class Spans(NamedTuple):

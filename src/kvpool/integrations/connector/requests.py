@@ -215,9 +215,8 @@ class TrackedRequest:
     has_lost: bool = False  # a load failed: tiers are not asked again
     hits: tuple[int, int, int] = (0, 0, 0)  # of the last load: from the host, the first tier, others
     pages: list[list[int]] = field(default_factory=list)  # of each layer group
-    state_pages: list[int] = field(
-        default_factory=list
-    )  # of each group that keeps states, behind the blocks to be stored
+    # Of each group that keeps states, behind the blocks to be stored
+    state_pages: list[int] = field(default_factory=list)
     num_seen: int = 0  # whole blocks that were considered for storing
     saving: Saving | None = None
     is_over: bool = False  # the engine is done with it
