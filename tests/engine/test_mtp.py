@@ -217,6 +217,10 @@ def test_given_random_weights_then_mtp_layers_have_random_ones_too() -> None:
     with Engine(config, kv_blocks=64) as plain, Engine(config, kv_blocks=64, draft="mtp") as drafting:
         assert answers(drafting) == answers(plain)
         assert drafting.stats().scheduler.draft_tokens > 0
+        drafts = drafting._loop.drafts
+        assert drafts is not None
+        weights = [weight for weight in drafts.runner.model.layers.parameters() if weight.dim() > 1]
+        assert all(0 < weight.std() < 0.1 for weight in weights)  # no memory as it was found
 
 
 @pytest.fixture

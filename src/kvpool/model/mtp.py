@@ -112,7 +112,7 @@ def load_mtp(loaded: LoadedModel) -> LoadedModel:
         with torch.random.fork_rng(devices), torch.device(model.device):
             torch.manual_seed(1)
             layers = MtpModel(model, number).to(model.device, model.dtype)
-            layers.layers.apply(model._init_weights)  # MtpModel does not know how its blocks begin
+            layers.layers.apply(model.get_decoder()._init_weights)  # MtpModel does not know how its blocks begin
     else:
         layers = _from_files(MtpModel, model, number, name)
     return LoadedModel(layers.eval().requires_grad_(False), None, ModelInfo(f"mtp of {info.name}", info.origin))
