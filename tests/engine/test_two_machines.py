@@ -154,6 +154,6 @@ def test_given_a_link_that_is_cut_while_nothing_runs_then_both_sides_end_within_
         second = torchrun.hosts.names[1]
         assert torchrun.said("tokens")[0] == expected
         torchrun.hosts.cut()
-        assert f"rank 1 on {second} cannot be reached (Connection timed out)" in torchrun.said("error")
+        assert f"rank 1 on {second} cannot be reached (" in torchrun.said("error")  # timed out, or no route to host
         for rank in range(2):
             eventually(lambda rank=rank: is_gone(torchrun.pid(rank)), f"rank {rank} ends")
