@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -26,54 +25,13 @@ pytestmark = [
 ray = pytest.importorskip("ray", reason="pip install 'kvpool[ray]'")
 httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("cluster", "engine", "server", "tiers")]
+from machines import ENVIRONMENT, Machine  # noqa: E402
 from servers import RedisCluster, server_program  # noqa: E402
 
 from ports import free_ports  # noqa: E402
 from traffic import PATIENCE, Traffic, closed_on_error, post, until  # noqa: E402
 
 HEAD, OTHER = 1, 2  # replicas on each machine
-TELLS = {  # how soon Ray notices that a machine is gone
-    "RAY_health_check_initial_delay_ms": "5000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_failure_threshold": "5",
-}
-SECRET = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # nobody else gets into this cluster
-ENVIRONMENT = {**os.environ, **TELLS, **SECRET, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-class Machine:
-    """A raylet with all that belongs to it, as `ray start --block` starts it."""
-
-    def __init__(self, *arguments: str, num_cpus: int) -> None:
-        limits = ["--object-store-memory=100000000", f"--num-cpus={num_cpus}"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *limits, *arguments]
-        self.process = subprocess.Popen(
-            command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        with closed_on_error(self):
-            until(lambda: self.raylet() is not None, "the raylet runs")
-
-    def raylet(self) -> int | None:
-        """Its process, which the command started."""
-        assert self.process.poll() is None, "ray start ended"
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == self.process.pid and words[0].endswith(b"/raylet"):
-                return int(folder.name)
-        return None
-
-    def close(self) -> None:
-        """Everything of its session, by the group that it started in."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 class Application:

@@ -20,7 +20,7 @@ from kvpool.engine.interfaces import address_towards
 from kvpool.engine.rank_channel import Channel
 from kvpool.engine.rank_meeting import MetRanks, Place, arrive
 from kvpool.engine.ranks import START_SECONDS, Ranks, check_ranks, rank_devices
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.errors import ConfigError
 
 _KEY = "kvpool/ranks"  # in the store of torchrun: where rank 0 listens
 
@@ -92,15 +92,10 @@ def as_ranks(asked: Any, device: Any) -> Ranks:
 
 def connect(launch: Launch, device: Any) -> list[Channel]:
     """The two channels of a process with another rank to rank 0."""
-    own: str | KVPoolError
-    try:
-        own = str(rank_devices(device, launch.size, launch.num_here)[launch.local_rank])
-    except KVPoolError as error:
-        own = error
     place = Place(*json.loads(_store().get(_KEY)))
     if launch.num_here == launch.size:
         place = place._replace(host="")  # whatever the store says, which others may write to
-    return arrive(place, launch.rank, own)
+    return arrive(place, launch.rank, lambda: rank_devices(device, launch.size, launch.num_here)[launch.local_rank])
 
 
 def _store() -> Any:

@@ -1,4 +1,4 @@
-"""How processes that torchrun has started become the ranks of an engine, on one machine or on several.
+"""How processes that torchrun or Ray has started become the ranks of an engine, on one machine or on several.
 
 Rank 0 listens at a socket in a private directory and, where ranks may be on other machines, at an address. It has the others
 told where: its `Place`. Each comes by the way that it can: those on rank 0's machine by the socket, by which they get shared
@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 from kvpool.engine.interfaces import this_machine
 from kvpool.engine.rank_channel import ERROR, OK, Channel
 from kvpool.engine.ranks import START_SECONDS, Ranks
-from kvpool.errors import ConfigError, RankError
+from kvpool.errors import ConfigError, KVPoolError, RankError
 
 _NAME = struct.Struct("<2i")  # which rank a connection is of, and which of its two channels
 _PROOF_BYTES = 32
@@ -136,8 +137,8 @@ class MetRanks(Ranks):
         arrival.channels[number] = channel
 
 
-def arrive(place: Place, rank: int, device: str | BaseException) -> list[Channel]:
-    """Comes to rank 0 as this rank with this device, or says why it cannot. Returns its two channels."""
+def arrive(place: Place, rank: int, choose: Callable[[], torch.device]) -> list[Channel]:
+    """Comes to rank 0 as this rank, with the device that it chooses, or says why it has none. Returns its two channels."""
     channels = []
     with ExitStack() as opened:
         for number in range(2):
@@ -145,10 +146,12 @@ def arrive(place: Place, rank: int, device: str | BaseException) -> list[Channel
             opened.callback(connection.close)
             _prove(connection, bytes.fromhex(place.secret), _NAME.pack(rank, number))
             channels.append(Channel(connection, None))
-            if isinstance(device, BaseException):
-                channels[0].send(ERROR, f"{type(device).__name__} on {socket.gethostname()}: {device}".encode())
-                raise device
-            channels[number].send(OK, json.dumps([socket.gethostname(), device]).encode())
+            try:
+                said = json.dumps([socket.gethostname(), str(choose())])
+            except KVPoolError as error:
+                channels[0].send(ERROR, f"{type(error).__name__} on {socket.gethostname()}: {error}".encode())
+                raise
+            channels[number].send(OK, said.encode())
         opened.pop_all()
     return channels
 

@@ -5,7 +5,7 @@ message (`step_message`), and samples. The others (`rank_process`) have a part o
 block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo on CPUs, and gloo
 through host memory where ranks share a GPU (`shared_gpu`).
 
-`Ranks` starts processes on this machine. Processes that torchrun has started, on one machine or on several, come to
+`Ranks` starts processes on this machine. Processes that torchrun or Ray has started, on one machine or on several, come to
 rank 0 by themselves (`rank_meeting`). From then on nothing differs but how the messages of steps travel (`rank_channel`).
 
 Every rank has two sockets to rank 0: for steps, and for questions about tiers (`rank_tiers`). A rank that dies closes them,
@@ -90,7 +90,7 @@ class Ranks:
         self._ending = False
         self._ended = threading.Event()
         self._directory = tempfile.mkdtemp(prefix="kvpool-ranks-")
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Any] = []  # of the other ranks, if they can be waited for and killed from here
         self.channels: list[Channel] = []
         self.tier_channels: list[Channel] = []
         self.machines: list[str] = []  # of ranks 0 to `size - 1`, if they are on several
@@ -252,7 +252,7 @@ class Ranks:
                 else:
                     ended.append(f"{self.name(rank)} cannot be reached ({os.strerror(problem.errno)})")
         for rank, process in enumerate(self.processes, 1):
-            with suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired, TimeoutError):
                 code = process.wait(max(0.001, due - time.monotonic()))
                 if code < 0:
                     ended.append(f"{self.name(rank)} was killed by signal {-code}")
@@ -286,7 +286,7 @@ class Ranks:
         for process in self.processes:
             try:
                 process.wait(seconds)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, TimeoutError):
                 process.kill()
                 process.wait()
         self._memory.close()

@@ -54,8 +54,8 @@ class EngineSettings:
     `adapters` are directories of LoRA adapters by name, for `generate(adapter=NAME)`. At most `max_adapters` are on the
     device at once: docs/adapters.md.
 
-    `tensor_parallel` divides the model between so many ranks, each with a GPU and a process: docs/engine.md. `kv_bytes` and
-    `host_bytes` are then those of each rank.
+    `tensor_parallel` divides the model between so many ranks, each with a GPU and a process, on one machine or, under
+    torchrun and Ray, on several: docs/engine.md. `kv_bytes` and `host_bytes` are then those of each rank.
 
     `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached: docs/cluster.md.
     """
@@ -72,7 +72,9 @@ class EngineSettings:
     kv_blocks: int | None = None
     memory_fraction: float | None = None
     host_bytes: int = 0
-    tensor_parallel: Any = _shown(None, "Divide the model between so many GPUs.", int)
+    tensor_parallel: Any = _shown(
+        None, "Divide the model between so many GPUs; with torchrun or --ray, of several machines.", int
+    )
     attention: str = "auto"
     cuda_graphs: bool | None = None
     overlap: bool | None = None
