@@ -53,7 +53,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-slow test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -69,7 +69,10 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 	@$(PY) examples/demos/tour.py $(ARGS)
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.stamp-dev ## the tests that take long: real servers, ranks and machines that are killed, a real model, real traces
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m slow $(ARGS)
 
 test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines, nodes and disk tiers at hundreds of random points; ARGS="--capture=no" shows each
 	KVPOOL_KILLS=$${KVPOOL_KILLS:-100} OMP_NUM_THREADS=1 $(PY) -m pytest tests/engine/test_tiers_kills.py tests/tiers/test_disk_crash.py \

@@ -142,6 +142,7 @@ def test_given_an_idle_engine_when_it_is_let_go_then_its_memory_is_back_at_once(
     assert model() is None
 
 
+@pytest.mark.slow
 def test_given_requests_on_their_way_when_the_process_ends_then_it_ends_without_a_crash() -> None:
     script = f"""
 import sys, time

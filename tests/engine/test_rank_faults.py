@@ -47,6 +47,7 @@ def check_that_nothing_is_left(ranks: Ranks) -> None:
     assert "kvpool-ranks" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.slow
 def test_given_four_ranks_then_tokens_are_equal_and_a_killed_one_ends_the_engine() -> None:
     short = SamplingParams(max_new_tokens=8)
     with engine() as one:
@@ -64,6 +65,7 @@ def test_given_four_ranks_then_tokens_are_equal_and_a_killed_one_ends_the_engine
     check_that_nothing_is_left(ranks)
 
 
+@pytest.mark.slow
 def test_given_a_rank_that_hangs_then_the_engine_ends_within_the_deadline() -> None:
     with Ranks(2, device="cpu", seconds=8.0) as ranks:
         with engine(tensor_parallel=ranks) as two:
@@ -75,6 +77,7 @@ def test_given_a_rank_that_hangs_then_the_engine_ends_within_the_deadline() -> N
     check_that_nothing_is_left(ranks)
 
 
+@pytest.mark.slow
 def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed_and_the_next_is_warm_from_disk(
     tmp_path: Path,
 ) -> None:
@@ -97,6 +100,7 @@ def test_given_a_rank_that_dies_while_nothing_runs_then_the_engine_is_closed_and
         assert (done.token_ids, done.num_cached_tokens) == (tokens, 16)
 
 
+@pytest.mark.slow
 def test_given_a_rank_that_cannot_open_its_tier_then_no_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "rank-1-of-2").write_text("no folder")
     with pytest.raises(RankError, match=r"rank 1 failed: ConfigError: .*rank-1-of-2"):
@@ -104,6 +108,7 @@ def test_given_a_rank_that_cannot_open_its_tier_then_no_engine_starts(tmp_path: 
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_given_ranks_that_talk_through_host_memory_as_on_one_gpu_then_tokens_are_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -39,6 +39,7 @@ with open({out!r}, "x") as file:
 """
 
 
+@pytest.mark.slow
 def test_given_a_script_under_torchrun_then_rank_0_runs_it_with_the_other_rank(tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "answers.json"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), prompt=PROMPT, out=str(out)))

@@ -191,6 +191,7 @@ def test_given_unusual_positions_in_a_later_pass_then_only_what_was_computed_bef
     pool.manager.check()
 
 
+@pytest.mark.slow
 def test_given_a_compiled_model_then_the_tokens_are_the_same() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

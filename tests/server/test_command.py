@@ -31,6 +31,7 @@ def test_given_a_cpu_then_a_step_has_room_for_all_that_decode_and_few_tokens_of_
     assert step_limits("cpu", 64).max_tokens_per_step == 64 + 256
 
 
+@pytest.mark.slow
 def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_finished(tmp_path: Path) -> None:
     from live import word_tokenizer
     from models import tiny_model
@@ -82,6 +83,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_given_a_process_then_it_lives_while_it_loads_and_its_cut_streams_end_with_a_word(tmp_path: Path) -> None:
     from live import word_tokenizer
     from models import tiny_model

@@ -114,6 +114,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_given_a_process_in_front_that_is_killed_then_its_engines_end_by_themselves(model: Path) -> None:
     engines = Engines(model)
     try:
@@ -137,6 +138,7 @@ def engines(model: Path) -> Iterator[Engines]:
     made.close()
 
 
+@pytest.mark.slow
 def test_given_two_engines_then_prompts_go_where_they_are_cached_and_all_are_asked_where_all_must_answer(
     engines: Engines,
 ) -> None:
@@ -166,6 +168,7 @@ def test_given_two_engines_then_prompts_go_where_they_are_cached_and_all_are_ask
     )
 
 
+@pytest.mark.slow
 def test_given_two_engines_then_there_is_one_set_of_metrics_and_one_page_for_administrators(engines: Engines) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -182,6 +185,7 @@ def test_given_two_engines_then_there_is_one_set_of_metrics_and_one_page_for_adm
     assert plain.status_code == 400  # a page of another site can send no JSON
 
 
+@pytest.mark.slow
 def test_given_traffic_when_an_engine_is_killed_and_then_all_restart_one_by_one_then_no_request_fails(
     engines: Engines,
 ) -> None:
@@ -217,6 +221,7 @@ def test_given_traffic_when_an_engine_is_killed_and_then_all_restart_one_by_one_
     assert not any(map(lives, before))
 
 
+@pytest.mark.slow
 def test_given_a_stream_when_the_server_is_told_to_end_then_it_is_finished_and_no_process_is_left(
     engines: Engines,
 ) -> None:

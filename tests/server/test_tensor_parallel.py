@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 PATIENCE = 900
 
 
+@pytest.mark.slow
 def test_given_two_ranks_then_the_server_answers_and_a_killed_rank_ends_it_with_one_error(tmp_path: Path) -> None:
     from live import word_tokenizer
     from models import random_prompt, tiny_model
