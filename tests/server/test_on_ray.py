@@ -18,7 +18,7 @@ from kvpool.cluster.subscriber import FeedStats
 from kvpool.cluster.wire_events import BlockStored
 from kvpool.engine import Engine
 from kvpool.engine.options import EngineOptions
-from kvpool.errors import ConfigError, KVPoolError, SequenceStateError
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.on_ray.engine_replica import MOST_WAITING, EngineReplica, Head, called, placed, scope_for
 from kvpool.server.on_ray.ray_application import needs_of, place_ranks, travelling
@@ -260,7 +260,7 @@ def test_given_an_engine_that_has_failed_then_its_replica_is_not_healthy_and_its
         engine._thread.tell(fail, lambda error: None)
         with pytest.raises(KVPoolError):
             engine.generate([[1, 2, 3]])
-        with pytest.raises(SequenceStateError, match="has ended"):
+        with pytest.raises(KVPoolError, match="the device is gone"):
             asyncio.run(replica.check_health())
         assert asyncio.run(ready()) == 503
 
