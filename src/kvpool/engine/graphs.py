@@ -136,9 +136,7 @@ class CudaRecorder:
             ):
                 output = step()
         except RuntimeError as error:  # some models, mostly mixtures of experts, wait for the device in the middle
-            self._memory = (
-                None  # torch takes this pool for one that is being recorded to, and records nothing else there
-            )
+            self._memory = None  # torch takes this pool for one that is being recorded to, and records nothing else
             raise CaptureError(str(error)) from error
         self._memory = graph.pool()
         return RecordedStep(graph.replay, output)
