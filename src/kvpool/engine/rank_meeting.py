@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
@@ -53,16 +54,16 @@ class _Arrival(NamedTuple):
     device: str
 
 
-class MetRanks(Ranks):
+class MetRanks(Ranks, ABC):
     """Ranks that others start and that come to rank 0. A subclass says how they hear of its place."""
 
+    @abstractmethod
     def _host(self) -> str:
         """The address at which ranks of other machines find this one; "": all are on this machine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _call(self, place: Place) -> None:
         """Has the other ranks call `arrive` with the place."""
-        raise NotImplementedError
 
     def _look(self) -> None:
         """Raises if a rank cannot come any more."""
