@@ -91,12 +91,10 @@ class Replica:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from live import word_tokenizer
-    from models import tiny_model
+    from live import save_model
 
     made = tmp_path_factory.mktemp("model")
-    word_tokenizer().save_pretrained(made)
-    tiny_model("llama").save_pretrained(made)
+    save_model(made)
     return made
 
 

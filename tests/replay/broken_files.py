@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import zstandard
+from llama_config import LLAMA
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
 from kvpool.config import Tier
@@ -196,14 +197,7 @@ def costs() -> bytes:
 def config() -> bytes:
     """The config.json of a model."""
     plain = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
+        **LLAMA,
         "quantization_config": {"quant_method": "gptq", "bits": 4},
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llama_config import LLAMA
 
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.replay.capacity_plan import PlanRequest, curve_sentence, knee, make_plan
@@ -12,17 +13,7 @@ from kvpool.replay.costs import GPUS, costs_for, count_weights, find_gpu
 
 
 def config(**values: Any) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-        **values,
-    }
+    return {**LLAMA, **values}
 
 
 # Published parameter counts, in billions (the language model, where there is more).

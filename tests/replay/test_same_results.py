@@ -23,6 +23,7 @@ import pytest
 
 pytest.importorskip("typer")
 from conversations import conversations
+from llama_config import LLAMA
 
 from kvpool import DType, LayerSpec, StatePart, StateSpec
 from kvpool.cli import main
@@ -60,16 +61,6 @@ WORKLOADS = {
     "shared": WorkloadModel(unit=16, unshared=0.0, num_stems=2, stem_skew=0.0, continues=(0.0,)),
     "bursts": WorkloadModel(unit=16, burstiness=4.0, unshared=1.0).with_rate(20.0),
     "even": WorkloadModel(unit=16, burstiness=0.01, continues=(0.9,), gap_seconds=(-3.0, 0.1)),
-}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
 }
 WINDOWED = {**LLAMA, "model_type": "mistral", "sliding_window": 1024}
 HYBRID = {

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -68,3 +69,11 @@ def word_tokenizer() -> Any:
     tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", chat_template=TEMPLATE)
+
+
+def save_model(directory: Path) -> None:
+    """A tiny Llama with that tokenizer, as files that a server of its own process loads."""
+    from models import tiny_model
+
+    word_tokenizer().save_pretrained(directory)
+    tiny_model("llama").save_pretrained(directory)

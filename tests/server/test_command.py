@@ -33,11 +33,9 @@ def test_given_a_cpu_then_a_step_has_room_for_all_that_decode_and_few_tokens_of_
 
 @pytest.mark.slow
 def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_finished(tmp_path: Path) -> None:
-    from live import word_tokenizer
-    from models import tiny_model
+    from live import save_model
 
-    word_tokenizer().save_pretrained(tmp_path)
-    tiny_model("llama").save_pretrained(tmp_path)
+    save_model(tmp_path)
     models = "".join(f'[[models]]\nname = "{name}"\nmodel = "{tmp_path}"\nmemory = "4MiB"\n' for name in ("one", "two"))
     config = tmp_path / "kvpool.toml"
     config.write_text(f"[server]\nport = 0\nmax_requests = 9\n{models}")

@@ -105,12 +105,10 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from live import word_tokenizer
-    from models import tiny_model
+    from live import save_model
 
     directory = tmp_path_factory.mktemp("model")
-    word_tokenizer().save_pretrained(directory)
-    tiny_model("llama").save_pretrained(directory)
+    save_model(directory)
     return directory
 
 

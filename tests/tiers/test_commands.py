@@ -22,7 +22,7 @@ from kvpool.testing import key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, open_tier
 from kvpool.tiers.contract import Listing, TierStats
 from kvpool.tiers.disk.upkeep import Checked
-from kvpool.tiers.upkeep import BATCH_BYTES, BATCH_KEYS, shown_bytes, verify_store
+from kvpool.tiers.upkeep import BATCH_BYTES, BATCH_KEYS, verify_store
 
 SPACE = KeySpace(
     Fingerprint.of(
@@ -412,24 +412,6 @@ def test_given_a_file_that_cannot_be_written_then_a_command_says_so_before_it_do
 def test_given_help_then_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tier", command, "--help"]) == 0
     assert "engine" in capsys.readouterr().out or command == "stat"
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (2**20 - 2**10, "1023.0 KiB"),
-        (2**20, "1.0 MiB"),
-        (2**30, "1.0 GiB"),
-        (2**40, "1.0 TiB"),
-        (5 * 2**50, "5120.0 TiB"),
-    ],
-)
-def test_given_a_number_of_bytes_then_people_can_read_it(count: int, shown: str) -> None:
-    assert shown_bytes(count) == shown
 
 
 class Hollow:

@@ -243,10 +243,13 @@ def test_given_a_node_that_is_not_there_then_its_figures_say_why(tmp_path: Path)
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
         (1536, "1.5 KiB"),
+        (2**20 - 2**10, "1023.0 KiB"),
         (2**20, "1.0 MiB"),
+        (2**30, "1.0 GiB"),
         (2**30 * 5, "5.0 GiB"),
         (2**40, "1.0 TiB"),
         (2**51, "2048.0 TiB"),
+        (5 * 2**50, "5120.0 TiB"),
     ],
 )
 def test_given_a_number_of_bytes_then_people_can_read_it(count: int, shown: str) -> None:
