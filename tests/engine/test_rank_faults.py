@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tiers"))
 from servers import eventually
 
 from kvpool.engine import Engine, Generation, SamplingParams
+from kvpool.engine.rank_channel import Channel
 from kvpool.engine.ranks import Ranks
 from kvpool.engine.shared_gpu import HOST_BACKEND
 from kvpool.errors import KVPoolError, RankError
@@ -45,6 +47,25 @@ def check_that_nothing_is_left(ranks: Ranks) -> None:
     assert not Path(ranks._directory).exists()
     assert not torch.distributed.is_initialized()
     assert "kvpool-ranks" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_given_ranks_that_others_have_started_then_all_that_have_ended_are_named() -> None:
+    far: list[socket.socket] = []
+
+    class Met(Ranks):
+        def _start_all(self) -> None:
+            for rank in range(1, self.size):
+                (steps, _steps), (tiers, _tiers) = socket.socketpair(), socket.socketpair()
+                far.extend((_steps, _tiers))
+                self._add(rank, Channel(steps, 60.0), Channel(tiers, 60.0))
+
+    for gone, said in [([3], "rank 3 has ended"), ([2, 3], "rank 2 and rank 3 have ended")]:
+        with Met(4, device="cpu") as ranks:
+            for rank in gone:
+                far[2 * rank - 2].close()
+            assert str(ranks.fail()) == f"{said}; no rank can go on without the others"
+        while far:
+            far.pop().close()
 
 
 @pytest.mark.slow

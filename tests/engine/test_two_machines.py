@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -142,7 +143,8 @@ def test_given_two_machines_with_two_ranks_each_then_tokens_are_equal_and_a_kill
         # Steps travel through memory to the rank on rank 0's machine, and over sockets to the others.
         assert torchrun.said("tokens") == [expected, [True, False, False], [first, first, second, second]]
         os.kill(torchrun.pid(3), signal.SIGKILL)
-        assert f"rank 3 on {second} has ended; no rank can go on" in torchrun.said("error")
+        # torchrun ends rank 2 when it finds rank 3 killed: rank 0 may find one of them gone, or both.
+        assert re.search(rf"rank 3 on {second} ha(s|ve) ended; no rank can go on", torchrun.said("error"))
         for rank in range(4):
             eventually(lambda rank=rank: is_gone(torchrun.pid(rank)), f"rank {rank} ends")
 

@@ -236,6 +236,7 @@ class Ranks:
         late = error is not None and "peer" not in str(error) and _is_late(str(error))
         due = time.monotonic() + _REPORT_SECONDS  # a rank may be about to say why
         said: list[str] = []
+        lost: list[str] = []
         ended: list[str] = []
         silent: list[str] = []
         for rank, channel in enumerate(self.channels, 1):
@@ -245,7 +246,7 @@ class Ranks:
                 if kind == ERROR:
                     said.append(self._said(rank, content))
             except (EOFError, ConnectionError):
-                ended.append(f"{self.name(rank)} has ended")
+                lost.append(self.name(rank))
             except OSError as problem:
                 if problem.errno is None:  # it waited long enough
                     silent.append(self.name(rank))
@@ -260,6 +261,8 @@ class Ranks:
         causes = [what for what in ended if "signal" in what] + [what for what in said if not _is_late(what)]
         if late and not causes and silent:
             return f"{' and '.join(silent)} did not answer within {self.seconds:g} s"
+        if lost:  # all of them: whoever has started the ranks may end the others of one that was killed
+            ended.append(f"{' and '.join(lost)} {'has' if len(lost) == 1 else 'have'} ended")
         causes += ended + said
         if causes:
             return causes[0]
