@@ -74,3 +74,24 @@ def test_what_is_no_function_or_belongs_to_beams_is_refused() -> None:
         SamplingParams(logits_processors=[3])
     with pytest.raises(InvalidArgumentError, match="num_beams=2 searches by plain"):
         SamplingParams(num_beams=2, logits_processors=failing)
+
+
+def test_given_the_fewest_tokens_then_nothing_ends_the_text_before_and_the_tokens_are_those_of_generate() -> None:
+    model, prompt = tiny_model("llama"), random_prompt(9, seed=9).tolist()
+    with Engine(model, kv_blocks=64, model_defaults=False) as engine:
+        free = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))[0].token_ids
+        ends, unknown = free[2], 10**6
+        early = {"max_new_tokens": 12, "ignore_eos": True, "stop_token_ids": [ends, unknown]}
+        assert engine.generate([prompt], SamplingParams(**early))[0].token_ids == free[:3]
+        for fewest in (1, 3, 4, 7, 12):
+            got = engine.generate([prompt], SamplingParams(**early, min_new_tokens=fewest))[0].token_ids
+            told = {"max_new_tokens": 12, "min_new_tokens": fewest, "eos_token_id": ends, "do_sample": False}
+            assert got == model.generate(torch.tensor([prompt]), **told)[0, len(prompt) :].tolist()
+            assert len(got) >= fewest
+            assert ends not in got[: fewest - 1]
+
+
+def test_given_a_context_that_cuts_the_answer_then_the_fewest_tokens_are_cut_too() -> None:
+    with Engine(tiny_model("llama", max_position_embeddings=32), kv_blocks=64) as engine:
+        result = engine.generate([random_prompt(30).tolist()], SamplingParams(max_new_tokens=9, min_new_tokens=9))[0]
+    assert len(result.token_ids) == 3

@@ -50,6 +50,8 @@ class Mute:
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"num_beams": 4, "temperature": 1.0}, "num_beams"),
         ({"num_beams": 2, "n": 3}, "num_beams"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5 is more than max_new_tokens=4"),
     ],
 )
 def test_given_a_meaningless_value_then_the_error_names_it(fields: dict[str, Any], named: str) -> None:
@@ -137,6 +139,7 @@ class AnyText:
         {"logprobs": 0},
         {"logit_bias": {3: 1.0}},
         {"grammar": AnyText()},
+        {"min_new_tokens": 128},
     ],
 )
 def test_given_beams_then_what_changes_their_scores_is_refused_and_the_same_without_beams_is_not(
@@ -154,6 +157,11 @@ def test_given_as_many_results_as_beams_then_they_are_allowed() -> None:
 def test_given_what_is_no_grammar_then_it_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="grammar"):
         SamplingParams(grammar="json")  # type: ignore[arg-type]
+
+
+def test_given_a_grammar_then_it_alone_says_where_the_text_ends() -> None:
+    with pytest.raises(InvalidArgumentError, match="leave min_new_tokens at 0"):
+        SamplingParams(grammar=AnyText(), min_new_tokens=1)
 
 
 def test_given_defaults_of_a_model_then_they_fill_what_was_left_open_except_for_beams() -> None:

@@ -53,6 +53,14 @@ def test_given_text_that_may_become_a_stop_string_then_it_is_held_back_until_it_
     assert sink.finish() == "E"
 
 
+def test_given_tokens_that_end_no_text_then_stop_strings_count_from_there_on() -> None:
+    sink = TextStream(ByteTokenizer(), ["END"], min_tokens=4)
+    assert "".join(sink.push(token) for token in b"ENDENDxEND!") == "ENDENDx"
+    assert (sink.stopped, sink.text) == ("END", "ENDENDx")
+    late = TextStream(ByteTokenizer(), ["END"], min_tokens=3)
+    assert [late.push(token) for token in b"ENDEND!"] == ["E", "N", "D", "", "", "", ""]
+
+
 def test_given_bytes_that_never_become_a_character_then_they_are_shown_in_the_end() -> None:
     sink = TextStream(ByteTokenizer())
     assert sink.push(0xFF) == ""

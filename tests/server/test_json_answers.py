@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -110,6 +111,53 @@ def test_given_a_form_that_cannot_be_kept_then_status_400_says_why(
         writer.chat.completions.create(model="tiny", messages=TALK, response_format=form, stream=stream)
     assert refused.value.code == code
     assert refused.value.param.startswith("response_format")
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"choice": ["a/b", 'say "no"']}, r'a/b|say "no"'),
+        ({"regex": r"[01]/\d{2}\/x|\n"}, r"[01]/\d{2}/x|\n"),
+        ({"regex": "[ab]\n[cd]"}, r"[ab]\n[cd]"),
+        ({"grammar": 'start: ("x" | "yz") "!"'}, "(x|yz)!"),
+        ({"json": {"enum": [0, 1]}}, "0|1"),
+        ({"json": '{"enum": [0, 1]}'}, "0|1"),
+    ],
+)
+def test_given_a_form_as_vllms_clients_say_it_then_the_answer_keeps_to_it(writer: Any, form: Any, pattern: str) -> None:
+    for seed in range(3):
+        asked = dict(model="tiny", messages=TALK, temperature=1, seed=seed, max_tokens=20)
+        answer = writer.chat.completions.create(**asked, extra_body={"structured_outputs": form})
+        assert re.fullmatch(pattern, answer.choices[0].message.content)
+
+
+def test_given_json_object_as_vllms_clients_say_it_then_the_answer_is_one_as_far_as_it_goes(writer: Any) -> None:
+    asked = dict(model="tiny", messages=TALK, max_tokens=3, temperature=1)
+    answer = writer.chat.completions.create(**asked, extra_body={"structured_outputs": {"json_object": True}})
+    assert answer.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({}, "give one of json, json_object"),
+        ({"regex": "a", "choice": ["a"]}, "give one of json, json_object"),
+        ({"regex": "("}, "no answer can be held to this grammar"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
+    ],
+)
+def test_given_a_form_of_vllm_that_cannot_be_kept_then_status_400_says_why(writer: Any, form: Any, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        writer.chat.completions.create(model="tiny", messages=TALK, extra_body={"structured_outputs": form})
+    assert refused.value.param.startswith("structured_outputs")
+
+
+def test_given_two_forms_then_they_are_refused(writer: Any) -> None:
+    both = {"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError, match="response_format and structured_outputs: give one"):
+        writer.chat.completions.create(model="tiny", messages=TALK, extra_body=both)
 
 
 def test_given_a_tokenizer_that_cannot_write_json_then_the_answer_says_so(client: Any) -> None:

@@ -181,9 +181,9 @@ def test_given_the_list_of_models_then_it_names_them(client: Any) -> None:
         (dict(extra_body={"foo_bar": 1}), "foo_bar: this server has no such field"),
         (
             dict(extra_body={"guided_json": {}}),
-            "guided_json: this server has no such field or cannot do what it asks for",
+            "guided_json: this server has no such field or cannot do what it asks for: use structured_outputs",
         ),
-        (dict(extra_body={"min_tokens": 3}), "min_tokens: this server"),
+        (dict(extra_body={"min_tokens": 17}), "min_new_tokens=17 is more than max_new_tokens=16"),
         (dict(best_of=2), "best_of: this server"),
         (dict(extra_body={"retention": [{"pin": True, "tll_seconds": 5}]}), "retention.0.tll_seconds: this server"),
     ],
@@ -210,6 +210,18 @@ def test_given_labels_and_values_that_ask_for_nothing_then_they_are_taken(client
         extra_body={"min_tokens": 0, "length_penalty": 1, "best_of": 1},
     )
     assert answer.usage.completion_tokens == 1
+
+
+def test_given_min_tokens_then_no_stop_ends_the_answer_before(client: Any) -> None:
+    wanted = dict(model="tiny", prompt=PROMPT, max_tokens=8)
+    text = client.completions.create(**wanted, extra_body={"ignore_eos": True}).choices[0].text
+    stop = {"stop": [text.split()[1]], "ignore_eos": True}
+    short, long = (
+        client.completions.create(**wanted, extra_body=stop | {"min_tokens": fewest}).usage.completion_tokens
+        for fewest in (0, 5)
+    )
+    assert short == 2
+    assert long >= 5
 
 
 def test_given_a_choice_of_tools_then_none_hides_them(client: Any) -> None:

@@ -274,6 +274,11 @@ def test_given_a_schema_beside_tools_then_the_answer_is_one_or_the_other(client:
     assert kinds == {True, False}
 
 
+def test_given_a_pattern_beside_tools_then_it_is_refused(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="structured_outputs beside tools: only json and json_object"):
+        client.chat.completions.create(**FREE, extra_body={"structured_outputs": {"regex": "a"}})
+
+
 def test_given_an_agent_then_its_turns_are_found_in_the_cache(client: Any) -> None:
     messages, cached = list(ASKED), []
     for turn in range(3):

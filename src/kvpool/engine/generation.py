@@ -119,7 +119,7 @@ class Generation:
         self.source = source  # what an encoder reads; then the prompt is the decoder's
         self.params = params
         # tokens that end a sample and are not part of its text
-        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self.stop_ids = params.stop_ids(eos_ids)
         self.adapter: str | None = None  # the name of its LoRA adapter
         self.pooled: Pooled | None = None  # the hidden states of its prompt, for an embedding
         self.scores: PromptScores | None = None  # how likely the tokens of its prompt are
@@ -321,7 +321,8 @@ class Generation:
         stream = self._streams.get(index)
         if stream is None:
             params = self.params
-            stream = self._streams[index] = TextStream(self._tokenizer, tuple(params.stop), params.skip_special_tokens)
+            form = tuple(params.stop), params.skip_special_tokens, params.min_new_tokens
+            stream = self._streams[index] = TextStream(self._tokenizer, *form)
         return stream
 
     def _deliver(self, chunk: Chunk) -> None:

@@ -33,7 +33,7 @@ class SamplingParams:
     Filters apply in the order of transformers: penalties, temperature, `top_k`, `top_p`, `min_p`. `repetition_penalty`
     counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
     tokens for the same logits, whatever else is in the batch; None draws a random seed. The text ends before the first
-    `stop` string. A `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when
+    `stop` string. No end-of-text token, `stop_token_ids` or `stop` string ends it before `min_new_tokens` tokens. A `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when
     it is complete. `logits_processors` are functions of transformers' form: they get the token ids [1, token] and scores
     [1, vocabulary] of a sample and return new scores, behind penalties and before temperature. `logprobs` asks for the log
     probability of each token and of so many best ones, before any filter; `prompt_logprobs` for those of the prompt's
@@ -44,6 +44,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # 0 is off
     top_p: float | None = None  # 1 is off
@@ -72,7 +73,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), kind):
                 raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {show(getattr(self, name))}")
         for name, low, high in (
-            *(("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("n", 1, 2**16), ("num_beams", 1, 2**10)),
+            *(("max_new_tokens", 1, 2**31), ("min_new_tokens", 0, 2**31), ("top_k", 0, 2**31)),
+            *(("n", 1, 2**16), ("num_beams", 1, 2**10)),
             *(("seed", 0, 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS)),
         ):
             if not (getattr(self, name) is None and name in _MAY_BE_NONE):
@@ -113,6 +115,12 @@ class SamplingParams:
         if not all(map(callable, processors)):
             raise InvalidArgumentError(f"logits_processors must be functions, got {show(given)}")
         put(self, "logits_processors", processors)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InvalidArgumentError(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}"
+            )
+        if self.min_new_tokens and self.grammar is not None:
+            raise InvalidArgumentError("a grammar says where the text ends: leave min_new_tokens at 0 beside it")
         if self.num_beams > 1:
             self._check_beams()
 
@@ -125,10 +133,11 @@ class SamplingParams:
             or self.logit_bias
             or self.grammar is not None
             or self.logits_processors
+            or self.min_new_tokens
         ):
             raise InvalidArgumentError(
                 f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
-                f"logit_bias, grammar, logits_processors and logprobs at their defaults"
+                f"logit_bias, grammar, logits_processors, min_new_tokens and logprobs at their defaults"
             )
         if self.n > self.num_beams:
             raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")
@@ -146,6 +155,10 @@ class SamplingParams:
         if defaults.logit_bias:
             taken["logit_bias"] = {**defaults.logit_bias, **self.logit_bias}
         return replace(self, **taken) if taken else self
+
+    def stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end a text, of a model with these end-of-text tokens."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property
     def is_greedy(self) -> bool:

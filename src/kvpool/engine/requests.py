@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple
 
@@ -154,14 +154,14 @@ class NewRequest(NamedTuple):
     request: Request
 
 
-class NotFirst(NamedTuple):
-    """A logits processor: an answer behind so many tokens does not begin with some."""
+class Withheld(NamedTuple):
+    """A logits processor: some tokens do not follow fewer than so many."""
 
     tokens: Sequence[int]
     num_before: int
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        if input_ids.shape[1] == self.num_before:
+        if input_ids.shape[1] < self.num_before:
             scores[:, list(self.tokens)] = -math.inf
         return scores
 
@@ -209,9 +209,9 @@ class RequestMaker:
             check_hint(hint)
         looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
-        if self.not_first and params.num_beams == 1:
-            begins = NotFirst(self.not_first, len(tokens))
-            params = replace(params, logits_processors=(begins, *params.logits_processors))
+        withheld = tuple(self._withheld(len(tokens), params))
+        if withheld:
+            params = replace(params, logits_processors=(*withheld, *params.logits_processors))
         told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
         told |= {"pictures": pictures, "source": source}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
@@ -242,6 +242,14 @@ class RequestMaker:
         )
         return NewRequest(generation, request)
 
+    def _withheld(self, num_tokens: int, params: SamplingParams) -> Iterator[Withheld]:
+        """The tokens that do not begin the answer, and those that do not end it too early."""
+        if self.not_first and params.num_beams == 1:
+            yield Withheld(self.not_first, num_tokens + 1)
+        ends = [token for token in params.stop_ids(self.eos_ids) if token < self.vocab_size]
+        if params.min_new_tokens and ends:
+            yield Withheld(ends, num_tokens + params.min_new_tokens)
+
     def _check(self, params: SamplingParams, deadline: object, *callbacks: object) -> None:
         """Refuses what this engine's model cannot do."""
         if not isinstance(params, SamplingParams):
@@ -263,7 +271,7 @@ class RequestMaker:
             return params, ()
         note = f"max_new_tokens={wanted} was cut to {room}: the prompt has {num_tokens} tokens, the context ends at {limit}"
         log.info(note)
-        return replace(params, max_new_tokens=room), (note,)
+        return replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room)), (note,)
 
 
 _INSTEAD = {  # arguments of transformers' `generate`

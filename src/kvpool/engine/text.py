@@ -36,16 +36,20 @@ class TextStream:
     """The text of one sequence, grown token by token.
 
     `push` returns what can be shown now. Held back are bytes of an unfinished character, and text that may turn out to be
-    the beginning of a stop string. When a stop string is complete, `stopped` names it and the text ends before it.
+    the beginning of a stop string. When a stop string is complete, `stopped` names it and the text ends before it. None is
+    looked for in the text of the first `min_tokens` tokens.
 
     A tokenizer decodes a token differently after others (spaces, joined pieces). So tokens are decoded in a short window
     that begins a few tokens back. The new text is what the window has with the new token and not without it.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Decoder, stop: Sequence[str] = (), skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._skip_special = skip_special_tokens
+        self._num_free = min_tokens  # so many more tokens end no text
         self._window: list[int] = []  # tokens shown, then tokens held back
         self._num_shown = 0  # tokens of the window whose text was taken
         self._held = ""  # decoded text that may begin a stop string
@@ -57,7 +61,9 @@ class TextStream:
         if self.stopped is not None:
             return ""
         self._window.append(token)
-        return self._take(self._new_text())
+        shown = self._take(self._new_text())
+        self._num_free -= 1
+        return shown
 
     def finish(self) -> str:
         """No token follows: returns what was held back."""
@@ -87,7 +93,7 @@ class TextStream:
 
     def _take(self, fresh: str) -> str:
         """What of the text so far may be shown, given the stop strings."""
-        if not self._stop:
+        if not self._stop or self._num_free > 0:
             return self._show(fresh)
         pending = self._held + fresh
         found = [(pending.find(stop), stop) for stop in self._stop if stop in pending]

@@ -104,7 +104,7 @@ def _message(error: Mapping[str, Any]) -> str:
     """What is wrong with a field, in words."""
     if error.get("type") == "extra_forbidden":
         name = str(error["loc"][-1])
-        remedy = "use response_format" if name.startswith(("guided_", "structured_outputs")) else "see /openapi.json"
+        remedy = "use structured_outputs" if name.startswith("guided_") else "see /openapi.json"
         return f"this server has no such field or cannot do what it asks for: {remedy}"
     return str(error["msg"])
 

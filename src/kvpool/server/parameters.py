@@ -35,12 +35,13 @@ async def sampling_params(
         raise Problem(
             400, f"n={body.n} is over this server's limit of {limits.samples}", code="invalid_value", param="n"
         )
-    grammar = await _grammar(body.response_format or ResponseFormat(), model, dialogue)
+    grammar = await _grammar(body, model, dialogue)
     keeps_marks = dialogue is not None and not model.answers.skips_special_tokens
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     try:
         return SamplingParams(
             max_new_tokens=max_new_tokens,
+            min_new_tokens=body.min_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=0 if body.top_k == -1 else body.top_k,  # in other servers -1 turns it off
@@ -62,8 +63,14 @@ async def sampling_params(
         raise problem_of(error) from error
 
 
-async def _grammar(wanted: ResponseFormat, model: ServedModel, dialogue: Dialogue | None) -> Grammar | None:
+async def _grammar(body: Sampling, model: ServedModel, dialogue: Dialogue | None) -> Grammar | None:
     """The grammar for the form of the answer. It is compiled in a thread, because the first one takes a second."""
+    wanted, rules, where = body.response_format or ResponseFormat(), None, "response_format"
+    if body.structured_outputs is not None:
+        if wanted.type != "text":
+            raise Problem(400, "response_format and structured_outputs: give one", code="invalid_value", param=where)
+        where = "structured_outputs"
+        wanted, rules = body.structured_outputs.as_response_format(), body.structured_outputs.rules()
     if wanted.type == "json_schema" and wanted.json_schema is None:
         raise Problem(
             400,
@@ -72,10 +79,13 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel, dialogue: Dialogu
             param="response_format",
         )
     schema = None if wanted.json_schema is None else wanted.json_schema.of
-    rules = None
-    if dialogue is not None:
+    if rules is not None and dialogue is not None and dialogue.use.offered:
+        words = "structured_outputs beside tools: only json and json_object; or leave the tools out"
+        raise Problem(400, words, code="unsupported", param=where)
+    if rules is None and dialogue is not None:
         form: Mapping[str, Any] | None = None if wanted.type == "text" else schema or {"type": "object"}
         rules = model.answers.rules(dialogue, form)
+        where = where if rules is None else "tools"
     if rules is None and wanted.type == "text":
         return None
     try:
@@ -83,7 +93,6 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel, dialogue: Dialogu
             return await asyncio.to_thread(model.engine.grammar, rules)
         return await asyncio.to_thread(model.engine.json_grammar, schema)
     except InvalidArgumentError as error:
-        where = "response_format" if rules is None else "tools"
         raise Problem(400, str(error), code="invalid_json_schema", param=where) from error
     except KVPoolError as error:
         raise problem_of(error) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -17,6 +19,19 @@ DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the
 def _whole(value: Any) -> Any:
     """Turns 5.0 into the integer 5, as JSON means it; leaves everything else."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _object(value: Any) -> Any:
+    """The object that a JSON text holds; leaves everything else."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+_SLASHES = re.compile(r"\\.|[/\n]", re.DOTALL)  # or anything behind a backslash
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """A part of a pattern as it stands between slashes."""
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
@@ -76,6 +91,36 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(Body):
+    """The form of the answer as vLLM's clients say it: one of these. A grammar has the rules of Lark."""
+
+    of: Annotated[dict[str, Any] | None, BeforeValidator(_object), Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    grammar: Text | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("give one of json, json_object, regex, choice and grammar")
+        return self
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same as a `response_format`; text if that has no such form."""
+        if self.of is not None:
+            return ResponseFormat(type="json_schema", json_schema=JsonSchema.model_validate({"schema": self.of}))
+        return ResponseFormat(type="json_object" if self.json_object else "text")
+
+    def rules(self) -> str | None:
+        """The rules of a form that is not JSON, for `Engine.grammar`."""
+        if self.choice is not None:
+            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+        if self.regex is not None:
+            return f"start: /{_SLASHES.sub(_in_slashes, self.regex)}/"
+        return self.grammar
+
+
 class KeptTokens(Body):
     """How long tokens stay cached: by a priority from 0 (go first) to 100 (stay longest), or pinned.
 
@@ -96,7 +141,7 @@ class KeptTokens(Body):
 PLAIN: Mapping[str, Any] = {
     **{"background": False, "best_of": 1, "include": [], "modalities": ["text"], "truncation": "disabled"},
     **{"verbosity": "medium", "thinking": {"type": "disabled"}, "use_beam_search": False},
-    **{"length_penalty": 1.0, "min_tokens": 0, "add_generation_prompt": True, "include_stop_str_in_output": False},
+    **{"length_penalty": 1.0, "add_generation_prompt": True, "include_stop_str_in_output": False},
 }
 
 
@@ -128,8 +173,10 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
+    min_tokens: Annotated[Int, Field(ge=0, lt=2**31)] = 0
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # kvpool's own
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
