@@ -33,18 +33,17 @@ class SamplingParams:
     Filters apply in the order of transformers: penalties, temperature, `top_k`, `top_p`, `min_p`. `repetition_penalty`
     counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
     tokens for the same logits, whatever else is in the batch; None draws a random seed. The text ends before the first
-    `stop` string. No end-of-text token, `stop_token_ids` or `stop` string ends it before `min_new_tokens` tokens. A `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when
-    it is complete. `logits_processors` are functions of transformers' form: they get the token ids [1, token] and scores
-    [1, vocabulary] of a sample and return new scores, behind penalties and before temperature. `logprobs` asks for the log
-    probability of each token and of so many best ones, before any filter; `prompt_logprobs` for those of the prompt's
-    tokens.
+    `stop` string. No end-of-text token, `stop_token_ids` or `stop` string ends it before `min_new_tokens` tokens. A
+    `grammar` (see `Engine.json_grammar`) allows only tokens that keep the text in a form, and ends it when it is complete.
+    `logits_processors` are functions of transformers' form: they get the token ids [1, token] and scores [1, vocabulary] of
+    a sample and return new scores, behind penalties and before temperature. `logprobs` asks for the log probability of each
+    token and of so many best ones, before any filter; `prompt_logprobs` for those of the prompt's tokens.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
     ('\\n\\n',)
     """
 
     max_new_tokens: int = 128
-    min_new_tokens: int = 0
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # 0 is off
     top_p: float | None = None  # 1 is off
@@ -66,6 +65,7 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
     early_stopping: bool = False  # of beam search: end when `num_beams` beams are finished, though others may be better
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         put = object.__setattr__
