@@ -1,17 +1,31 @@
-"""What callers get who leave an option out. A default is a promise: whoever changes one changes defaults.txt and says so."""
+"""What callers get who leave an option out, and the limits that they meet. Each is a promise: whoever changes one writes the
+files of `defaults/` again (`python tests/test_defaults.py`) and says so."""
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from managers import signature
 
-PROMISED = Path(__file__).with_name("defaults.txt")
+PROMISED = Path(__file__).with_name("defaults")
+SOURCE = Path(__file__).parent.parent / "src" / "kvpool"
+PUBLIC = {
+    "library": ("kvpool", "kvpool.replay", "kvpool.scheduling", "kvpool.tiers", "kvpool.cluster", "kvpool.eviction"),
+    "extras": ("kvpool.engine", "kvpool.storage", "kvpool.attention"),
+}
+FOLDERS = {
+    "library": ("config", "eviction", "manager", "pools", "prefix", "recording", "scheduling", "sequences"),
+    "extras": ("tiers", "engine", "storage", "cluster", "server"),  # some modules need what an extra brings
+}
 
 
 def shown(value: Any) -> str:
@@ -47,7 +61,73 @@ def defaults(module: str) -> Iterator[str]:
                 yield f"{name}: {parameter.name} = {shown(parameter.default)}"
 
 
-def test_every_default_of_the_public_interface_is_the_promised_one() -> None:
-    modules = "kvpool", "kvpool.replay", "kvpool.scheduling", "kvpool.tiers"
-    found = [line for module in modules for line in defaults(module)]
-    assert found == PROMISED.read_text().splitlines()
+def constants(folder: str) -> Iterator[str]:
+    """Public constants of all modules of a folder that are numbers."""
+    for file in sorted((SOURCE / folder).rglob("*.py")):
+        names = {target.id for target in _targets(ast.parse(file.read_bytes()))}
+        chosen = sorted(name for name in names if name.isupper() and not name.startswith("_"))
+        if chosen:
+            name = ".".join(("kvpool", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+            module = importlib.import_module(name)
+            for constant in chosen:
+                if isinstance(value := getattr(module, constant), (int, float)):
+                    yield f"{name}.{constant} = {shown(value)}"
+
+
+def _targets(tree: ast.Module) -> Iterator[ast.Name]:
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        yield from (target for target in targets if isinstance(target, ast.Name))
+
+
+def options() -> Iterator[str]:
+    """What every command of the command line does unless it is told."""
+    import typer
+
+    from kvpool.cli import COMMANDS, build_app
+
+    def of(command: Any, words: str) -> Iterator[str]:
+        for name in sorted(getattr(command, "commands", ())):
+            yield from of(command.commands[name], f"{words} {name}")
+        for parameter in command.params:
+            yield f"{words}: {parameter.opts[0]} = {shown(parameter.default)}"
+
+    for name, command in COMMANDS.items():
+        for words in ([name], *([name, under] for under in command.under)):
+            called = typer.main.get_command(build_app(words))
+            for word in words:
+                called = called.commands[word]
+            yield from of(called, " ".join(words))
+
+
+def tier_settings() -> Iterator[str]:
+    """What clients of tiers use where nothing is set."""
+    from dataclasses import fields
+
+    from kvpool.tiers import TierConfig
+
+    for setting in fields(TierConfig):
+        yield f"kvpool.tiers.TierConfig: {setting.name} means {shown(setting.metadata['default'])}"
+
+
+def found(part: str) -> list[str]:
+    if part != "library":
+        for needed in ("typer", "torch", "fastapi"):
+            pytest.importorskip(needed)
+    if part == "commands":
+        return list(options())
+    lines = [line for module in PUBLIC[part] for line in defaults(module)]
+    lines += [line for folder in FOLDERS[part] for line in constants(folder)]
+    return [*lines, *tier_settings()] if part == "library" else lines
+
+
+@pytest.mark.parametrize("part", ["library", "extras", "commands"])
+def test_every_default_is_the_promised_one(part: str) -> None:
+    assert found(part) == (PROMISED / f"{part}.txt").read_text().splitlines()
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or ("library", "extras", "commands"):
+        (PROMISED / f"{each}.txt").write_text("\n".join(found(each)) + "\n")
