@@ -137,5 +137,6 @@ def test_given_more_stop_tokens_than_one_then_enough_continuations_are_ranked_to
     assert len(ranking.tokens) == 6  # (1 + 3) * 2, but the vocabulary has 6
     search.advance(ranking)
     assert search.continuations("a").tolist() == [3, 4]  # type: ignore[arg-type]
-    few = BeamSearch(SamplingParams(num_beams=2), Request("r", [1], 9)).rank(["a"], logits)  # type: ignore[list-item]
-    assert few.tokens.tolist() == [3, 0, 1, 2]
+    for stops, ranked in (([], [3, 0]), ([0], [3, 0, 1, 2]), ([0, 1], [3, 0, 1, 2, 4, 5])):
+        search = BeamSearch(SamplingParams(num_beams=2), Request("r", [1], 9, stop_token_ids=stops))
+        assert search.rank(["a"], logits).tokens.tolist() == ranked  # type: ignore[list-item]

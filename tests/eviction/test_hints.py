@@ -90,6 +90,16 @@ def test_what_is_said_when_a_request_ends_holds_for_what_it_published_and_not_fo
     assert hints_of(manager, longer) == [0, TOOL.code]
 
 
+def test_what_is_said_about_a_request_that_published_nothing_holds_for_the_last_run_that_it_read() -> None:
+    manager = make_manager(gpu_blocks=64)
+    first = list(range(12))
+    longer = [*first, *range(100, 112)]
+    for prompt in (first, longer):
+        manager.free(begin(manager, "a", prompt))
+    manager.free(begin(manager, "b", [*longer, 1]), hint=TOOL)
+    assert hints_of(manager, longer) == [0, TOOL.code]
+
+
 def test_given_a_batch_then_each_request_keeps_its_own_hint() -> None:
     manager = make_manager(gpu_blocks=64)
     prompts = {"a": list(range(8)), "b": list(range(50, 58)), "c": list(range(80, 88))}

@@ -149,6 +149,20 @@ def test_given_a_shared_prefix_then_it_is_written_once(tmp_path: Path) -> None:
     assert (tmp_path / "t").stat().st_size < 2 * 1000 * 4 * 4 / 3
 
 
+def test_given_prompts_that_differ_in_one_token_then_they_share_the_whole_blocks_before_it_and_stay_different(
+    tmp_path: Path,
+) -> None:
+    manager = make_manager(gpu_blocks=64)
+    prompts = [[*range(8)]] + [[*range(at), 99, *range(at + 1, 8)] for at in range(8)]
+    with TraceRecorder(tmp_path / "t").attach(manager):
+        for number, prompt in enumerate(prompts):
+            manager.allocate(number, prompt)
+    lines = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()[1:-1]]
+    assert [prefix[:2] for _, _, _, prefix, _ in lines] == [[0, 0]] * 5 + [[1, 4]] * 4  # of the first prompt
+    first, *others = (request.ids.tolist() for request in read_trace(tmp_path / "t"))
+    assert [[mine == its for mine, its in zip(ids, first, strict=True)].index(False) for ids in others] == [*range(8)]
+
+
 def test_given_a_gzip_file_that_repeats_what_stands_32_kib_before_then_it_is_read(tmp_path: Path) -> None:
     line = np.random.default_rng(3).bytes(16_000).hex().encode() + b"\n"
     (tmp_path / "t").write_bytes(gzip.compress(2 * line))

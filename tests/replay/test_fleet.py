@@ -93,6 +93,11 @@ def test_given_the_command_then_it_prints_a_line_for_each_cluster_and_writes_jso
     assert main(["fleet", str(path), "--nodes", "2,4", *options]) == 0
     assert [row["nodes"] for row in json.loads(figures.read_text())] == [2, 4]
     printed = capsys.readouterr().out
+    head, first, second, *_ = printed.splitlines()
+    assert head == head.rstrip()
+    assert head.startswith("nodes cells blocks routing ideal ttft  p95 node cell ")
+    assert first.startswith("    2     1    500 prefix ")
+    assert second.startswith("    4     1    500 prefix ")
     assert "ideal     block hits, of those of one infinite cache" in printed
     assert main(["fleet", str(path), "--nodes", "many"]) == 2
     assert main(["fleet", str(path), "--capacity", "inf"]) == 2

@@ -116,6 +116,18 @@ def test_given_short_prompts_without_end_then_a_long_one_waits_for_a_multiple_of
     assert patience * num_ahead + grace <= overtakers <= (patience + 1) * num_ahead + grace
 
 
+def test_given_prompts_of_one_token_then_each_admission_counts_as_overtaking() -> None:
+    engine = make_engine(max_sequences=1, policy=lambda: SoonestFirstToken(patience=0.0, grace=2))
+    add(engine, request("long", 40, 1), *(request(name, 1, 1, first=100) for name in "abc"))
+    assert order_of_admission(engine) == ["a", "b", "long", "c"]
+
+
+def test_given_samples_that_have_nothing_left_to_compute_then_they_do_not_count_as_overtaking() -> None:
+    engine = make_engine(max_sequences=4, policy=lambda: SoonestFirstToken(patience=0.0, grace=2))
+    add(engine, request("long", 40, 1), request("a", 4, 1, first=100, n=4), request("b", 4, 2, first=200, n=4))
+    assert order_of_admission(engine) == ["a", "b", "long"]
+
+
 def test_given_requests_that_end_early_then_only_admissions_count_as_overtaking() -> None:
     policy = SoonestFirstToken(grace=1)
     engine = make_engine(max_sequences=1, policy=lambda: policy)

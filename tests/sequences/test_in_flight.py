@@ -34,6 +34,16 @@ def test_nothing_is_matchable_when_it_is_only_scheduled() -> None:
     assert manager.match_prefix([*range(16), 1]).num_tokens == 4
 
 
+@pytest.mark.parametrize("num_tokens", [8, 11])
+def test_the_next_whole_block_of_a_prompt_is_in_flight_until_it_is_computed(num_tokens: int) -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(num_tokens)))
+    for num_committed, in_flight in ((0, True), (4, True), (8, False)):
+        manager.commit(handle, num_committed - handle.num_committed)
+        match = manager.match_prefix([*range(num_tokens), 1])
+        assert (match.num_tokens, match.in_flight) == (num_committed, in_flight)
+
+
 def test_last_logits_hit_only_at_their_exact_length() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(6)))

@@ -20,11 +20,14 @@ from kvpool.testing import VALUE_BYTES, TierContract, Written, key, load, store,
 from kvpool.tiers import DiskTier, KeyedTier, KeyPattern, MemoryTier, NodeTier, Outcome, open_tier
 from kvpool.tiers.contract import Loan, Slots, Worth
 from kvpool.tiers.keys import tenant_tag
+from kvpool.tiers.remote import remote_tier
+from kvpool.tiers.remote.breaker import Breaker
 
 pytestmark = needs_linux
 
 if hasattr(os, "eventfd"):
     from kvpool.tiers.node import lending, node_tier, wire
+    from kvpool.tiers.node.connection import Connection
     from kvpool.tiers.node.server import NodeServer
     from kvpool.tiers.node.values import Quotas
     from kvpool.tiers.node.wire import Verb
@@ -427,6 +430,56 @@ def test_given_a_node_that_cuts_every_call_off_then_the_statistics_of_the_tier_s
         assert tier.stats().problem
 
 
+def test_given_a_node_that_is_down_then_one_thread_looks_for_it_after_a_pause(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, probes = 0.0, list[str]()
+    monkeypatch.setattr(node_tier, "Breaker", lambda **options: Breaker(**options, clock=lambda: now))
+    monkeypatch.setattr(NodeTier, "_probe", lambda _: probes.append(threading.current_thread().name))
+
+    def num_probes(tier: NodeTier) -> int:
+        for _ in range(3):
+            assert tier.contains([key(1)]) == [False]
+        for thread in threading.enumerate():
+            if thread.name == "kvpool-node-probe":
+                thread.join(30)
+        return len(probes)
+
+    with tier_of(folder) as tier:
+        assert num_probes(tier) == 0
+        now = node_tier.PAUSE
+        assert num_probes(tier) == 1
+
+
+def test_given_a_deadline_that_passes_while_values_are_written_then_they_are_late_and_nobody_finds_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy = node_tier._copy
+
+    def slow(source: memoryview, target: memoryview) -> None:
+        copied.append(target.nbytes)
+        copy(source, target)
+        monkeypatch.setattr(remote_tier, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000))
+
+    with node_thread(folder) as server, tier_of(folder) as tier:
+        monkeypatch.setattr(node_tier, "_copy", slow)
+        assert store(tier, [1, 2, 3]) == [Outcome.LATE] * 3
+        monkeypatch.undo()
+        assert len(copied) == 1
+        assert tier.contains([key(number) for number in (1, 2, 3)]) == [False] * 3
+        eventually(lambda: server.call(server.stats, 30)["used_bytes"] == 0, "their slots are free again")
+
+
+def test_given_a_deadline_that_is_over_then_nothing_is_sent(folder: Path) -> None:
+    with node_thread(folder):
+        node = Connection(folder, "engine", (), 30)
+        with pytest.raises(TimeoutError):
+            node.tell(wire.message(Verb.STATS), time.monotonic() - 1)
+        assert node.ask(wire.message(Verb.FIND, 1, 1000, key(1)), time.monotonic() + 30).verb == Verb.FIND
+        node.close()
+
+
 def test_given_a_node_that_hangs_then_a_call_ends_at_its_deadline(folder: Path) -> None:
     with node_thread(folder) as server, tier_of(folder) as tier:
         store(tier, [1])
@@ -558,7 +611,7 @@ def test_given_an_engine_that_leaves_while_tiers_are_asked_for_it_then_nothing_i
 
 GARBAGE = {
     "empty head": b"\1",
-    "another version": b"\x09" + bytes(11),
+    "another version": b"\x09\x0c" + bytes(10),  # a question that the node would answer
     "no such verb": b"\1\xff" + bytes(10),
     "hello again": b"\1\1" + bytes(10),
     "keys that are not there": b"\1\3\5\0" + bytes(8),

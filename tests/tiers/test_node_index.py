@@ -256,9 +256,11 @@ def test_given_a_prompt_that_was_stored_at_once_then_a_prefix_is_found_as_a_whol
 def test_given_a_prefix_that_was_used_several_times_then_its_first_value_is_the_newest_and_all_uses_count(
     folder: Path,
 ) -> None:
-    index, holder = NodeIndex(Region(folder, MEGABYTE)), Holder(1)
+    now = 5.0
+    index, holder = NodeIndex(Region(folder, MEGABYTE), clock=lambda: now), Holder(1)
     number, slots = index.reserve(holder, [(key, PAGE, Worth()) for key in KEYS[:20]])
     index.commit(holder, number, [7] * len(slots))
+    now = 7.5
     for asked in (KEYS[:4], KEYS[10:14], KEYS[:4]):
         lease, _ = index.lease(holder, index.find(b"".join(asked)))
         index.release(holder, lease)
@@ -267,6 +269,7 @@ def test_given_a_prefix_that_was_used_several_times_then_its_first_value_is_the_
     newest = sorted(values, key=lambda value: -value.last_access)
     assert [value.key for value in newest[:8]] == [*KEYS[:4], *KEYS[10:14]]
     assert [value.hits for value in values] == [2] * 4 + [0] * 6 + [1] * 4 + [0] * 6
+    assert [value.last_access_at for value in values] == [7.5] * 4 + [5.0] * 6 + [7.5] * 4 + [5.0] * 6
     used = {record.key: record.used for record in index.region.records()}
     assert used == {value.key: value.last_access for value in values}
     index.region.close()

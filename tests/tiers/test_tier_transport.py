@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -323,6 +324,24 @@ def test_given_a_fetch_that_is_asked_for_then_it_is_loaded_though_computing_is_f
         assert fetch.decision is not None
         assert (fetch.num_blocks, fetch.decision.reason) == (7, "it was asked for")
         fetch.release()
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+@pytest.mark.parametrize("has", [False, True])
+def test_given_a_gpu_then_it_writes_to_slots_in_memory_that_is_locked_for_it(is_locked: bool, has: bool) -> None:
+    asked: list[Any] = []
+
+    def look(*place: Any) -> bool:
+        asked.append(place)
+        return has
+
+    with sides((MemoryTier(1 << 20),)) as [side]:
+        linked: Any = SimpleNamespace(is_locked=is_locked, has=look, close=lambda: asked.append("close"))
+        slots: Any = SimpleNamespace(memory="memory", part_bytes=7, views=["view"])
+        side.transport._linked = linked
+        assert side.transport._can_write(None) == is_locked
+        assert side.transport._can_write(slots) == side.transport._can_borrow(slots) == has
+    assert asked == [("memory", 7, ["view"])] * 2 + ["close"]
 
 
 def test_given_a_transport_that_is_closed_then_what_was_offered_is_stored_and_its_threads_end() -> None:

@@ -45,8 +45,8 @@ class Ranking(NamedTuple):
 class BeamSearch:
     """The search of one request. `rank` finds the best continuations of its beams, `advance` decides which go on.
 
-    `rank` keeps the best 2 × `num_beams` continuations (more if there are several stop tokens). Of the first `num_beams`,
-    those that stop become results. The best that do not stop become the next beams. The search ends when the worst result is
+    `rank` keeps the best `num_beams` continuations, and as many more for each stop token. Of the first `num_beams`, those
+    that stop become results. The best that do not stop become the next beams. The search ends when the worst result is
     better than the best beam would be if it ended now, or at `max_new_tokens`; with `early_stopping`, when there are enough
     results.
     """
@@ -64,7 +64,7 @@ class BeamSearch:
         known = [self._beam(sequence).score for sequence in sequences]
         scores = logits.float().log_softmax(-1)
         scores += upload(np.array(known, np.float32), scores.device).unsqueeze(1)
-        num_kept = min(max(2, 1 + len(self._stops)) * self._params.num_beams, scores.numel())
+        num_kept = min((1 + len(self._stops)) * self._params.num_beams, scores.numel())
         best = scores.flatten().topk(num_kept)
         tokens = best.indices % scores.shape[1]
         return Ranking(tuple(sequences), best.values, best.indices // scores.shape[1], tokens)

@@ -141,9 +141,8 @@ class Call:
 
     def next(self) -> FinishedJob | None:
         """The next job that has ended; None at the deadline."""
-        seconds = self._deadline - time.monotonic()
         try:
-            finished = self._finished.get(timeout=seconds) if seconds > 0 else self._finished.get_nowait()
+            finished = self._finished.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
             return None
         self.num_pending -= 1
