@@ -30,7 +30,7 @@ WORDS = 160
 
 def openai_client(live: Live, key: str = "none") -> Any:
     """OpenAI's own client."""
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0, timeout=120)
 
 
 def access(*tenants: str, **options: Any) -> Access:

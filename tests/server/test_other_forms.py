@@ -18,7 +18,7 @@ GREEDY = {"temperature": 0}  # which this client does not name
 @pytest.fixture
 def claude(live: Live) -> Iterator[Any]:
     """Anthropic's own client."""
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=30) as made:
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
 

@@ -213,7 +213,7 @@ def client(live: Live) -> Iterator[Any]:
 
 @pytest.fixture
 def claude(live: Live) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=30) as made:
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
 
