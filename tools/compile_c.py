@@ -34,7 +34,7 @@ def missing() -> str | None:
 def compile_module(source: Path, folder: Path, flags: Sequence[str] = ("-O3",)) -> Path:
     """Compiles one module into a folder, unless a file there is newer than its sources."""
     built = folder / f"{source.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    newest = max(part.stat().st_mtime for part in source.parent.glob(f"{source.stem}.[ch]"))
+    newest = max(part.stat().st_mtime for part in (source, *source.parent.glob("*.h")))
     if built.exists() and built.stat().st_mtime > newest:
         return built
     new = folder / f"{source.stem}.{os.getpid()}.new"

@@ -24,11 +24,12 @@ from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
 from kvpool.engine.starting import Start
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
+from kvpool.kernels import compiled_rows
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
-from kvpool.model.faster_layers import fuse_norms, join_projections
+from kvpool.model.faster_layers import fuse_gates, fuse_norms, join_projections
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
@@ -336,7 +337,7 @@ def _check_positions(max_positions: int | None, longest: int | None) -> None:
 
 
 def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> ModelShape:
-    """Inspects the model and makes its layers faster: fewer kernels on a GPU, the fastest matrix products on a CPU."""
+    """Inspects the model and makes its layers faster: fewer operations, and the fastest matrix products on a CPU."""
     if model.device.type == "cpu" and not compile:
         choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
     if inputs is not None:
@@ -346,4 +347,7 @@ def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> 
         join_projections(model, lambda: run_probe(model))
         if not compile:  # torch.compile needs the model's own code, and fuses more than the norms
             fuse_norms(model)
+    elif not compile and compiled_rows() is not None:
+        fuse_norms(model)
+        fuse_gates(model)
     return shape

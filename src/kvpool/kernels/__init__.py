@@ -16,6 +16,11 @@ def compiled_products() -> ModuleType | None:
     return _compiled("_products")
 
 
+def compiled_rows() -> ModuleType | None:
+    """The C code of norms and activations on CPUs; None where it was not compiled."""
+    return _compiled("_rows")
+
+
 def _compiled(name: str) -> ModuleType | None:
     try:
         return import_module(f"kvpool.kernels.{name}")

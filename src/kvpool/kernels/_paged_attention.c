@@ -216,28 +216,7 @@ static float stored_scale(const Stored *stored, long block, long token, long hea
 #define ODD_LANES(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
 #include "_paged_attention.h"
 
-typedef struct {
-    const char *name;
-    const Kernel *kernel;
-} Choice;
-
-/* What this processor can run, the best first. */
-static int choices(Choice *found) {
-    int count = 0;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        found[count++] = (Choice){"avx512", &kernel_avx512};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = (Choice){"avx2", &kernel_avx2};
-    found[count++] = (Choice){"sse", &kernel_plain};
-#elif defined(__aarch64__)
-    found[count++] = (Choice){"neon", &kernel_plain};
-#else
-    found[count++] = (Choice){"portable", &kernel_plain};
-#endif
-    return count;
-}
+#include "_choices.h"
 
 /* --- one piece of work ------------------------------------------------------------------------------------------- */
 
@@ -512,15 +491,6 @@ static const char *ATTEND_DOC =
     "scales, their strides). shape: (query heads, KV heads, head dim, v dim, block size, sink tokens, sink slots).\n"
     "scores: (scale, soft cap or 0). An address of 0 stands for nothing. The last arrays are those of a plan.";
 
-static const Kernel *kernel_named(const char *name) {
-    Choice found[3];
-    const int count = choices(found);
-    for (int i = 0; i < count; i++)
-        if (strcmp(found[i].name, name) == 0) return found[i].kernel;
-    PyErr_Format(PyExc_ValueError, "this processor has no instructions named %s", name);
-    return NULL;
-}
-
 static PyObject *attend(PyObject *module, PyObject *args) {
     Layer layer = {0};
     Py_buffer indices, queries, pieces, merges;
@@ -558,21 +528,6 @@ static PyObject *attend(PyObject *module, PyObject *args) {
     PyBuffer_Release(&merges);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
-}
-
-static PyObject *instructions(PyObject *module, PyObject *unused) {
-    (void)module, (void)unused;
-    Choice found[3];
-    const int count = choices(found);
-    PyObject *names = PyTuple_New(count);
-    for (int i = 0; names != NULL && i < count; i++) {
-        PyObject *name = PyUnicode_FromString(found[i].name);
-        if (name == NULL)
-            Py_CLEAR(names);
-        else
-            PyTuple_SET_ITEM(names, i, name);
-    }
-    return names;
 }
 
 static PyMethodDef METHODS[] = {

@@ -6,9 +6,10 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "_threads.h"
 
 #ifndef __GNUC__
 #error "vectors are written in the form that GCC and Clang know"
@@ -17,7 +18,6 @@
 #define LINE 64          /* bytes that memory gives at a time */
 #define X_FLOATS 131072  /* of x, which stay in a core's cache while all panels pass by */
 #define MOST_DEPTH 2048  /* elements of a panel that are multiplied at a time, so that it stays there, too */
-#define MOST_THREADS 256
 #define THREAD_WORK 4e6 /* multiplications for which another thread is started */
 
 /* Some rows of x, some elements of a panel, and where their product goes. */
@@ -64,38 +64,30 @@ typedef struct {
 #define TARGET
 #include "_products.h"
 
+#include "_choices.h"
+
 /* The best that this processor can run, and its name. */
 static const Kernel *chosen(const char **name) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return *name = "avx512", &kernel_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *name = "avx2", &kernel_avx2;
-    return *name = "sse", &kernel_plain;
-#elif defined(__aarch64__)
-    return *name = "neon", &kernel_plain;
-#else
-    return *name = "portable", &kernel_plain;
-#endif
+    Choice found[MOST_CHOICES];
+    choices(found);
+    *name = found[0].name;
+    return found[0].kernel;
 }
 
-/* A product [rows][columns] of x [rows][depth], or the panels [first, last) of it. */
+/* A product [rows][columns] of x [rows][depth]. */
 typedef struct {
     const Kernel *kernel;
     const float *x, *packed;
     float *out;
-    long x_stride, rows, columns, depth, first, last;
+    long x_stride, rows, columns, depth;
 } Product;
 
-static long smaller(long a, long b) { return a < b ? a : b; }
-
 /* Rows [from, to) of x times elements [start, end) of one panel. The tiles share the asking for the next panel. */
-static void multiply_panel(const Product *product, long from, long to, long start, long end, long number) {
+static void multiply_panel(const Product *product, long from, long to, long start, long end, long number,
+                           int has_next) {
     const long width = product->kernel->width, most = product->kernel->rows, first_column = number * width;
     const long num_tiles = (to - from + most - 1) / most, lines_each = width * (long)sizeof(float) / LINE;
     const float *panel = product->packed + (number * product->depth + start) * width;
-    const int has_next = number + 1 < product->last;
     Tile tile = {.panel = panel, .x_stride = product->x_stride, .out_stride = product->columns, .depth = end - start};
     tile.columns = smaller(width, product->columns - first_column), tile.adds = start > 0;
     tile.lines = has_next ? (lines_each + num_tiles - 1) / num_tiles : 0;
@@ -110,38 +102,23 @@ static void multiply_panel(const Product *product, long from, long to, long star
     }
 }
 
-static void *multiply_share(void *given) {
+/* Panels [first, last) of a product. */
+static void multiply_panels(const void *given, long first, long last) {
     const Product *product = given;
     const long most = product->kernel->rows, step = smaller(product->depth, MOST_DEPTH);
     long rows = X_FLOATS / step / most * most;
     rows = rows < most ? most : rows;
     for (long from = 0; from < product->rows; from += rows)
         for (long start = 0; start < product->depth; start += step)
-            for (long number = product->first; number < product->last; number++)
+            for (long number = first; number < last; number++)
                 multiply_panel(product, from, smaller(from + rows, product->rows), start,
-                               smaller(start + step, product->depth), number);
-    return NULL;
+                               smaller(start + step, product->depth), number, number + 1 < last);
 }
 
-/* Each thread has as many panels as the others, or one more. */
 static void multiply_all(const Product *whole, long threads) {
     const long panels = (whole->columns + whole->kernel->width - 1) / whole->kernel->width;
-    const double work = (double)whole->rows * (double)whole->columns * (double)whole->depth / THREAD_WORK;
-    threads = smaller(smaller(threads, MOST_THREADS), panels);
-    threads = work < (double)threads ? (long)work : threads;
-    threads = threads < 1 ? 1 : threads;
-    Product shares[MOST_THREADS];
-    pthread_t others[MOST_THREADS];
-    int started[MOST_THREADS] = {0};
-    for (long i = 0; i < threads; i++) {
-        shares[i] = *whole;
-        shares[i].first = panels * i / threads, shares[i].last = panels * (i + 1) / threads;
-    }
-    for (long i = 1; i < threads; i++) started[i] = pthread_create(&others[i], NULL, multiply_share, &shares[i]) == 0;
-    for (long i = 0; i < threads; i++)
-        if (!started[i]) multiply_share(&shares[i]);
-    for (long i = 1; i < threads; i++)
-        if (started[i]) pthread_join(others[i], NULL);
+    const double work = (double)whole->rows * (double)whole->columns * (double)whole->depth;
+    in_threads(multiply_panels, whole, panels, work / THREAD_WORK, threads);
 }
 
 /* Columns beyond the last are 0. */

@@ -6,17 +6,9 @@
      TARGET    the attribute that allows the instructions
      NAME(x)   x with the name of the instruction set */
 
-#define vec NAME(vec)
+#include "_vectors.h"
+
 #define WIDTH (LANES * VECTORS)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-
-INLINE vec NAME(load)(const float *from) {
-    vec value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
 
 /* `rows` rows of x times a part of a panel. Meanwhile some lines of memory that are needed next are asked for. */
 INLINE void NAME(multiply_tile)(const Tile *tile, const int rows) {
@@ -69,11 +61,7 @@ TARGET static void NAME(multiply)(const Tile *tile, long rows) {
 
 static const Kernel NAME(kernel) = {WIDTH, ROWS, NAME(multiply)};
 
-#undef vec
 #undef WIDTH
-#undef INLINE
-#undef LANES
 #undef VECTORS
 #undef ROWS
-#undef TARGET
-#undef NAME
+#include "_vectors_end.h"

@@ -36,13 +36,17 @@ _PART = 2**18  # elements of a weight that are converted at a time, so that they
 _COPIES = 0.25  # of the free memory, for packed weights
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calls of a module do something else than its class says."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
 def is_unchanged(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a `Linear` as torch has it: without hooks, and with a weight that is an ordinary tensor.
 
     torchao keeps quantised weights in a `Linear`, as tensors of classes that know few operations.
     """
-    hooked = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and not hooked and type(module.weight) is nn.Parameter
+    return type(module) is nn.Linear and not is_hooked(module) and type(module.weight) is nn.Parameter
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""What layers do to each row between matrix products: RMS norms and gated activations, by C code where it was compiled.
+
+Wheels have `_rows.c` compiled where a C compiler was found; `tools/compile_c.py` does it in a checkout. It takes float32 and
+bfloat16 on a CPU, without gradients, and rounds results once. Everything else is done by torch, which is its reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvpool.kernels import compiled_rows
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Activation(NamedTuple):
+    """x / (1 + 2 ** -(a * x + b * x ** 3)): two functions that models have, in one form."""
+
+    reference: Callable[[Tensor], Tensor]
+    a: float
+    b: float = 0.0
+
+
+_GELU = 2.0 * math.sqrt(2.0 / math.pi) * math.log2(math.e)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU as tanh approximates it."""
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = (Activation(functional.silu, math.log2(math.e)), Activation(gelu_tanh, _GELU, 0.044715 * _GELU))
+
+
+class CompiledRows:
+    """The C code with one of its instruction sets."""
+
+    def __init__(self, module: Any, instructions: str | None = None) -> None:
+        self._module = module
+        self._instructions = instructions or module.instructions()[0]
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """An RMS norm of each row."""
+        rows = _rows(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._module.norm(*self._work(rows), _address(rows), weight.data_ptr(), _address(_rows(out)), epsilon)
+        return out
+
+    def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """Writes the activation of the gate, times `up`, into the gate."""
+        x, y = _rows(gate), _rows(up)
+        self._module.gate(*self._work(x), _address(x), _address(y), _address(x), activation.a, activation.b)
+        return x.view(gate.shape)
+
+    def _work(self, rows: Tensor) -> tuple[str, int, int, int, int]:
+        return self._instructions, _KINDS[rows.dtype], rows.shape[0], rows.shape[1], torch.get_num_threads()
+
+
+@cache
+def code() -> CompiledRows | None:
+    """The C code with the best instructions; None where it was not compiled."""
+    module = compiled_rows()
+    return None if module is None else CompiledRows(module)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """An RMS norm of each row of x [..., size]."""
+    compiled = code()
+    if compiled is None or not _takes(x, weight):
+        return functional.rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
+    return compiled.norm(x, weight, epsilon)
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """The activation of `gate` [..., size], times `up`. What is in `gate` may be lost."""
+    compiled = code()
+    if compiled is None or gate.shape != up.shape or not _takes(gate, up):
+        return activation.reference(gate) * up
+    return compiled.gate(gate, up, activation)
+
+
+def _takes(x: Tensor, y: Tensor) -> bool:
+    """Whether the C code can compute with both tensors."""
+    return (
+        x.dtype in _KINDS
+        and y.dtype == x.dtype
+        and x.device.type == y.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and x.stride(-1) == y.stride(-1) == 1
+        and x.numel() > 0
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _address(rows: Tensor) -> tuple[int, int]:
+    return rows.data_ptr(), rows.stride(0) * rows.element_size()
