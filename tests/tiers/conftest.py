@@ -1,8 +1,46 @@
-"""Tests of tiers import servers.py beside them."""
+"""Tests of tiers import servers.py beside them. None of them may lose a buffer, a job or a disk tier that is open."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.tiers import DiskTier
+from kvpool.tiers.disk.buffers import BUFFERS_PER_THREAD, Workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever fails: every buffer of a disk tier comes back, its jobs end, and somebody closes it."""
+    lost: list[str] = []
+    made: list[DiskTier] = []
+    make, close, close_workers = DiskTier.__init__, DiskTier._close, Workers.close
+
+    def recorded(tier: DiskTier, *arguments: Any, **options: Any) -> None:
+        make(tier, *arguments, **options)
+        made.append(tier)
+
+    def checked(tier: DiskTier) -> None:
+        close(tier)
+        if not any(thread.is_alive() for thread in tier._workers._threads):
+            lost.extend(f"a job of {slab.path.name}" for slab in tier._state.catalog.slabs.values() if slab.num_jobs)
+
+    def checked_workers(workers: Workers) -> bool:
+        have_ended = close_workers(workers)
+        missing = BUFFERS_PER_THREAD * len(workers._threads) - workers._buffers.qsize()
+        if have_ended and missing:
+            lost.append(f"{missing} buffers")
+        return have_ended
+
+    monkeypatch.setattr(DiskTier, "__init__", recorded)
+    monkeypatch.setattr(DiskTier, "_close", checked)
+    monkeypatch.setattr(Workers, "close", checked_workers)
+    yield
+    lost += [f"open: {tier.directory.path}" for tier in made if not tier._closed]
+    assert lost == []

@@ -227,6 +227,13 @@ def test_given_foreign_files_then_they_are_named_once_and_left_alone(filled: Pat
     assert (filled / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["space-x.txt", "other.json", "slab-x.txt", "x.kvindex", "probe-x", "lock.txt"])
+def test_given_a_foreign_file_whose_name_is_half_like_ours_then_it_is_left_alone(filled: Path, name: str) -> None:
+    (filled / name).write_text("mine")
+    assert found_after(filled, [1]) == ([Outcome.OK], [f"not kvpool's and left alone: {name}"])
+    assert (filled / name).read_text() == "mine"
+
+
 def test_given_what_a_killed_process_was_making_then_it_is_swept_away(filled: Path) -> None:
     (filled / "slab-0123456789abcdef.kvslab.new").write_bytes(bytes(5000))
     (filled / "slab-0123456789abcdef.kvindex").write_bytes(bytes(64))

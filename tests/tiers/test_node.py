@@ -282,6 +282,16 @@ def test_given_more_keys_than_a_message_holds_then_one_loan_has_them_all(folder:
         loan.release()
 
 
+def test_given_as_many_keys_as_a_loan_may_have_then_they_are_lent_and_one_more_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_tier, "MAX_LENT_KEYS", 3)
+    with node_thread(folder), tier_of(folder) as tier:
+        store(tier, [0, 1, 2, 3])
+        lent(tier, [0, 1, 2]).release()
+        assert tier.lend([key(number) for number in range(4)], [VALUE_BYTES] * 4) is None
+
+
 def test_given_no_node_then_nothing_is_lent(folder: Path) -> None:
     with tier_of(folder) as tier:
         assert tier.lend([key(0)], [VALUE_BYTES]) is None

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from kvpool import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.testing import load, store, value
 from kvpool.tiers import (
     CompressedTier,
     DiskTier,
+    Fingerprint,
     KeyedTier,
+    KeySpace,
     MemoryTier,
     Outcome,
     RedisTier,
@@ -92,6 +95,18 @@ def test_given_a_missing_package_then_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"pip install 'kvpool\[{extra}\]'"):
         open_tier(address)
+
+
+def test_given_tiers_of_which_one_cannot_be_opened_then_the_others_are_closed(tmp_path: Path) -> None:
+    space = KeySpace(
+        Fingerprint.of(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], gpu_blocks=1), "model", "weights")
+    )
+    disk = f"disk:{tmp_path}?bytes=16MB"
+    with pytest.raises(InvalidArgumentError, match="nothing"):
+        opening.open_tiers([None, disk, "nothing://there"], space)
+    [tier] = opening.open_tiers([disk, None], space)
+    assert store(tier, [1]) == [Outcome.OK]
+    tier.close()
 
 
 def test_given_no_checksums_then_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from kvpool import (  # noqa: E402
 from kvpool.scheduling import Request  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome  # noqa: E402
-from kvpool.tiers.contract import Worth  # noqa: E402
+from kvpool.tiers.contract import Loan, Worth  # noqa: E402
 from kvpool.tiers.model_tiers import OpenedTiers  # noqa: E402
 from kvpool.tiers.transport.block_keys import BlockKeys  # noqa: E402
 from kvpool.tiers.transport.fetching import Fetch  # noqa: E402
@@ -372,6 +372,42 @@ def test_given_retention_then_tiers_are_told_the_priority_and_the_depth_of_each_
         side.store(handle)
     assert told == [*(Worth(depth=depth) for depth in range(3)), Worth(80, 0), Worth(80, 1), Worth(depth=2)]
     side.transport.close()
+
+
+class Lent(Loan):
+    """Memory of a tier that notes when it is asked whether it was kept."""
+
+    def __init__(self, events: list[str], is_kept: bool) -> None:
+        super().__init__(memoryview(b""), 1)
+        self.events, self.is_kept = events, is_kept
+
+    def is_held(self) -> bool:
+        self.events.append("asked")
+        return self.is_kept
+
+    def _end(self) -> None:
+        self.events.append("given back")
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_given_memory_that_a_tier_lends_then_it_is_asked_for_after_the_device_has_read_it(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,), layers=(FULL,)) as [first, second]:
+        first.store(first.compute(PROMPT))
+        fetch, events, write = second.fetch(PROMPT), list[str](), second.plane.write_blocks
+        assert fetch.memory is not None
+        fetch.memory.release()
+        fetch.memory = Lent(events, is_kept)
+
+        def write_later(*part: Any) -> Callable[[], None]:
+            write(*part)()
+            return lambda: events.append("read")
+
+        monkeypatch.setattr(second.plane, "write_blocks", write_later)
+        assert second.take_in(PROMPT, fetch) == (28 if is_kept else 0)
+        assert events == ["read", "asked", "given back"]
 
 
 class Staged:
