@@ -10,11 +10,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.pools.groups import Group, make_groups
 from kvpool.pools.pool import BlockPool
+from kvpool.stats import CacheStats
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
+HOW = pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
+COUNTERS = (
+    "requests",
+    "prompt_tokens",
+    "prompt_blocks",
+    "hit_blocks",
+    "hit_tokens",
+    "partial_hit_tokens",
+    "full_hits_with_logits",
+    "blocks_allocated",
+    "blocks_merged",
+    "copies_on_write",
+    "evictions",
+    "forks",
+    "rewinds",
+    "swaps_out",
+    "swaps_in",
+    "swapped_blocks",
+    "offloaded_blocks",
+    "onboarded_blocks",
+    "shadowed_blocks",
+    "defragmented_blocks",
+    "num_cached_runs",
+)
 
 
 def signature(method: Any) -> inspect.Signature:
@@ -113,3 +140,22 @@ def commit_all(manager: KVCacheManager, handle: KVCacheHandle) -> KVCacheHandle:
 def num_cached(manager: KVCacheManager, pool: int = 0, tier: Tier = Tier.GPU) -> int:
     """Blocks of a pool that are cached and idle."""
     return manager.stats().pool(pool, tier).cached
+
+
+def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
+    """Invalidates what begins with `prefix`, each in its way."""
+    if how == "prefix":
+        manager.cache.invalidate(prefix)
+    elif how == "scope":
+        manager.cache.invalidate(scope=ReuseScope())
+    elif how == "session":
+        manager.cache.invalidate(session="s")
+    else:
+        manager.cache.reset()
+    manager.check()
+
+
+def counted(stats: CacheStats) -> dict[str, Any]:
+    """What a manager has counted that a replay of its recording counts as well."""
+    pools = [(pool.tier, pool.free, pool.cached, pool.referenced) for pool in stats.pools]
+    return {name: getattr(stats, name) for name in COUNTERS} | {"pools": pools}

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
-from managers import FULL, cached, commit_all, make_manager, manager_with
+from kvpool import LayerSpec, Retention, ReuseScope, TokenRange
+from managers import FULL, HOW, cached, commit_all, forget, make_manager, manager_with
 
-HOW = pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
 WINDOW_OF_8 = LayerSpec(kv_heads=1, head_dim=8, window=8)
-
-
-def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
-    """Invalidates what begins with `prefix`, each in its way."""
-    if how == "prefix":
-        manager.cache.invalidate(prefix)
-    elif how == "scope":
-        manager.cache.invalidate(scope=ReuseScope())
-    elif how == "session":
-        manager.cache.invalidate(session="s")
-    else:
-        manager.cache.reset()
-    manager.check()
 
 
 def test_reset_under_a_live_request_keeps_its_blocks_and_publishes_nothing_below() -> None:

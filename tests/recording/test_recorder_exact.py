@@ -17,39 +17,9 @@ from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Rete
 from kvpool.errors import KVPoolError
 from kvpool.replay import TraceRecorder, replay_recording
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
-from kvpool.stats import CacheStats
+from managers import counted
 
-COUNTERS = (
-    "requests",
-    "prompt_tokens",
-    "prompt_blocks",
-    "hit_blocks",
-    "hit_tokens",
-    "partial_hit_tokens",
-    "full_hits_with_logits",
-    "blocks_allocated",
-    "blocks_merged",
-    "copies_on_write",
-    "evictions",
-    "forks",
-    "rewinds",
-    "swaps_out",
-    "swaps_in",
-    "swapped_blocks",
-    "offloaded_blocks",
-    "onboarded_blocks",
-    "shadowed_blocks",
-    "defragmented_blocks",
-    "num_cached_runs",
-)
 VOCABULARY = 40  # so few that prompts often share the beginning of a block with several cached ones
-
-
-def assert_equal_counters(again: CacheStats, live: CacheStats) -> None:
-    assert {name: getattr(again, name) for name in COUNTERS} == {name: getattr(live, name) for name in COUNTERS}
-    assert [(p.tier, p.free, p.cached, p.referenced) for p in again.pools] == [
-        (p.tier, p.free, p.cached, p.referenced) for p in live.pools
-    ]
 
 
 class Workload:
@@ -161,7 +131,7 @@ def test_given_any_engine_and_workload_when_its_recording_is_replayed_then_all_c
         with TraceRecorder(path).attach(manager) as recorder:
             serve(Scheduler(manager, limits), Workload(seed), num_requests=30, num_drafts=num_drafts)
         assert recorder.stopped_because is None
-        assert_equal_counters(replay_recording(path), manager.stats())
+        assert counted(replay_recording(path)) == counted(manager.stats())
 
 
 def intervene(manager: KVCacheManager, seed: int, pins: list[Any]) -> None:
@@ -199,7 +169,7 @@ def test_given_an_operator_who_intervenes_when_replayed_then_all_counters_agree(
             for round in range(8):
                 serve(scheduler, workload, num_requests=4, num_drafts=0)
                 intervene(manager, seed + round, pins)
-        assert_equal_counters(replay_recording(path), manager.stats())
+        assert counted(replay_recording(path)) == counted(manager.stats())
 
 
 def test_given_stored_logits_when_replayed_then_prompts_that_need_no_forward_pass_are_counted(tmp_path: Path) -> None:
@@ -237,7 +207,7 @@ def test_given_images_when_replayed_then_prompts_share_what_they_shared(tmp_path
     assert recorder.stopped_because is None
     live = manager.stats()
     assert live.hit_tokens["GPU"] > 0
-    assert_equal_counters(replay_recording(tmp_path / "t"), live)
+    assert counted(replay_recording(tmp_path / "t")) == counted(live)
 
 
 def test_given_a_tie_between_cached_blocks_when_replayed_then_the_same_one_is_copied(tmp_path: Path) -> None:
@@ -255,7 +225,7 @@ def test_given_a_tie_between_cached_blocks_when_replayed_then_the_same_one_is_co
     live = manager.stats()
     assert live.partial_hit_tokens >= 24
     assert min(live.hit_tokens["HOST"], live.hit_tokens["GPU"]) > 0, "the choice must matter: ties on both tiers"
-    assert_equal_counters(replay_recording(tmp_path / "t"), live)
+    assert counted(replay_recording(tmp_path / "t")) == counted(live)
 
 
 def test_given_live_requests_then_a_recorder_refuses_to_attach(tmp_path: Path) -> None:
@@ -321,7 +291,7 @@ def test_given_a_prompt_that_is_committed_by_ids_when_replayed_then_it_is_found_
         manager.commit(first, [7, 7, 7, 7])
         assert manager.allocate("again", [*prompt, 7, 7, 7, 7, 0], scope=scope).num_cached_tokens == 24
         assert manager.allocate("elsewhere", prompt, scope=ReuseScope(adapter="a")).num_cached_tokens == 0
-    assert_equal_counters(replay_recording(tmp_path / "ids.kvtrace"), manager.stats())
+    assert counted(replay_recording(tmp_path / "ids.kvtrace")) == counted(manager.stats())
 
 
 def test_given_requests_that_begin_empty_or_name_an_empty_session_when_replayed_then_all_counters_agree(
@@ -332,7 +302,7 @@ def test_given_requests_that_begin_empty_or_name_an_empty_session_when_replayed_
         manager.commit(manager.allocate("all", list(range(20)), session=""))  # leaves three blocks
         manager.extend(manager.allocate("none yet", [7] * 16, reserve=0), 4)
         assert manager.cache.invalidate(session="") == 5
-    assert_equal_counters(replay_recording(tmp_path / "empty.kvtrace"), manager.stats())
+    assert counted(replay_recording(tmp_path / "empty.kvtrace")) == counted(manager.stats())
 
 
 def test_a_block_named_for_one_admission_is_not_taken_for_what_follows(

@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import KVCacheManager, ReuseScope
-from managers import commit_all, make_manager, manager_with
-
-HOW = pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
-
-
-def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
-    """Invalidates what begins with `prefix`, each in its way."""
-    if how == "prefix":
-        manager.cache.invalidate(prefix)
-    elif how == "scope":
-        manager.cache.invalidate(scope=ReuseScope())
-    elif how == "session":
-        manager.cache.invalidate(session="s")
-    else:
-        manager.cache.reset()
-    manager.check()
+from kvpool import KVCacheManager
+from managers import HOW, commit_all, forget, make_manager, manager_with
 
 
 def run_through(manager: KVCacheManager, name: str, tokens: list[int]) -> None:
