@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.grammar import Words
-from kvpool.errors import InvalidArgumentError, StepError
+from kvpool.errors import ConfigError, InvalidArgumentError, StepError
 from kvpool.scheduling import SchedulerConfig
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -53,6 +55,14 @@ def engine() -> Iterator[Engine]:
 def params(engine: Engine, **more: Any) -> SamplingParams:
     settings: dict[str, Any] = dict(max_new_tokens=200, temperature=1.0, seed=3)
     return SamplingParams(grammar=engine.json_grammar(SCHEMA), **(settings | more))
+
+
+def test_given_no_llguidance_then_the_error_says_what_to_install(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=re.escape("need llguidance: pip install 'kvpool[server]'")):
+        engine.json_grammar(SCHEMA)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -175,7 +175,9 @@ def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_o
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_given_a_step_that_fails_then_its_requests_end_with_the_reason_and_the_engine_goes_on(overlap: bool) -> None:
+def test_given_a_step_that_fails_then_its_requests_end_with_the_reason_and_the_engine_goes_on(
+    overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_engine(overlap=overlap) as engine:
         expected = engine.generate([PROMPT], params(9))[0].token_ids
         poison = next(token for token in range(100) if token not in (*PROMPT, *expected))
@@ -188,6 +190,7 @@ def test_given_a_step_that_fails_then_its_requests_end_with_the_reason_and_the_e
         for generation in (beside, *broken):  # one step had all of them
             with pytest.raises(StepError, match="RuntimeError: the device is on fire"):
                 generation.result(SECONDS)
+        assert "a step of 3 sequences failed; their requests end" in caplog.messages
         assert beside.samples[0].token_ids == expected[: len(beside.samples[0].token_ids)]
         assert engine.generate([PROMPT], params(9))[0].token_ids == expected
         assert engine.stats().num_running == 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,9 @@ from kvpool.engine import Engine
 from kvpool.engine.options import EngineOptions
 from kvpool.engine.settings import EngineSettings, as_settings
 from kvpool.errors import ConfigError, KVPoolError
+from kvpool.scheduling import SchedulerConfig
 from kvpool.server.serve_settings import _MODEL_KINDS
+from kvpool.tiers import MemoryTier
 
 
 def test_given_the_engine_then_its_signature_shows_every_setting_with_its_default() -> None:
@@ -40,6 +45,68 @@ def test_given_a_number_below_the_least_then_it_is_refused_before_a_model_is_loa
     EngineSettings(**{name: low})
     with pytest.raises(ConfigError, match=name):
         EngineSettings(**{name: low - 1})
+
+
+ALLOWED: tuple[dict[str, Any], ...] = (
+    *({"memory_fraction": 1}, {"memory_fraction": 0.01}, {"kv_blocks": 5}, {"kv_bytes": 2**62}),
+    *({name: value} for name in ("cuda_graphs", "overlap") for value in (True, False, None)),
+    *({name: value} for name in ("compile", "model_defaults") for value in (True, False)),
+    *({"draft": "mtp"}, {"draft": "some/model"}, {"draft": "some/model", "draft_tokens": 1}, {"draft_tokens": 0}),
+    *({"overlap": True, "draft_tokens": 0}, {"overlap": True, "draft": "some/model", "draft_tokens": 2}),
+    *({"overlap": False, "draft_tokens": 2}, {"record": "trace"}, {"record": Path("trace")}, {"max_adapters": 2**16}),
+    *({"adapters": {}, "compile": True}, {"adapters": {"a": "b"}}, {"cache": {"watermark": 0.1}}, {"cache": {}}),
+    *({"tensor_parallel": 1, "compile": True}, {"tensor_parallel": 1, "draft": "mtp"}, {"tensor_parallel": 64}),
+    *({"tensor_parallel": 1, "tiers": [MemoryTier(1)]}, {"tensor_parallel": 2, "draft": "some/model"}),
+)
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"kv_bytes": 1, "kv_blocks": 1}, "give the memory of the cache once"),
+    ({"kv_bytes": 1, "memory_fraction": 0.5}, "give the memory of the cache once"),
+    ({"kv_bytes": 2**62 + 1}, "kv_bytes"),
+    *(({name: None}, name) for name in ("host_bytes", "block_size", "encoder_bytes")),
+    *(({"memory_fraction": value}, "over 0, at most 1") for value in (0, 1.01, -0.5)),
+    *(({name: 1}, f"{name} must be True or False, or None to choose, got 1") for name in ("cuda_graphs", "overlap")),
+    *(({name: None}, f"{name} must be True or False, got None") for name in ("compile", "model_defaults")),
+    *(({"draft": draft, "draft_tokens": 0}, "guesses nothing") for draft in ("some/model", "mtp")),
+    *(({"draft": draft}, "write draft='mtp'") for draft in ("MTP", "nextn", "Next-N")),
+    *(({"draft": draft}, "no such heads") for draft in ("eagle", "EAGLE-3", "medusa")),
+    *(({"tensor_parallel": ranks}, "tensor_parallel") for ranks in (0, 65, "two", [2])),
+    ({"tensor_parallel": 2, "compile": True}, "compile with tensor_parallel"),
+    ({"tensor_parallel": 2, "draft": "mtp"}, "draft='mtp' with tensor_parallel"),
+    ({"tensor_parallel": 2, "tiers": [MemoryTier(1)]}, "tiers with tensor_parallel"),
+    ({"overlap": True, "draft_tokens": 1}, "overlap=True with draft_tokens"),
+    ({"attention": None}, "attention must be the name of a backend, got None"),
+    ({"record": 7}, "record must be the path of a file, got 7"),
+    ({"max_adapters": 2**16 + 1}, "max_adapters"),
+    ({"adapters": ["a"]}, "adapters must be a mapping"),
+    ({"adapters": {"a": "b"}, "compile": True}, "compile=True with adapters"),
+    ({"cache": [("watermark", 0.1)]}, "cache must be a mapping"),
+    ({"cache": {1: 0.1}}, "cache must be a mapping"),
+    *(({"cache": {name: 1}}, f"'{name}'") for name in ("layers", "block_size", "gpu_blocks", "gpu_bytes")),
+)
+
+
+@pytest.mark.parametrize("settings", ALLOWED)
+def test_given_settings_that_go_together_then_they_are_taken(settings: dict[str, Any]) -> None:
+    EngineSettings(**settings)
+
+
+@pytest.mark.parametrize(("settings", "says"), REFUSED)
+def test_given_settings_that_are_wrong_or_contradict_each_other_then_they_are_refused(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        EngineSettings(**settings)
+
+
+def test_given_a_draft_then_a_step_has_room_for_as_many_tokens_as_it_guesses() -> None:
+    for settings, number in (({}, 0), ({"draft": "some/model"}, 5), ({"draft": "mtp"}, 3), ({"draft_tokens": 2}, 2)):
+        for scheduler in (None, SchedulerConfig(max_sequences=9)):
+            limits = as_settings({**settings, "scheduler": scheduler}).limits()
+            assert (limits.max_draft_tokens, limits.max_sequences == 9) == (number, scheduler is not None)
+    with pytest.raises(ConfigError, match="max_draft_tokens=1 needs"):
+        as_settings({"scheduler": SchedulerConfig(max_draft_tokens=1)}).limits()
+    with pytest.raises(ConfigError, match="scheduler must be a SchedulerConfig, got 7"):
+        as_settings({"scheduler": 7}).limits()
 
 
 @pytest.mark.parametrize(("tokenizer", "says"), [("gpt2", "is a name; load it"), (object(), "has no decode")])

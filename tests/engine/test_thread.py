@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kvpool.engine import thread as thread_module  # noqa: E402
 from kvpool.engine.inbox import Inbox  # noqa: E402
 from kvpool.engine.thread import EngineThread  # noqa: E402
 from kvpool.errors import KVPoolError  # noqa: E402
@@ -41,6 +42,24 @@ def test_given_many_callers_at_the_start_then_one_thread_answers_all() -> None:
             caller.join()
         engine_thread.close()
         assert sorted(answers) == list(range(6))
+
+
+def test_given_the_end_of_the_process_then_all_threads_have_one_time_to_end_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited, asked = 100.0, list[float](), list[str]()
+
+    def thread(seconds: float) -> Any:
+        def join(timeout: float) -> None:
+            nonlocal now
+            waited.append(timeout)
+            now += seconds
+
+        return SimpleNamespace(join=join)
+
+    monkeypatch.setattr(thread_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(thread_module, "_alive", [SimpleNamespace(end_soon=lambda: asked.append("end"))] * 2)
+    monkeypatch.setattr(thread_module, "_threads", [thread(4.0), thread(7.0), thread(0.0)])
+    thread_module._end_all()
+    assert (asked, waited) == (["end", "end"], [10.0, 6.0, 0.0])
 
 
 def test_given_a_step_that_raises_then_the_loop_is_told_what_stopped_the_engine_and_why() -> None:
