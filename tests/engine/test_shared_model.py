@@ -201,7 +201,7 @@ def test_given_packed_copies_of_weights_that_change_then_they_are_packed_again(
     monkeypatch.setattr(products, "compiled_products", lambda: code)
     monkeypatch.setattr(products, "_SMALLEST", 1)
     monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_fastest", lambda weights, may_pack: (products.packed,) * 5)
+    monkeypatch.setattr(products, "_fastest", lambda weights, copied: (products.packed,) * 5)
     before = state_of(model)
     with Engine(model, kv_blocks=64) as engine:
         old = answer(engine)
@@ -291,7 +291,7 @@ def test_given_any_global_state_of_the_caller_then_answers_are_the_same(
 ) -> None:
     monkeypatch.setattr(products, "_SMALLEST", 1)
     monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_fastest", lambda weights, may_pack: (products.in_float32,) * 5)
+    monkeypatch.setattr(products, "_fastest", lambda weights, copied: (products.in_float32,) * 5)
     model = tiny_model(family)
     wanted = by_itself(model)
     modes = {"autocast": torch.autocast("cpu", dtype=torch.bfloat16), "inference": torch.inference_mode()}
@@ -332,7 +332,7 @@ def test_given_quantised_weights_that_know_few_operations_then_their_products_st
 ) -> None:
     monkeypatch.setattr(products, "_SMALLEST", 1)
     monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_fastest", lambda weights, may_pack: (products.swapped,) * 5)
+    monkeypatch.setattr(products, "_fastest", lambda weights, copied: (products.swapped,) * 5)
     wanted = by_itself(model)
     odd = model.lm_head.weight.detach().as_subclass(OddTensor)
     model.lm_head.weight = torch.nn.Parameter(odd, requires_grad=False)

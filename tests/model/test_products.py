@@ -28,6 +28,7 @@ from kvpool.model.products import (
     packed,
     packed_weights,
     plain,
+    split,
     swapped,
 )
 from tool_files import compiled_module, emulated
@@ -71,14 +72,21 @@ def test_given_any_way_then_the_product_is_that_of_linear(way: Way, dtype: torch
 
 @pytest.fixture
 def compiled(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = compiled_module("_products", tmp_path_factory.getbasetemp())  # once for all tests of a process
-    monkeypatch.setattr(products, "compiled_products", lambda: code)
+    folder = tmp_path_factory.getbasetemp()  # once for all tests of a process
+    codes = [compiled_module(name, folder) for name in ("_products", "_split_products")]
+    monkeypatch.setattr(products, "compiled_products", lambda: codes[0])
+    monkeypatch.setattr(products, "compiled_split_products", lambda: codes[1] if codes[1].available() else None)
 
 
 @pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("way", [packed, split])
 @pytest.mark.parametrize(("columns", "depth"), [(1, 1), (48, 64), (100, 70), (47, 5000), (1100, 3)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_given_a_packed_weight_then_the_product_is_that_of_linear(columns: int, depth: int, threads: int) -> None:
+def test_given_a_packed_weight_then_the_product_is_that_of_linear(
+    columns: int, depth: int, threads: int, way: Way
+) -> None:
+    if (code := products._code(way)) is None:
+        pytest.skip("this processor has no AMX")
     torch.manual_seed(depth)
     weight = torch.randn(columns, depth)
     before = torch.get_num_threads()
@@ -86,7 +94,7 @@ def test_given_a_packed_weight_then_the_product_is_that_of_linear(columns: int, 
     try:
         for rows in (1, 5, 6, 7, 8, 9, 16, 30, 200):
             x = torch.randn(rows, depth + 3)[:, 1 : depth + 1]  # rows with something between them
-            product = packed(x, PackedWeight(weight))
+            product = way(x, PackedWeight(weight, code))
             torch.testing.assert_close(product, linear(x.double(), weight.double()).float(), atol=2e-4, rtol=1e-5)
     finally:
         torch.set_num_threads(before)
@@ -117,28 +125,46 @@ def test_given_that_packed_weights_are_fastest_then_they_are_copied_and_used(mon
             model(torch.ones(16, 256, dtype=torch.float64))
 
 
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(("free", "copied"), [(4 * 2 * 512 * 256 * 4, 2), (4 * 2 * 512 * 256 * 4 - 4, 0)])
-def test_given_copies_that_take_more_than_a_quarter_of_the_free_memory_then_none_is_made(
-    free: int, copied: int, monkeypatch: pytest.MonkeyPatch
+class Code:
+    """Stands for C code whose copies take `size` bytes each."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def num_bytes(self, columns: int, depth: int) -> int:
+        return self.size
+
+    def pack(self, *args: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("free", "copied"), [(799, []), (800, [packed]), (1999, [packed]), (2000, [packed, split])])
+def test_given_copies_that_take_more_than_a_quarter_of_the_free_memory_then_they_are_not_made(
+    free: int, copied: list[Way], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured(monkeypatch, lambda way, rows: 0.5 if way is packed else 1.0)
+    measured(monkeypatch, lambda way, rows: {packed: 0.5, split: 0.4 if rows > 16 else 0.6}.get(way, 1.0))
     monkeypatch.setattr(products, "free_bytes", lambda device: free)
+    monkeypatch.setattr(products, "compiled_products", lambda: Code(100))
+    monkeypatch.setattr(products, "compiled_split_products", lambda: Code(150))
     model = two_layers()
 
-    assert choose_products(model) == copied
-    assert len(packed_weights(model)) == copied
+    choose_products(model)
+
+    assert len(packed_weights(model)) == 2 * len(copied)
+    assert {way for layer in model for way in getattr(layer, "copies", ())} == set(copied)
 
 
 def test_given_other_types_or_no_compiled_code_then_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measured(monkeypatch, lambda way, rows: 1.0)
-    monkeypatch.setattr(products, "compiled_products", lambda: None)
+    for name in ("compiled_products", "compiled_split_products"):
+        monkeypatch.setattr(products, name, lambda: None)
     choose_products(two_layers())
-    monkeypatch.setattr(products, "compiled_products", object)
+    for name in ("compiled_products", "compiled_split_products"):
+        monkeypatch.setattr(products, name, lambda: Code(1))
     choose_products(two_layers(torch.bfloat16))
 
     assert asked
-    assert all(packed not in ways for _, ways in asked)
+    assert all(not {packed, split} & set(ways) for _, ways in asked)
 
 
 def test_given_a_way_that_is_faster_for_some_rows_then_it_is_taken_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +207,18 @@ def test_given_a_way_that_is_hopeless_then_it_is_not_tried_with_more_rows(monkey
 
     assert asked[0] == (1, [plain, swapped, in_float32])
     assert asked[1:] == [(rows, [in_float32]) for rows in ROWS[1:]]
+
+
+def test_given_amx_then_it_is_tried_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, lambda way, rows: 0.5 if way is split else 1.0)
+    for name in ("compiled_products", "compiled_split_products"):
+        monkeypatch.setattr(products, name, lambda: Code(1))
+    model = nn.Sequential(two_layers()[0])
+
+    choose_products(model)
+
+    assert [(rows, split in ways) for rows, ways in asked] == [(rows, rows >= 64) for rows in ROWS]
+    assert model[0].ways == (plain, plain, plain, split, split)
 
 
 def test_given_no_more_time_then_larger_products_are_done_like_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:

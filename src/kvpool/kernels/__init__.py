@@ -16,6 +16,12 @@ def compiled_products() -> ModuleType | None:
     return _compiled("_products")
 
 
+def compiled_split_products() -> ModuleType | None:
+    """The C code of matrix products by AMX; None where it was not compiled, or the processor has no AMX."""
+    module = _compiled("_split_products")
+    return module if module is not None and module.available() else None
+
+
 def compiled_rows() -> ModuleType | None:
     """The C code of norms and activations on CPUs; None where it was not compiled."""
     return _compiled("_rows")

@@ -158,16 +158,19 @@ static PyObject *multiply(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *width(PyObject *module, PyObject *unused) {
+static PyObject *num_bytes(PyObject *module, PyObject *args) {
+    long columns, depth;
     const char *name;
-    (void)module, (void)unused;
-    return PyLong_FromLong(chosen(&name)->width);
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ll", &columns, &depth)) return NULL;
+    const long width = chosen(&name)->width;
+    return PyLong_FromLong((columns + width - 1) / width * width * depth * (long)sizeof(float));
 }
 
 static PyMethodDef METHODS[] = {
     {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed): addresses, and the shape of the weight."},
     {"multiply", multiply, METH_VARARGS, "multiply(x, stride of its rows, packed, out, rows, columns, depth, threads)"},
-    {"width", width, METH_NOARGS, "The columns of a panel: a packed weight has a whole number of panels."},
+    {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(columns, depth): of a packed weight, a whole number of panels."},
     {NULL, NULL, 0, NULL},
 };
 

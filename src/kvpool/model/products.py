@@ -5,21 +5,24 @@ sixteen rows the plain order can take 1.4 times as long as the other one, and fo
 without instructions for them can take two hundred times as long as float32.
 
 Each of these libraries copies the weight into the order of its loops, in every call. For few rows that takes longer than the
-product. `packed` has a copy in that order, and code in C (`kernels/_products.c`) that reads it. Weights in float32 are copied
-where all copies together take at most a quarter of the memory that is free.
+product. `packed` has a copy in that order, and code in C (`kernels/_products.c`) that reads it. `split` has a copy of which
+every number is the sum of three in bfloat16, and multiplies these by AMX (`kernels/_split_products.c`). Weights in float32
+are copied where all copies together take at most a quarter of the memory that is free.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kvpool.kernels import compiled_products
+from kvpool.kernels import compiled_products, compiled_split_products
 from kvpool.storage.memory import free_bytes
 
 Way: TypeAlias = Callable[[Tensor, Any], Tensor]  # x [rows, in] and a weight [out, in], maybe packed, give [rows, out]
@@ -32,6 +35,7 @@ _COLD_BYTES = 2**24  # of different weights, so that they come from memory as in
 _MOST_SECONDS = 0.75  # of CPU time, for one shape
 _GAIN = 0.93  # another way is used if it takes at most this share of the plain product's time
 _SLOW = 3.0  # a way that takes so many times as long as the best is not tried with more rows
+_SPLIT_ROWS = 64  # from here on `split` is tried: it multiplies 32 rows at a time
 _PART = 2**18  # elements of a weight that are converted at a time, so that they stay in a core's cache
 _COPIES = 0.25  # of the free memory, for packed weights
 
@@ -70,26 +74,25 @@ def in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """A copy of a weight in the order in which the C code reads it; `pack` makes it again from the weight."""
+    """A copy of a weight in the order in which C code reads it; `pack` makes it again from the weight."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, code: Any) -> None:
         self._weight = weight.detach()
+        self._code = code
         self.num_columns, self.depth = weight.shape
-        self._code = cast(Any, compiled_products())
-        width = self._code.width()
-        self._panels = torch.empty(-(-self.num_columns // width), self.depth, width)
+        self._copy = torch.empty(code.num_bytes(*weight.shape), dtype=torch.uint8)
         self.pack()
 
     def pack(self) -> None:
         """Copies the numbers that the weight has now."""
         weight = self._weight.contiguous()
-        self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._panels.data_ptr())
+        self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._copy.data_ptr())
 
     def multiplied(self, x: Tensor) -> Tensor:
         """The product with each row of x [rows, in]."""
         x = x if x.stride(1) == 1 else x.contiguous()
         product = torch.empty(len(x), self.num_columns)
-        addresses = x.data_ptr(), x.stride(0), self._panels.data_ptr(), product.data_ptr()
+        addresses = x.data_ptr(), x.stride(0), self._copy.data_ptr(), product.data_ptr()
         self._code.multiply(*addresses, len(x), self.num_columns, self.depth, torch.get_num_threads())
         return product
 
@@ -99,11 +102,26 @@ def packed(x: Tensor, weight: PackedWeight) -> Tensor:
     return weight.multiplied(x)
 
 
+def split(x: Tensor, weight: PackedWeight) -> Tensor:
+    """By kvpool's own code for AMX, with a copy of the weight in three parts."""
+    return weight.multiplied(x)
+
+
+def _code(way: Way) -> ModuleType | None:
+    """The C code of a way that has copies of weights; None where there is none."""
+    return compiled_products() if way is packed else compiled_split_products()
+
+
+def _copies(weight: Tensor, ways: Iterable[Way]) -> dict[Way, PackedWeight]:
+    """The copies of a weight that these ways have."""
+    return {way: PackedWeight(weight, _code(way)) for way in (packed, split) if way in ways}
+
+
 class ChosenLinear(nn.Linear):
     """A `Linear` whose product is done in the chosen ways; with gradients, as torch does it."""
 
     ways: Sequence[Way]  # for each of `_ROWS`
-    packed_weight: PackedWeight | None
+    copies: Mapping[Way, PackedWeight]
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() or not input.numel() or input.dtype != self.weight.dtype:
@@ -112,7 +130,7 @@ class ChosenLinear(nn.Linear):
         way = self.ways[_place(len(x))]
         if way is plain:
             return linear(input, self.weight, self.bias)
-        product = way(x, self.packed_weight if way is packed else self.weight)
+        product = way(x, self.copies.get(way, self.weight))
         if self.bias is not None:
             product += self.bias
         return product.view(*input.shape[:-1], self.out_features)
@@ -134,13 +152,12 @@ def choose_products(model: nn.Module) -> int:
             key = (*module.weight.shape, module.weight.dtype, torch.get_num_threads())
             alike.setdefault(key, []).append(module)
     weights = [module.weight for modules in alike.values() for module in modules]
-    size = sum(weight.nbytes for weight in weights if weight.dtype == torch.float32)
-    may_pack = compiled_products() is not None and size <= _COPIES * free_bytes("cpu")
+    copied = _that_fit([weight for weight in weights if weight.dtype == torch.float32])
     changed = 0
     for shape, modules in alike.items():
-        key = (*shape, may_pack)
+        key = (*shape, copied)
         if key not in _measured:
-            _measured[key] = _fastest([module.weight for module in modules], may_pack)
+            _measured[key] = _fastest([module.weight for module in modules], copied)
         ways = _measured[key]
         if any(way is not plain for way in ways):
             changed += len(modules)
@@ -148,14 +165,27 @@ def choose_products(model: nn.Module) -> int:
                 module.__class__ = ChosenLinear
                 assert isinstance(module, ChosenLinear)
                 module.ways = ways
-                module.packed_weight = PackedWeight(module.weight) if packed in ways else None
+                module.copies = _copies(module.weight, ways)
     return changed
+
+
+def _that_fit(weights: Sequence[Tensor]) -> tuple[Way, ...]:
+    """The ways whose copies of all weights fit into the memory for them."""
+    left = _COPIES * free_bytes("cpu")
+    fitting: list[Way] = []
+    for way in (packed, split):
+        code = _code(way)
+        size = 0 if code is None else sum(code.num_bytes(*weight.shape) for weight in weights)
+        if code is not None and size <= left:
+            fitting.append(way)
+            left -= size
+    return tuple(fitting)
 
 
 def packed_weights(model: nn.Module) -> list[PackedWeight]:
     """The copies that `choose_products` made for a model."""
     chosen = [module for module in model.modules() if isinstance(module, ChosenLinear)]
-    return [module.packed_weight for module in chosen if module.packed_weight is not None]
+    return [packed_weight for module in chosen for packed_weight in module.copies.values()]
 
 
 def _is_plain(module: nn.Linear) -> bool:
@@ -173,18 +203,14 @@ def _place(num_rows: int) -> int:
     return min((max(num_rows, 1) * 2 - 1).bit_length() // 2, len(_ROWS) - 1)
 
 
-def _fastest(weights: Sequence[Tensor], may_pack: bool) -> tuple[Way, ...]:
+def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...]:
     """The fastest way for each number of rows. When the time is up, larger numbers use the way of the last measured one."""
     first = weights[0]
     row = first[0].nbytes
     # Columns of the product cost the same, so a part of a large weight stands for all of it
     cold = [weight[: max(1, _COLD_BYTES // row)] for weight in weights[: max(1, _COLD_BYTES // first.nbytes)]]
     part = [first[: max(1, _MANY_ROWS_BYTES // row)]]
-    ways: list[Way] = [plain, swapped]
-    if first.dtype != torch.float32:
-        ways.append(in_float32)
-    elif may_pack:
-        ways.append(packed)
+    ways: list[Way] = [plain, swapped, *(copied if first.dtype == torch.float32 else [in_float32])]
     chosen: list[Way] = []
     began = time.process_time()
     rate = 0.0  # seconds for a multiplication, as far as is known
@@ -196,12 +222,12 @@ def _fastest(weights: Sequence[Tensor], may_pack: bool) -> tuple[Way, ...]:
             chosen.append(chosen[-1])
             continue
         x = torch.ones(rows, first.shape[1], dtype=first.dtype)
-        seconds = [min(times) for times in _interleaved(x, used, ways)]
+        tried = [way for way in ways if way is not split or rows >= _SPLIT_ROWS]
+        seconds = {way: min(times) for way, times in zip(tried, _interleaved(x, used, tried), strict=True)}
         rate = (time.process_time() - start) / work
-        best = min(range(len(ways)), key=seconds.__getitem__)
-        keeps_plain = plain in ways and seconds[best] >= _GAIN * seconds[ways.index(plain)]
-        chosen.append(plain if keeps_plain else ways[best])
-        ways = [way for way, each in zip(ways, seconds, strict=True) if each <= _SLOW * seconds[best]]
+        best = min(seconds, key=seconds.__getitem__)
+        chosen.append(plain if seconds[best] >= _GAIN * seconds.get(plain, math.inf) else best)
+        ways = [way for way in ways if seconds.get(way, 0.0) <= _SLOW * seconds[best]]
     return tuple(chosen)
 
 
@@ -209,7 +235,7 @@ def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> l
     """The seconds of each way for all weights, measured several times in turns; CPU time if there is one thread."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in ways]
-    given = [[PackedWeight(weight) for weight in weights] if way is packed else weights for way in ways]
+    given = [[_copies(weight, [way]).get(way, weight) for weight in weights] for way in ways]
     for turn in range(4):
         for way, operands, list_of_times in zip(ways, given, times, strict=True):
             start = clock()

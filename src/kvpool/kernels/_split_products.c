@@ -1,0 +1,267 @@
+/* multiply(...): x times the transpose of a weight that was packed before, float32, with the instructions of AMX.
+
+   AMX multiplies matrices of bfloat16, sixteen times as many numbers at a time as other instructions do of float32, and adds
+   in float32. A float32 is exactly the sum of three numbers in bfloat16: its first eight bits, the next, and the last. Of
+   the nine products of two such sums three are below the last bit of the result. The other six take less than half the time
+   of one product in float32, with many rows. Numbers below 2 to the power of -110 lose bits; infinite ones become NaN. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 11)
+#define HAS_AMX 1
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define SIDE 32            /* rows and columns that are multiplied at a time, and elements of them in a step */
+#define TILE 512           /* numbers of a tile: 16 rows of 32 */
+#define STEP (6 * TILE)    /* numbers of SIDE rows or columns in a step: three parts of two tiles each */
+#define LINE 64            /* bytes that memory gives at a time */
+#define LINES (STEP * 2 / LINE) /* of a step */
+#define STEPS 32           /* that are multiplied at a time, so that they stay in a core's cache; more are added */
+#define X_STEPS 200        /* blocks of rows of x times steps, which stay there, too */
+#define THREAD_WORK 4e6    /* multiplications for which another thread is started */
+
+/* A product [rows][columns] of x [rows][depth]. */
+typedef struct {
+    const float *x;
+    const uint16_t *packed;
+    float *out;
+    long x_stride, rows, columns, depth;
+    int failed; /* for want of memory */
+} Product;
+
+static long blocks_of(long count) { return (count + SIDE - 1) / SIDE; }
+
+#ifdef HAS_AMX
+
+#include "_threads.h"
+
+#define NAME(x) x##_avx512
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")))
+#include "_vectors.h"
+
+/* Splits SIDE numbers, of which `count` exist, into three parts. */
+INLINE void split(const float *numbers, long count, uint16_t *first, uint16_t *second, uint16_t *third) {
+    float all[SIDE] = {0};
+    if (count < SIDE) numbers = memcpy(all, numbers, (size_t)(count < 0 ? 0 : count) * sizeof(float));
+    uint16_t *parts[3] = {first, second, third};
+    for (int i = 0; i < SIDE; i += LANES) {
+        vec rest = NAME(load)(numbers + i);
+        for (int part = 0; part < 3; part++) {
+            const __m256bh rounded = _mm512_cvtneps_pbh((__m512)rest);
+            memcpy(parts[part] + i, &rounded, sizeof rounded);
+            rest -= NAME(from_bfloat16)(&rounded);
+        }
+    }
+}
+
+/* Rows of x in steps [start, end), in the order in which tiles are loaded. Rows beyond the last are 0. */
+TARGET static void pack_rows(const Product *product, long row, long count, long start, long end, uint16_t *packed) {
+    for (long block = 0; block < blocks_of(count); block++)
+        for (long step = start; step < end; step++, packed += STEP)
+            for (long i = 0; i < SIDE; i++) {
+                const long number = block * SIDE + i, column = step * SIDE;
+                const float *from = product->x + (row + number) * product->x_stride + column;
+                uint16_t *to = packed + i * SIDE;
+                split(from, number < count ? product->depth - column : 0, to, to + 2 * TILE, to + 4 * TILE);
+            }
+}
+
+/* The same of columns. Tiles of the second factor have pairs of elements of all their columns side by side. */
+TARGET static void pack_columns(const void *given, long first, long last) {
+    const Product *weight = given;
+    const long steps = blocks_of(weight->depth);
+    for (long block = first; block < last; block++)
+        for (long step = 0; step < steps; step++)
+            for (long i = 0; i < SIDE; i++) {
+                const long column = block * SIDE + i, element = step * SIDE;
+                uint16_t parts[3][SIDE];
+                uint16_t *to = (uint16_t *)(uintptr_t)weight->packed + (block * steps + step) * STEP;
+                split(weight->x + column * weight->depth + element, column < weight->columns ? weight->depth - element : 0,
+                      parts[0], parts[1], parts[2]);
+                to += i / 16 * TILE + i % 16 * 2;
+                for (int part = 0; part < 3; part++)
+                    for (long pair = 0; pair < SIDE / 2; pair++)
+                        memcpy(to + part * 2 * TILE + pair * SIDE, parts[part] + 2 * pair, 2 * sizeof(uint16_t));
+            }
+}
+
+/* Two tiles from one part of a step */
+#define LOAD(one, other, from, part)                       \
+    _tile_loadd(one, (from) + (part) * 2 * TILE, 64);      \
+    _tile_loadd(other, (from) + (part) * 2 * TILE + TILE, 64)
+#define LOAD_ROWS(part) LOAD(4, 5, rows, part)
+#define LOAD_COLUMNS(part) LOAD(6, 7, columns, part)
+#define MULTIPLY()             \
+    _tile_dpbf16ps(0, 4, 6);   \
+    _tile_dpbf16ps(1, 4, 7);   \
+    _tile_dpbf16ps(2, 5, 6);   \
+    _tile_dpbf16ps(3, 5, 7)
+
+/* SIDE rows times SIDE columns. Each pair of parts has one in common with the pair before. Meanwhile some lines of memory
+   that are needed next are asked for. */
+INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long steps, const char *next, long lines, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long step = 0; step < steps; step++, rows += STEP, columns += STEP) {
+        for (long i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
+        LOAD_ROWS(2);
+        LOAD_COLUMNS(0);
+        MULTIPLY();
+        LOAD_ROWS(1);
+        MULTIPLY();
+        LOAD_COLUMNS(1);
+        MULTIPLY();
+        LOAD_ROWS(0);
+        MULTIPLY();
+        LOAD_COLUMNS(2);
+        MULTIPLY();
+        LOAD_COLUMNS(0);
+        MULTIPLY();
+    }
+    _tile_stored(0, sums, SIDE * sizeof(float));
+    _tile_stored(1, sums + SIDE / 2, SIDE * sizeof(float));
+    _tile_stored(2, sums + SIDE * SIDE / 2, SIDE * sizeof(float));
+    _tile_stored(3, sums + SIDE * SIDE / 2 + SIDE / 2, SIDE * sizeof(float));
+}
+
+/* `count` rows from `row` on, packed, times steps [start, end) of all columns. */
+TARGET static void multiply_rows(const Product *product, const uint16_t *packed, long row, long count, long start, long end) {
+    const long steps = blocks_of(product->depth);
+    const long num_blocks = blocks_of(product->columns), num_parts = blocks_of(count), each = (end - start) * STEP;
+    float sums[SIDE * SIDE];
+    for (long block = 0; block < num_blocks; block++)
+        for (long part = 0; part < num_parts; part++) {
+            const long height = smaller(SIDE, count - part * SIDE), width = smaller(SIDE, product->columns - block * SIDE);
+            const uint16_t *columns = product->packed + (block * steps + start) * STEP;
+            const char *next = (const char *)(columns + steps * STEP) + part * each * 2 / num_parts;
+            float *out = product->out + (row + part * SIDE) * product->columns + block * SIDE;
+            multiply_block(packed + part * each, columns, end - start, next, block + 1 < num_blocks ? LINES / num_parts : 0, sums);
+            for (long i = 0; i < height; i++, out += product->columns) {
+                float *of_row = sums + i * SIDE;
+                for (long j = 0; j < (start > 0 ? width : 0); j++) of_row[j] += out[j];
+                if (width == SIDE)
+                    memcpy(out, of_row, SIDE * sizeof(float));
+                else
+                    memcpy(out, of_row, (size_t)width * sizeof(float));
+            }
+        }
+}
+
+/* All eight tiles have 16 rows of 64 bytes. A constant: GCC takes what a function writes here for unused. */
+static const struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} SHAPES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* Blocks [first, last) of SIDE rows. */
+TARGET static void multiply_share(const void *given, long first, long last) {
+    Product *product = (Product *)(uintptr_t)given;
+    const long steps = blocks_of(product->depth), times = (steps + STEPS - 1) / STEPS, at_once = (steps + times - 1) / times;
+    const long end = smaller(product->rows, last * SIDE), most = smaller(X_STEPS / at_once, last - first) * SIDE;
+    uint16_t *packed = aligned_alloc(64, (size_t)(most / SIDE * at_once * STEP) * sizeof(uint16_t));
+    if (packed == NULL) {
+        product->failed = 1;
+        return;
+    }
+    _tile_loadconfig(&SHAPES);
+    for (long row = first * SIDE; row < end; row += most)
+        for (long start = 0; start < steps; start += at_once) {
+            const long count = smaller(most, end - row), stop = smaller(start + at_once, steps);
+            pack_rows(product, row, count, start, stop, packed);
+            multiply_rows(product, packed, row, count, start, stop);
+        }
+    _tile_release();
+    free(packed);
+}
+
+/* Whether the processor has the instructions, and the kernel lets this process use them. */
+static int is_available(void) {
+    unsigned a, b, c, d;
+    const unsigned tiles = 1u << 24 | 1u << 22; /* AMX-TILE and AMX-BF16 */
+    const long ask = 0x1023, tile_data = 18;    /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    __builtin_cpu_init();
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & tiles) == tiles && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") && syscall(SYS_arch_prctl, ask, tile_data) == 0;
+}
+
+static void pack_all(const Product *weight) { pack_columns(weight, 0, blocks_of(weight->columns)); }
+
+static void multiply_all(Product *product, long threads) {
+    const double work = (double)product->rows * (double)product->columns * (double)product->depth;
+    in_threads(multiply_share, product, blocks_of(product->rows), work / THREAD_WORK, threads);
+}
+
+#else
+
+static int is_available(void) { return 0; }
+static void pack_all(const Product *weight) { (void)weight; }
+static void multiply_all(Product *product, long threads) { (void)product, (void)threads; }
+
+#endif
+
+/* --- Python ------------------------------------------------------------------------------------------------------ */
+
+static PyObject *pack(PyObject *module, PyObject *args) {
+    unsigned long long weight, packed;
+    Product given = {0};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KllK", &weight, &given.columns, &given.depth, &packed)) return NULL;
+    given.x = (const float *)(uintptr_t)weight, given.packed = (const uint16_t *)(uintptr_t)packed;
+    Py_BEGIN_ALLOW_THREADS
+    pack_all(&given);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *multiply(PyObject *module, PyObject *args) {
+    unsigned long long x, packed, out;
+    Product product = {0};
+    long threads;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KlKKllll", &x, &product.x_stride, &packed, &out, &product.rows, &product.columns,
+                          &product.depth, &threads))
+        return NULL;
+    product.x = (const float *)(uintptr_t)x, product.packed = (const uint16_t *)(uintptr_t)packed;
+    product.out = (float *)(uintptr_t)out;
+    Py_BEGIN_ALLOW_THREADS
+    multiply_all(&product, threads);
+    Py_END_ALLOW_THREADS
+    if (product.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *num_bytes(PyObject *module, PyObject *args) {
+    long columns, depth;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "ll", &columns, &depth)) return NULL;
+    return PyLong_FromLong(blocks_of(columns) * blocks_of(depth) * STEP * (long)sizeof(uint16_t));
+}
+
+static PyObject *available(PyObject *module, PyObject *unused) {
+    (void)module, (void)unused;
+    return PyBool_FromLong(is_available());
+}
+
+static PyMethodDef METHODS[] = {
+    {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed): addresses, and the shape of the weight."},
+    {"multiply", multiply, METH_VARARGS, "multiply(x, stride of its rows, packed, out, rows, columns, depth, threads)"},
+    {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(columns, depth): of a packed weight."},
+    {"available", available, METH_NOARGS, "Whether this processor has AMX."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_split_products", NULL, -1, METHODS, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__split_products(void) { return PyModule_Create(&MODULE); }
