@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from kvpool.eviction import Run
 
 
-@dataclass(eq=False, slots=True)
-class StandInRun:
-    num_blocks: int = 1
-    start: int = 0
-    created: int = 0
-    last_access: int = 0
-    last_access_at: float = 0.0
-    hits: int = 0
-    priority: int = 35
-    fingerprint: int = 0
-    turn: int = 0
-    fan_out: int = 0
-    hint: int = 0
-    session: str | None = None
-    tenant: str = ""
-    parent: Any = None
-    entry: Any = None
-    content: tuple[int, ...] = ()  # a token for each of its blocks; by default those of its fingerprint
+class StandInRun(Run):
+    """What is not given is 0 or empty. `content` has a token for each of its blocks; else its fingerprint makes them."""
 
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        blocks = range(self.start, self.start + self.num_blocks)
-        return np.array(self.content or [hash((self.fingerprint, block)) % 2**31 for block in blocks], np.int32)
+    def __init__(self, num_blocks: int = 1, *, content: tuple[int, ...] = (), **given: Any) -> None:
+        self.entry = self.session = None
+        self.turn = self.fan_out = self.hint = self.hits = self.start = self.created = self.last_access = 0
+        self.last_access_at, self.priority, self.scope_hash, self.key = 0.0, 35, 0, b""
+        self.parent, self.of_tenant, self.content = None, "", content
+        self._fingerprint, self.num_blocks = 0, num_blocks
+        for name, value in given.items():
+            setattr(self, "of_tenant" if name == "tenant" else name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("_fingerprint" if name == "fingerprint" else name, value)
+        if name in ("fingerprint", "num_blocks", "start", "content") and hasattr(self, "num_blocks"):
+            blocks = range(self.start, self.start + self.num_blocks)
+            ids = self.content or [hash((self.fingerprint, block)) % 2**31 for block in blocks]
+            self.tokens = np.array(ids, np.int32)
 
     @property
-    def sum_before(self) -> int:
-        return 0
+    def tenant(self) -> str:
+        return self.of_tenant
 
-    def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
-        return hash((start, key))
+    @property
+    def above(self) -> Run | None:
+        return self.parent if self.start else None

@@ -185,7 +185,8 @@ class World:
         if run is None:
             return
         if (upper_blocks := run.num_blocks // 2) > 0:
-            upper = StandInRun(upper_blocks, run.start, run.created, run.last_access, run.hits, run.priority, number)
+            alike = {name: getattr(run, name) for name in ("start", "created", "last_access", "hits", "priority")}
+            upper = StandInRun(upper_blocks, fingerprint=number, **alike)
             self.away.append(upper)
             run.start += upper_blocks
             run.num_blocks -= upper_blocks

@@ -266,6 +266,8 @@ def test_given_a_prefix_that_was_used_several_times_then_its_first_value_is_the_
         index.release(holder, lease)
     index.count_uses()
     values = [value for value in look(index, KEYS[:20]) if value is not None]
+    for value in values:
+        value.read_uses()
     newest = sorted(values, key=lambda value: -value.last_access)
     assert [value.key for value in newest[:8]] == [*KEYS[:4], *KEYS[10:14]]
     assert [value.hits for value in values] == [2] * 4 + [0] * 6 + [1] * 4 + [0] * 6

@@ -140,7 +140,7 @@ class AdaptivePolicy(EvictionPolicy):
         run.entry = None
         self._len -= 1
         self._num_blocks -= blocks
-        above = getattr(run, "parent", None) if run.start else None
+        above = run.above
         leader = None if above is None else above.fingerprint
         self._ghosts.bury(run, candidate.tokens, blocks + candidate.trimmed, leader, candidate.cohort, self._now)
         self._ghosts.trim(GHOSTS_PER_CACHE * self._capacity, self._now)

@@ -31,7 +31,7 @@ class RememberingPolicy(EvictionPolicy):
 
     def __init__(self, *queues: RunQueue) -> None:
         self._queues = queues
-        self._above: Any = None  # the run before the one that was evicted last
+        self._above: Run | None = None  # the run before the one that was evicted last
         self._left: Record | None = None  # of that one
         self._left_at = 0  # when it was last used
 
@@ -64,7 +64,7 @@ class RememberingPolicy(EvictionPolicy):
 
     def evicted(self, run: Run) -> None:
         self.remove(run)
-        self._above, self._left, self._left_at = getattr(run, "parent", None), run.entry, run.last_access
+        self._above, self._left, self._left_at = run.above, run.entry, run.last_access
         run.entry = None  # when the same object comes back (from another tier) it is new
 
     def clear(self) -> None:

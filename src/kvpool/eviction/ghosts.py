@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
 
 import numpy as np
 
+from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import Experience
 from kvpool.eviction.run import Run, Tokens, checksum
 
-# A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector. For days it is small
-# enough for the processor; of a longer run, which is rare, only so many blocks are followed.
-_BLOCK_BITS: Final = 16
-_TURN_BITS: Final = 2
-_USE_BITS: Final = 3
-_MOST_BLOCKS: Final = 2**_BLOCK_BITS - 1
-_MOST_TURNS: Final = 2**_TURN_BITS - 1
-_MOST_USES: Final = 2**_USE_BITS - 1
+_SLACK: Final = 64  # ghosts that are followed no longer tolerated beyond one for each that is
+_NO_TOKENS: Tokens = np.empty(0, np.int32)
+
+
+@mypyc_attr(acyclic=True)
+class Ghost:
+    """A run that has left: what it was known by, and what is followed of it. Without blocks it is followed no longer."""
+
+    __slots__ = ("blocks", "cohort", "fingerprint", "leader", "tokens", "turn", "uses")
+
+    def __init__(
+        self, fingerprint: int, cohort: int, blocks: int, turn: int, uses: int, tokens: Tokens, leader: int | None
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.cohort = cohort
+        self.blocks = blocks
+        self.turn = turn
+        self.uses = uses  # requests that had it, the one that computed it included
+        self.tokens = tokens
+        self.leader = leader  # fingerprint of the run before it, if there was one
 
 
 class Ghosts:
-    """Runs that have left, by fingerprint, oldest first. They are followed in `learned` like those that are there.
+    """Runs that have left, by fingerprint, and oldest first. They are followed in `learned` like those that are there.
 
     A fingerprint says what preceded a run and with which block it began. How far what comes begins like it, its tokens tell.
     """
@@ -29,27 +41,23 @@ class Ghosts:
     def __init__(self, learned: Experience) -> None:
         self.num_blocks = 0
         self._learned = learned
-        self.by_fingerprint: OrderedDict[int, int] = OrderedDict()
-        self._contents: dict[int, Tokens] = {}
-        self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
-        self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
+        self.by_fingerprint: dict[int, Ghost] = {}
+        self._queue: list[Ghost] = []  # oldest first, with some that are followed no longer
+        self._front = 0  # of the queue: none of those before it is followed
+        self._followers: dict[int, Ghost] = {}  # by the fingerprint of the run that they followed
 
     def bury(self, run: Run, tokens: Tokens, num_blocks: int, leader: int | None, cohort: int, now: int) -> None:
         """A run has left with so many blocks that had these tokens; `leader` is the run before it, if there is one."""
-        if num_blocks > _MOST_BLOCKS:
-            tokens = tokens[: len(tokens) // num_blocks * _MOST_BLOCKS]
-            self._learned.follow(cohort, now, _MOST_BLOCKS - num_blocks)
-            num_blocks = _MOST_BLOCKS
-        turn, uses = run.turn, run.hits + 1
-        turn, uses = turn if turn < _MOST_TURNS else _MOST_TURNS, uses if uses < _MOST_USES else _MOST_USES
-        self._put(run.fingerprint, cohort, num_blocks, turn << _USE_BITS | uses, _alone(tokens), leader, now)
+        ghost = Ghost(run.fingerprint, cohort, num_blocks, run.turn, run.hits + 1, _alone(tokens), leader)
+        self._put(ghost, now)
 
     def trim(self, max_blocks: int, now: int) -> None:
         """Forgets the oldest until at most so many blocks are followed."""
         while self.num_blocks > max_blocks:
-            fingerprint, ghost = self.by_fingerprint.popitem(last=False)
-            cohort, blocks, _ = self._leave(fingerprint, ghost)
-            self._learned.follow(cohort, now, -blocks)
+            oldest = self._queue[self._front]
+            self._front += 1
+            if oldest.blocks:
+                self._forget(oldest, now)
 
     def recognise(self, run: Run, now: int) -> tuple[int, int, int]:
         """Counts as reused what a new run begins with: a ghost, and those that followed it.
@@ -62,13 +70,13 @@ class Ghosts:
         size = len(content) // num_blocks
         fingerprint, before = run.fingerprint, run.sum_before
         known = turn = num_uses = 0
-        while fingerprint in self.by_fingerprint:
-            had = self._contents[fingerprint].tobytes()
+        while (ghost := self.by_fingerprint.get(fingerprint)) is not None:
+            had = ghost.tokens.tobytes()
             shared = num_shared(content[known * size :], had, size)
             if not shared:
                 break
-            cohort, blocks, used = self._take(fingerprint)
-            turn, num_uses = used >> _USE_BITS, used & _MOST_USES
+            cohort, blocks, turn, num_uses = ghost.cohort, ghost.blocks, ghost.turn, ghost.uses
+            self._take(ghost)
             self._learned.count(cohort, now, shared)
             self._learned.follow(cohort, now, -shared)
             before = checksum(had[: shared * size], before)
@@ -76,7 +84,7 @@ class Ghosts:
             if shared < blocks:
                 rest = np.frombuffer(had[shared * size :], np.int32)
                 behind = run.fingerprint_of(run.start + known, before, had[shared * size : (shared + 1) * size])
-                self._put(behind, cohort, blocks - shared, used, rest, fingerprint, now)
+                self._put(Ghost(behind, cohort, blocks - shared, turn, num_uses, rest, fingerprint), now)
                 if known < num_blocks:
                     turn, num_uses = 0, num_uses + 1
             if shared < blocks or known == num_blocks:
@@ -87,44 +95,40 @@ class Ghosts:
     def count_behind(self, fingerprint: int, num_blocks: int, now: int) -> None:
         """What followed a run is computed again, as far as so many blocks reach."""
         follower = self._followers.get(fingerprint)
-        while num_blocks > 0 and follower is not None and follower in self.by_fingerprint:
-            cohort, blocks = self._forget(follower, now)
+        while num_blocks > 0 and follower is not None:
+            cohort, blocks = follower.cohort, follower.blocks
+            self._forget(follower, now)
             self._learned.count(cohort, now, min(blocks, num_blocks))
             num_blocks -= blocks
-            follower = self._followers.get(follower)
+            follower = self._followers.get(follower.fingerprint)
 
-    def _put(
-        self, fingerprint: int, cohort: int, blocks: int, used: int, tokens: Tokens, leader: int | None, now: int
-    ) -> None:
+    def _put(self, ghost: Ghost, now: int) -> None:
         """Adds a ghost as the youngest, instead of one that began alike."""
-        if fingerprint in self.by_fingerprint:
-            self._forget(fingerprint, now)
-        self.by_fingerprint[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
-        self._contents[fingerprint] = tokens
-        if leader is not None:
-            self._leaders[fingerprint] = leader
-            self._followers[leader] = fingerprint
-        self.num_blocks += blocks
+        before = self.by_fingerprint.get(ghost.fingerprint)
+        if before is not None:
+            self._forget(before, now)
+        self.by_fingerprint[ghost.fingerprint] = ghost
+        if ghost.leader is not None:
+            self._followers[ghost.leader] = ghost
+        self.num_blocks += ghost.blocks
+        self._queue.append(ghost)
+        if len(self._queue) > 2 * len(self.by_fingerprint) + _SLACK:
+            self._queue = [other for other in self._queue[self._front :] if other.blocks]
+            self._front = 0
 
-    def _take(self, fingerprint: int) -> tuple[int, int, int]:
-        """Removes a ghost; returns its cohort, its blocks, and its turn and uses."""
-        return self._leave(fingerprint, self.by_fingerprint.pop(fingerprint))
-
-    def _leave(self, fingerprint: int, ghost: int) -> tuple[int, int, int]:
-        del self._contents[fingerprint]
-        leader = self._leaders.pop(fingerprint, None)
-        if leader is not None and self._followers.get(leader) == fingerprint:
+    def _take(self, ghost: Ghost) -> None:
+        """Removes a ghost, which has no blocks then."""
+        del self.by_fingerprint[ghost.fingerprint]
+        leader = ghost.leader
+        if leader is not None and self._followers.get(leader) is ghost:
             del self._followers[leader]
-        of_run = ghost >> (_TURN_BITS + _USE_BITS)
-        blocks = of_run & _MOST_BLOCKS
-        self.num_blocks -= blocks
-        return of_run >> _BLOCK_BITS, blocks, ghost & (2 ** (_TURN_BITS + _USE_BITS) - 1)
+        self.num_blocks -= ghost.blocks
+        ghost.blocks, ghost.tokens = 0, _NO_TOKENS
 
-    def _forget(self, fingerprint: int, now: int) -> tuple[int, int]:
-        """Follows a ghost no longer; returns its cohort and blocks."""
-        cohort, blocks, _ = self._take(fingerprint)
-        self._learned.follow(cohort, now, -blocks)
-        return cohort, blocks
+    def _forget(self, ghost: Ghost, now: int) -> None:
+        """Follows a ghost no longer."""
+        self._learned.follow(ghost.cohort, now, -ghost.blocks)
+        self._take(ghost)
 
 
 def _alone(tokens: Tokens) -> Tokens:

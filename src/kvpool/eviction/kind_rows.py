@@ -8,7 +8,7 @@ between.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth, bin_of
 from kvpool.eviction.run import NO_CANDIDATES, Item, Queue, Run, Tokens
@@ -61,6 +61,9 @@ class Row(Queue[Candidate]):
         self.age_key = -1  # by which it stands in the order of ages: the key of its oldest candidate
 
 
+Place: TypeAlias = tuple[int, float, int, int, Row]  # priority, value and key of a candidate; number and row
+
+
 class RowOrder:
     """Finds the next victim, by ages that are right when `refresh` is called, and a little later."""
 
@@ -68,7 +71,7 @@ class RowOrder:
         self._worth = worth
         self.ordered_at = 0  # the moment by which candidates are in order
         self._rows: dict[int, Row] = {}
-        self._by_value: list[tuple[int, float, int, int, Row]] = []  # heap: priority, value and key of a candidate, row
+        self._by_value: list[Place] = []  # heap
         self._by_age: list[tuple[int, int, int, Row]] = []  # heap: priority, key of the oldest candidate, row
         self._oldest: Candidate | None = None  # of the lowest priority; None if it must be found
         self._of_oldest = 0.0  # its value
@@ -90,9 +93,12 @@ class RowOrder:
         row, key = candidate.row, candidate.key
         row.insert(candidate)
         if row.least is None:
-            self._look_at(row)
+            place = self._look_at(row)
+            assert place is not None
+            heappush(self._by_value, place)
         elif (value := self._value(row, candidate.since)) < row.value:
-            self._stand(row, candidate, value)
+            row.least, row.value = candidate, value
+            heappush(self._by_value, (row.priority, value, key, row.number, row))
         if row.num_runs == 1 or key < row.age_key:
             row.age_key = key
             heappush(self._by_age, (row.priority, key, row.number, row))
@@ -107,8 +113,11 @@ class RowOrder:
             if least is None or row.value != value or least.key != key:
                 heappop(by_value)  # it stands elsewhere now
             elif least.run is None:
-                heappop(by_value)
-                self._look_at(row)
+                place = self._look_at(row)
+                if place is None:
+                    heappop(by_value)
+                else:
+                    heapreplace(by_value, place)
             else:
                 oldest = self._oldest
                 if oldest is None or oldest.run is None:
@@ -131,13 +140,14 @@ class RowOrder:
     def refresh(self, now: int) -> None:
         """Puts all rows in order by the ages of their runs at this moment."""
         self.ordered_at = now
-        self._by_value = []
+        self._by_value = by_value = []
         self._oldest = None
         for row in self._rows.values():
             row.newer = row.older = -1
-            row.least = None
-            if row.num_runs:
-                self._look_at(row)
+            place = self._look_at(row)
+            if place is not None:
+                by_value.append(place)
+        heapify(by_value)
 
     def _value(self, row: Row, since: int) -> float:
         """What runs of this row that were last used then are worth."""
@@ -163,24 +173,20 @@ class RowOrder:
         way = (age - start) / (EDGES[lower + 1] - start)
         return rates[lower] + (rates[lower + 1] - rates[lower]) * way
 
-    def _look_at(self, row: Row) -> None:
-        """Finds the run of a row that is worth least, and gives the row its place by it."""
+    def _look_at(self, row: Row) -> Place | None:
+        """Finds the run of a row that is worth least; returns the row's place in the order of values, by that one."""
         least = row.first()
         if least is None:
             row.least = None
-            return
+            return None
         value = self._value(row, least.since)
         youngest = row.last()
         if youngest is not None and youngest is not least:
             of_youngest = self._value(row, youngest.since)
             if of_youngest < value:
                 least, value = youngest, of_youngest
-        self._stand(row, least, value)
-
-    def _stand(self, row: Row, least: Candidate, value: float) -> None:
-        """A row stands in the order of values by this candidate."""
         row.least, row.value = least, value
-        heappush(self._by_value, (row.priority, value, least.key, row.number, row))
+        return row.priority, value, least.key, row.number, row
 
     def _find_oldest(self) -> Candidate:
         """The oldest candidate of the lowest priority, which is worth `_of_oldest`; there is one."""

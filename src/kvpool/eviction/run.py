@@ -10,6 +10,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.compiling import mypyc_attr
+
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 
@@ -24,68 +26,64 @@ def checksum(tokens: memoryview | bytes, before: int) -> int:
     return crc32(tokens, before)
 
 
-class Run(Protocol):
-    """A cached run of blocks as policies see it. Policies read these attributes and write only the first three."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Run:
+    """A cached run of blocks as policies see it. Policies read these attributes and write only the first three.
+
+    It is a class, and no protocol, so that compiled policies read them from its memory: looking one up by its name costs more
+    than most of what is done with it.
+    """
+
+    __slots__ = (
+        *("_fingerprint", "created", "entry", "fan_out", "hint", "hits", "key", "last_access", "last_access_at"),
+        *("num_blocks", "priority", "scope_hash", "session", "start", "tokens", "turn"),
+    )
 
     entry: Any  # belongs to the policy that holds the run; None at first
     turn: int  # requests that went the same way alone before the one which published it: its place in a conversation
     fan_out: int  # requests that had reused the run before it by then, that one included
-
-    @property
-    def hint(self) -> int:
-        """What was said about its continuation when its request ended, as `ReuseHint.code`; 0 if nothing."""
-
-    @property
-    def session(self) -> str | None:
-        """The session of the request that published it, if it named one."""
+    hint: int  # what was said about its continuation when its request ended, as `ReuseHint.code`; 0 if nothing
+    session: str | None  # of the request that published it, if it named one
+    num_blocks: int
+    start: int  # depth of the first block below the root, in blocks
+    created: int  # serial of insertion into the cache; both parts of a split run keep it
+    last_access: int  # logical tick of the last use; never newer than that of the run before it
+    last_access_at: float  # when that was, in seconds on the manager's clock
+    hits: int  # how many requests reused the run since it was inserted
+    priority: int  # of retention, 0 (goes first) to 100
+    tokens: Tokens  # those of its blocks; a policy may keep the array
+    key: bytes  # those of its first block
+    scope_hash: int  # of the scope in which it is found
+    _fingerprint: int | None  # once it was asked for
 
     @property
     def tenant(self) -> str:
         """Whose it is; "" for nobody's."""
+        return ""
 
     @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def start(self) -> int:
-        """Depth of the first block below the root, in blocks."""
-
-    @property
-    def created(self) -> int:
-        """Serial of insertion into the cache; both parts of a split run keep it."""
-
-    @property
-    def last_access(self) -> int:
-        """Logical tick of the last use; never newer than the parent's."""
-
-    @property
-    def last_access_at(self) -> float:
-        """When that was, in seconds on the manager's clock."""
-
-    @property
-    def hits(self) -> int:
-        """How many requests reused the run since it was inserted."""
-
-    @property
-    def priority(self) -> int:
-        """Retention priority, 0 (goes first) to 100."""
-
-    @property
-    def fingerprint(self) -> int:
-        """Identity of the content by its scope, all that precedes it and its first block: the same when the run was evicted
-        and computed again.
-        """
-
-    @property
-    def tokens(self) -> Tokens:
-        """Those of its blocks. A policy may keep the array."""
+    def above(self) -> Run | None:
+        """The run that it follows; None at the top."""
+        return None
 
     @property
     def sum_before(self) -> int:
         """The `checksum` of all tokens that precede it."""
+        return 0
+
+    @property
+    def fingerprint(self) -> int:
+        """Identity of the content by its scope, all that precedes it and its first block: the same when the run was evicted
+        and computed again. Worked out when asked for.
+        """
+        known = self._fingerprint
+        if known is None:
+            known = self._fingerprint = self.fingerprint_of(self.start, self.sum_before, self.key)
+        return known
 
     def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
         """The fingerprint of a run of this scope that begins at this depth, behind tokens of this checksum, with these."""
+        return hash((self.scope_hash, start, sum_before, key))
 
 
 NO_CANDIDATES: Final = "no run can be evicted: every cached run is referenced, pinned or has children"

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction import EvictionPolicy
-from kvpool.eviction.run import checksum
+from kvpool.eviction.run import Run, checksum
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU
 from kvpool.pools.symbols import Symbols, is_first, numbers_in
@@ -24,7 +24,7 @@ MAX_PRIORITY: Final = 100
 NEVER: Final = float("inf")  # the deadline of what has none
 
 
-class Node:
+class Node(Run):
     """`num_blocks` full blocks of tokens that follow `parent`, all on one tier.
 
     `turn` and `fan_out` say where the request stood that published it: how many before it went the same way alone, and how
@@ -43,43 +43,28 @@ class Node:
 
     __slots__ = (
         "_end_sum",
-        "_fingerprint",
         "_keys",
         "active",
         "children",
         "copied_sessions",
-        "created",
         "created_at",
         "detached",
         "digests",
-        "entry",
         "expires_at",
-        "fan_out",
-        "hint",
-        "hits",
         "ids",
         "is_remainder",
-        "key",
-        "last_access",
-        "last_access_at",
         "logits",
-        "num_blocks",
         "num_remainders",
         "open_row",
         "parent",
         "pins",
-        "priority",
         "priority_until",
         "published_by",
         "root",
         "same_tier_children",
-        "session",
         "host_copy",
-        "start",
         "tier",
-        "tokens",
         "ttl",
-        "turn",
     )
 
     parent: Node
@@ -91,23 +76,17 @@ class Node:
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
     logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
-    tokens: Int32Array
     ids: list[Int32Array]
     host_copy: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `HostCopies`
-    session: str | None
     copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
     ttl: float | None
-    entry: Any
     detached: bool
-    _fingerprint: int | None  # once it was asked for
     _end_sum: int  # the checksum of all tokens up to its end, once something behind it asked for it; -1 before
-    turn: int
-    fan_out: int
-    hint: int
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
         self.parent = parent
         self.root = parent.root
+        self.scope_hash = parent.scope_hash
         self.key = key
         self.start = start
         self.num_blocks = 0
@@ -143,16 +122,9 @@ class Node:
         self.entry = None
 
     @property
-    def fingerprint(self) -> int:
-        """What policies know the content by: scope, all that precedes it and its first block. Worked out when asked for."""
-        known = self._fingerprint
-        if known is None:
-            known = self._fingerprint = self.fingerprint_of(self.start, self.sum_before, self.key)
-        return known
-
-    def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
-        """What a run of this scope is known by that begins at this depth, behind tokens of this checksum, with these."""
-        return hash((self.root.scope_hash, start, sum_before, key))
+    def above(self) -> Node | None:
+        """The run that it follows; None at the top."""
+        return self.parent if self.start else None
 
     @property
     def sum_before(self) -> int:
@@ -269,16 +241,16 @@ class Node:
 class Root(Node):
     """The empty run at the top of one reuse scope."""
 
-    __slots__ = ("digest", "policies", "quota", "scope", "scope_hash")
+    __slots__ = ("digest", "policies", "quota", "scope")
 
     def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
         self.detached = False
         self.hits = self.turn = 0
         self.root = self
+        self.scope_hash = hash(scope)
         super().__init__(self, b"", 0, 0, 0.0)
         self._end_sum = 0
         self.scope = scope
-        self.scope_hash = hash(scope)
         self.digest: bytes | None = None  # of the scope, once somebody asked for it
         self.policies = policies
         self.quota = quota

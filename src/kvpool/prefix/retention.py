@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 
 
@@ -85,10 +84,10 @@ class Retention:
 
     def cuts(self, num_prompt_tokens: int, block_size: int) -> list[int]:
         """Depths in blocks where the priority may change; behind the prompt it is the same everywhere."""
-        depths = {ceil_div(num_prompt_tokens, block_size)}
+        depths = {-(-num_prompt_tokens // block_size)}
         for part in self.ranges:
-            depths.add(ceil_div(min(part.start, num_prompt_tokens), block_size))
-            if part.end is not None:
-                depths.add(ceil_div(min(part.end, num_prompt_tokens), block_size))
+            for position in (part.start, part.end):
+                if position is not None:
+                    depths.add(-(-min(position, num_prompt_tokens) // block_size))
         depths.discard(0)
         return sorted(depths)

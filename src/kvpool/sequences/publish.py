@@ -140,7 +140,7 @@ class Publisher:
             if priority is not None:
                 self.expiry.set_priority(part, priority, NEVER)
         if node.open_row >= 0:
-            self.rows.grows_alone[node.open_row] = not cuts or node.start >= cuts[-1]
+            self.rows.grows_alone_of[node.open_row] = not cuts or node.start >= cuts[-1]
         return parts
 
     def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:

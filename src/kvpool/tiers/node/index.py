@@ -376,6 +376,7 @@ class NodeIndex:
 
     def _evict(self, value: Value) -> None:
         assert value.shelf is not None
+        value.read_uses()
         value.shelf.evicted(value)
         self.num_evicted += 1
         self._drop(value)
@@ -383,6 +384,7 @@ class NodeIndex:
     def _drop(self, value: Value) -> None:
         del self._values[value.key]
         assert value.shelf is not None
+        value.read_uses()
         value.shelf.remove(value)
         value.is_gone = True
         value.batch.forget(value.at)

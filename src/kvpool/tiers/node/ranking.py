@@ -36,6 +36,7 @@ class Ranking:
         if name not in shelves:
             shelves[name] = make_policy(self._policy)
         value.shelf = shelves[name]
+        value.read_uses()
         value.shelf.add(value)
         if seconds is not None:
             self._terms.add(self._clock() + seconds, value)
@@ -63,6 +64,7 @@ class Ranking:
                 self._parked.append(value)
             elif not value.is_gone:
                 assert value.shelf is not None
+                value.read_uses()
                 value.shelf.add(value)
 
     def _end_terms(self) -> None:
@@ -71,6 +73,7 @@ class Ranking:
             self._region.rate(value.slab, value.slot, value.length, Worth(depth=value.start))
             if value not in self._parked:
                 assert value.shelf is not None
+                value.read_uses()
                 value.shelf.remove(value)
                 value.shelf.add(value)
 
@@ -81,10 +84,11 @@ class Ranking:
             value = shelf.victim()
             assert isinstance(value, Value)
             if value in held:
+                value.read_uses()
                 shelf.remove(value)
                 self._parked.append(value)
-            elif value.hits > value.ranked_hits:
-                value.ranked_hits = value.hits
+            elif value.num_uses > value.hits:
+                value.read_uses()
                 shelf.remove(value)
                 shelf.add(value)
             else:

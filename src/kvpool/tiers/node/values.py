@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvpool.errors import ConfigError
-from kvpool.eviction import EvictionPolicy
-from kvpool.eviction.run import Tokens
+from kvpool.eviction import EvictionPolicy, Run
 from kvpool.pools.arrays import Int64Array
 from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import SPACE_BYTES, TENANT_BYTES
@@ -141,18 +140,10 @@ def values_of(spans: Sequence[Span]) -> list[Value]:
     return [value for batch, start, stop in spans if batch is not None for value in batch.values[start:stop]]
 
 
-class Value:
-    """A value in its slot. Policies see it as a run of one block."""
+class Value(Run):
+    """A value in its slot. Policies see it as a run of one block, with its uses as they were when it was last ranked."""
 
-    __slots__ = (
-        *("at", "batch", "check", "created", "entry", "fan_out", "is_gone", "key", "length", "offset", "owner"),
-        *("priority", "ranked_hits", "shelf", "slab", "slot", "start", "turn"),
-    )
-    num_blocks: ClassVar[int] = 1
-    hint: ClassVar[int] = 0
-    session: ClassVar[str | None] = None
-    tenant: ClassVar[str] = ""
-    sum_before: ClassVar[int] = 0
+    __slots__ = ("at", "batch", "check", "is_gone", "length", "offset", "owner", "shelf", "slab", "slot")
 
     batch: Batch
     at: int
@@ -163,42 +154,28 @@ class Value:
         self.offset = offset
         self.priority, self.start, _ = record.worth
         self.created = created
-        self.turn = self.fan_out = 0
-        self.ranked_hits = 0
-        """Its uses when a policy ranked it."""
+        self.num_blocks = 1
+        self.turn = self.fan_out = self.hint = self.hits = self.scope_hash = 0
+        self.session = self.entry = None
+        self.tokens = np.frombuffer(self.key[-8:], np.int32)  # stands for its content
+        self._fingerprint = int.from_bytes(self.key[-8:], "little")
         self.is_gone = False
-        self.entry: Any = None
         self.shelf: EvictionPolicy | None = None
+
+    @property
+    def num_uses(self) -> int:
+        """How often it was used since this node began."""
+        return int(self.batch.uses[2, self.at])
+
+    def read_uses(self) -> None:
+        """From now on a policy sees its uses up to now. Whoever uses it only changes numbers of its batch."""
+        self.last_access, used_at, self.hits = self.batch.uses[:, self.at].tolist()
+        self.last_access_at = used_at / 1e9
 
     @property
     def span(self) -> Span:
         """It alone."""
         return Span(self.batch, self.at, self.at + 1)
-
-    @property
-    def last_access(self) -> int:
-        """The time of its last use, as the index counts."""
-        return int(self.batch.uses[0, self.at])
-
-    @property
-    def last_access_at(self) -> float:
-        """The same in seconds on the index's clock."""
-        return int(self.batch.uses[1, self.at]) / 1e9
-
-    @property
-    def hits(self) -> int:
-        """How often it was used since this node began."""
-        return int(self.batch.uses[2, self.at])
-
-    @property
-    def tokens(self) -> Tokens:
-        """What stands for its content: policies recognise by it what has left."""
-        return np.frombuffer(self.key[-8:], np.int32)
-
-    @property
-    def fingerprint(self) -> int:
-        """Identity of the content."""
-        return int.from_bytes(self.key[-8:], "little")
 
     def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
         """Of a run that begins elsewhere in its text: values have no such parts."""
