@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import managers
+from kvpool.cluster import subscriber
 from kvpool.cluster.hash_table import HashTable
 from kvpool.cluster.index import MAX_NODES, ClusterIndex, Hit, NodeBlocks
 from kvpool.cluster.subscriber import NodeFeed
@@ -375,6 +376,21 @@ def test_given_a_gap_that_cannot_be_closed_when_messages_go_on_then_nothing_stal
         feed.live(*source.step(rng))
     assert feed.wanted is None
     assert held(index) <= set(source.cached)
+
+
+def test_given_more_messages_during_a_replay_than_are_kept_then_those_before_the_last_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subscriber, "_MOST_WAITING", 3)
+    for num_waiting, wanted in ((3, None), (4, 1)):
+        feed = NodeFeed(ClusterIndex(SIZE), "n", can_replay=True)
+        feed.start_over()
+        for number in range(1, 1 + num_waiting):
+            feed.live(number, WireBatch(float(number), [], None))
+        feed.replayed(0, WireBatch(0.0, [], None))
+        feed.replay_ended()
+        assert feed.wanted == wanted
+        assert feed.stats.num_applied == (4 if wanted is None else 1)
 
 
 def test_given_no_answer_to_any_question_when_messages_go_on_then_the_feed_goes_on_without() -> None:

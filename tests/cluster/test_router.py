@@ -90,6 +90,62 @@ def test_given_a_session_when_its_prefix_is_on_no_node_then_it_stays_where_it_wa
     assert cluster.router.route(prompt_of(9000), session="alice").reason == "cheapest"
 
 
+@pytest.mark.parametrize("late", [0.0, 0.001])
+def test_given_a_time_that_a_router_remembers_then_it_remembers_at_its_end_and_not_after_it(late: float) -> None:
+    is_late, tenth = late > 0, 0.1
+    talking = Cluster(session_seconds=100, assumed_seconds=0)
+    talking.routed(prompt_of(0), session="alice")
+    talking.clock.now += 100 + late
+    route = talking.router.route(prompt_of(1000), session="alice")
+    assert route.reason == ("cheapest" if is_late else "session")
+    sending = Cluster(assumed_seconds=5)
+    sending.routed(prompt_of(0))
+    sending.clock.now += 5 + late
+    assert sending.router.route(prompt_of(0)).hit == (Hit(0, 0, 0) if is_late else Hit(400, 400, 400))
+    hot = Cluster(2, hot_requests=1, hot_seconds=10)
+    hot.cache(0, prompt_of(0))
+    assert hot.router.route(prompt_of(0)).reason == "cheapest"
+    hot.clock.now += 10 - tenth + late * 100  # at the end of ten seconds a request does not count any more
+    assert hot.router.route(prompt_of(0)).reason == ("cheapest" if is_late else "replicated")
+
+
+def test_given_a_node_then_its_cost_adds_up_what_a_request_has_to_wait_for_there() -> None:
+    weights = dict(cpu_cost=0.5, storage_cost=2.0, decode_cost=1000.0, context_cost=10.0, placed_cost=100.0)
+    router = Cluster(1, **weights, session_tokens=7).router
+    books = router._nodes[0]
+    books.waiting_tokens, books.requests, books.context_tokens, books.placed_tokens = 3, 2, 4, 5.0
+    at_home, elsewhere = (router._cost(400, Hit(100, 200, 230), books, is_home=home) for home in (True, False))
+    assert elsewhere == 170 + 0.5 * 100 + 2.0 * 30 + 3 + 1000.0 * 2 + 10.0 * 4 + 100.0 * 5
+    assert at_home == elsewhere - 7
+
+
+def test_given_nodes_that_cost_the_same_then_they_take_turns() -> None:
+    cluster = Cluster(3, placed_cost=0.0, assumed_seconds=0)
+    assert [cluster.routed(prompt_of(1000 * at)) for at in range(6)] == [0, 1, 2] * 2
+    cluster.router.set_ready(1, False)
+    assert [cluster.routed(prompt_of(1000 * at)) for at in range(6, 9)] == [0, 2, 0]
+    cluster.router.set_ready(1, True)
+    assert cluster.routed(prompt_of(9000)) == 1
+
+
+def test_given_tokens_that_a_node_computed_then_half_of_them_are_forgotten_after_each_half_life() -> None:
+    cluster = Cluster(1, placed_seconds=100)
+    cluster.routed(prompt_of(0))
+    for left in (200.0, 100.0):
+        cluster.clock.now += 100
+        books = cluster.router._nodes[0]
+        books.fade(cluster.clock.now, 100)
+        assert books.placed_tokens == left
+
+
+def test_given_as_many_tokens_as_a_node_may_have_then_another_one_gets_the_next() -> None:
+    for num_tokens, node in ((399, 0), (400, 1)):
+        cluster = Cluster(2, max_node_tokens=400, hot_requests=1000)
+        cluster.cache(0, prompt_of(0, 4_000))
+        cluster.router.route(prompt_of(0, 4_000 + num_tokens))
+        assert cluster.router.route(prompt_of(0, 4_000)).node == node
+
+
 def test_given_a_busy_holder_when_computing_elsewhere_is_cheaper_then_the_request_goes_elsewhere() -> None:
     cluster = Cluster(2)
     cluster.cache(0, prompt_of(0))

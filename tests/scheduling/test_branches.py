@@ -262,6 +262,7 @@ def test_given_layers_that_keep_a_state_then_accepted_drafts_are_computed_again(
         scheduler.propose(sequence, drafts)
         plan = scheduler.step()
         steps.append((plan.token_ids.tolist(), plan.num_drafts.item(), plan.num_kept.item()))  # type: ignore[union-attr]
+        assert plan.states is not None
         scheduler.complete(plan, samples, [len(samples)])
         assert scheduler.token_ids(sequence).tolist() == list(range(samples[-1] + 1))
         manager.check()

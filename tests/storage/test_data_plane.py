@@ -21,6 +21,7 @@ from kvpool.errors import (  # noqa: E402
     TransferError,
 )
 from kvpool.storage import BlockStore, DataPlane  # noqa: E402
+from kvpool.storage.data_plane import _table_blocks  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FULL = LayerSpec(kv_heads=2, head_dim=4)
@@ -326,6 +327,31 @@ def test_given_copies_beyond_a_store_then_they_wait_for_its_resize(monkeypatch: 
             engine.plane.run_copies()
     engine.plane.stores[0, Tier.GPU].resize(6)
     assert torch.equal(engine.plane.read(other, 0)[0], engine.values(10)[0])
+
+
+def test_given_no_choice_then_writes_are_checked_on_a_cpu() -> None:
+    assert [Engine(check_writes=choice).plane.check_writes for choice in (None, True, False)] == [True, True, False]
+
+
+def test_given_copies_of_a_scheduler_that_are_wrong_then_they_are_refused_and_none_is_kept() -> None:
+    engine = Engine()
+    handle = engine.prompt("a", list(range(10)))
+    (other,) = engine.manager.fork(handle, "b")
+    engine.manager.extend(other, 1)
+    copies = engine.manager.take_copies()
+    assert len(copies) == 1
+    wrong = copies[0]._replace(dst=np.array([99], np.int32))
+    with pytest.raises(InvalidArgumentError):
+        engine.plane.run_copies([*copies, wrong])
+    engine.plane.run_copies(copies).wait()
+    assert torch.equal(engine.plane.read(other, 0)[0], engine.values(10)[0])
+    engine.plane.close()
+
+
+def test_given_a_batch_then_a_step_reads_the_blocks_of_its_tables_the_first_of_the_pool_too() -> None:
+    manager = Engine().manager
+    handles = [manager.allocate(name, [number] * 6) for number, name in enumerate("ab")]
+    assert sorted(_table_blocks(manager.batch(handles), 0).tolist()) == [0, 1, 2, 3]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,17 @@ def test_given_many_scattered_blocks_then_all_arrive_both_ways(
         torch.cuda.current_stream().synchronize()
     assert torch.equal(back, device)
     assert torch.equal(host[torch.from_numpy(order).long()], device.cpu())
+
+
+def test_given_more_places_than_one_call_takes_then_every_place_is_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[list[int]]] = []
+    monkeypatch.setattr(dma, "_driver_call", lambda: "driver")
+    monkeypatch.setattr(dma, "_thread", SimpleNamespace(has_context=True))
+    monkeypatch.setattr(dma, "_BATCH", 2)
+    monkeypatch.setattr(dma, "_copy_batch", lambda _, *places: calls.append([part.tolist() for part in places]))
+    sources, targets, sizes = (np.arange(first, first + 5, dtype=np.uint64) for first in (10, 20, 30))
+    assert dma.copy_places(sources, targets, sizes)
+    assert calls == [[[10, 11], [20, 21], [30, 31]], [[12, 13], [22, 23], [32, 33]], [[14], [24], [34]]]
 
 
 @pytest.mark.gpu

@@ -154,6 +154,7 @@ def test_given_a_memory_that_is_closed_while_it_is_locked_then_nothing_stays_loc
     host.lock(blocks(0))
     driver.gate.release()  # the part that the thread is at
     host.close()
+    assert "kvpool-lock-memory" not in {thread.name for thread in threading.enumerate()}
     calls = [call for call, _ in driver.calls]
     assert calls.count("lock") == calls.count("unlock") <= 2
 

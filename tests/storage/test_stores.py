@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -110,6 +111,33 @@ def test_given_a_gpu_whose_place_is_unknown_then_any_cpu_may_touch_its_memory(mo
     assert memory_module._cpus_near(torch.device("cuda", 0)) == set()
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux says which CPUs a process may use")
+def test_given_a_gpu_then_its_memory_is_touched_by_cpus_near_it_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Properties:
+        pci_domain_id, pci_bus_id, pci_device_id = 1, 0x2A, 3
+
+    (tmp_path / "0001:2a:03.0").mkdir()
+    (tmp_path / "0001:2a:03.0" / "local_cpulist").write_text("0-2,5,\n")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: Properties)
+    monkeypatch.setattr(memory_module, "Path", lambda place: tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 2, 3, 5, 9})
+    assert memory_module._cpus_near(torch.device("cuda", 0)) == {1, 2, 5}
+
+
+def test_given_what_the_kernel_estimates_then_free_bytes_of_the_host_are_those(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = tmp_path / "meminfo"
+    said.write_text("MemTotal:       99 kB\nMemFree:        7 kB\nMemAvailable:   50 kB\n")
+    monkeypatch.setattr(memory_module, "Path", lambda place: said)
+    assert free_bytes("cpu") == 50 * 1024
+    said.unlink()
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert free_bytes("cpu") == 3 * 4096
+
+
 @pytest.mark.gpu
 def test_given_a_gpu_then_host_memory_is_pinned_and_unpinned_again() -> None:
     for _ in range(2):
@@ -161,6 +189,7 @@ def test_given_a_disk_store_when_resized_then_the_blocks_that_remain_keep_their_
     disk = DiskStore(config(disk_blocks=3).pools[0], directory=tmp_path)
     disk.write(np.array([0], np.int32), rows(5, size=disk.block_bytes))
     disk.resize(num_blocks)
+    assert os.fstat(disk._file).st_size == disk.num_bytes == num_blocks * disk.block_bytes
     found = rows(0, size=disk.block_bytes)
     disk.read(np.array([0], np.int32), found)
     assert (found[0] == 5).all()

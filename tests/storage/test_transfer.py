@@ -154,6 +154,7 @@ def test_given_many_blocks_over_the_link_then_each_step_has_a_piece_of_them(monk
     assert pieces(op(GPU, GPU, [0, 1, 2, 3], [4, 5, 6, 7])) == [[0, 1, 2, 3]]  # no link
     (*_, last) = plan_steps([op(GPU, HOST, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])], stores, CONFIG.groups)
     assert [part.dst.tolist() for part in last.ops] == [[3, 4]]  # what is tried again if it fails
+    assert pieces(op(GPU, HOST, [], [])) == []
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,8 @@ def test_given_many_blocks_over_the_link_then_each_step_has_a_piece_of_them(monk
         (dict(dst=np.array([-1, 0], np.int32)), "-1"),
         (dict(dst=np.array([1, 1], np.int32)), "distinct"),
         (dict(src=np.array([1], np.int32)), "as many"),
+        (dict(src=np.array([], np.int32)), "as many"),
+        (dict(dst=np.array([], np.int32)), "as many"),
         (dict(dst_tier=GPU, dst=np.array([1, 2], np.int32)), "same blocks"),
         (dict(num_tokens=5), "a block has 4"),
         (dict(num_tokens=0), "a block has 4"),
