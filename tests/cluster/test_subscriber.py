@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 import managers
+from kvpool.cluster import publisher as publisher_module
 from kvpool.cluster.index import ClusterIndex, Hit
 from kvpool.cluster.publisher import EventPublisher
 from kvpool.cluster.subscriber import NodeSubscriber
-from kvpool.cluster.wire_events import BlockStored, encode_batch
+from kvpool.cluster.wire_events import AllBlocksCleared, BlockStored, decode_batch, encode_batch
 from kvpool.errors import ConfigError
 
 zmq = pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
@@ -58,6 +59,21 @@ def test_given_nodes_that_cached_before_and_after_when_followed_then_the_index_k
     until(lambda: index.match(PROMPT) == {"a": Hit(12, 12, 12), "b": Hit(12, 12, 12)})
     nodes["a"].cache.reset()
     until(lambda: index.match(PROMPT) == {"b": Hit(12, 12, 12)})
+
+
+@pytest.mark.parametrize(("num_sent", "numbers"), [(2, [1]), (3, [0, 1, 2]), (4, [1, 2, 3])])
+def test_given_a_snapshot_in_parts_then_each_has_a_number_that_was_used_or_all_are_one_message(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch, num_sent: int, numbers: list[int]
+) -> None:
+    publisher = EventPublisher(managers.make_manager(), "tcp://127.0.0.1:0", heartbeat=1000.0)
+    opened.append(publisher)
+    until(lambda: publisher.stats().num_messages > 0)
+    events = [AllBlocksCleared(), BlockStored([1], None, [1] * 4, 4, "GPU"), BlockStored([2], 1, [2] * 4, 4, "GPU")]
+    monkeypatch.setattr(publisher_module, "in_messages", lambda _: [[event] for event in events])
+    monkeypatch.setattr(publisher, "_next_number", num_sent)
+    sent = publisher._replayed(publisher_module.SNAPSHOT)
+    assert [number for number, _ in sent] == numbers
+    assert [event for _, payload in sent for event in decode_batch(payload).events] == events
 
 
 def test_given_a_node_that_dies_and_comes_back_then_its_blocks_vanish_and_only_its_new_ones_appear(
