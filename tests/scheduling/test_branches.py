@@ -159,6 +159,19 @@ def test_given_beams_of_two_requests_that_hold_what_the_others_need_then_the_low
     engine.assert_right(*requests)
 
 
+def test_given_a_beam_that_gave_way_then_none_of_its_request_is_ready_to_go_on() -> None:
+    engine = make_engine()
+    add(engine, request("beams", 9, 8, n=3, steered=True), request("samples", 9, 8, n=2, first=50))
+    for _ in range(2):
+        engine.step()
+    beams, samples = (engine.scheduler.sequences(name) for name in ("beams", "samples"))
+    planner = engine.scheduler._planner
+    assert [planner._is_ready(each) for each in (*beams, *samples)] == [True] * 5
+    for group in (beams, samples):
+        engine.scheduler._queues.preempt(group[1], 0)
+    assert [planner._is_ready(each) for each in (*beams, *samples)] == [False] * 3 + [True] * 2
+
+
 def test_given_a_beam_without_a_block_then_another_of_its_request_goes_on_with_its_prompt_where_it_has_room() -> None:
     manager = make_manager(gpu_blocks=16, enable_prefix_caching=False)
     engine = make_engine(manager, max_chunk_tokens=4, max_tokens_per_step=6, max_sequences=2)
