@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvpool import CopyKind, CopyOp, KVCacheConfig, LayerSpec, Tier
 from kvpool.storage import BlockStore, GroupLayout
-from kvpool.storage.transfer_steps import StepInFlight, StepsInFlight, Stores, TransferStep, plan_steps
+from kvpool.storage.transfer_steps import DiskEnd, StepInFlight, StepsInFlight, Stores, TransferStep, plan_steps
 
 NUM_BLOCKS = 12
 CONFIG = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=4)], 4, gpu_blocks=NUM_BLOCKS, host_blocks=NUM_BLOCKS)
@@ -70,6 +72,7 @@ def test_what_must_be_waited_for_is_what_every_transfer_says_of_itself(
         for item in [*in_flight][event : event + 1]:
             item.completion.wait()
         in_flight.forget_done()
+        assert not any(end.done() for _, end in in_flight)
     assert in_flight.before(new) == [end for step, end in in_flight if step.conflicts(new)]
     store, writes = STORES[0, tier], np.array(written, np.int32)
     reads = None if read is None else np.array(read, np.int32)
@@ -92,6 +95,20 @@ def test_given_many_pieces_that_do_not_meet_then_none_is_compared_with_another(m
         assert in_flight.before(piece) == []
         in_flight.add(StepInFlight(piece, End()))
     assert len(in_flight) == NUM_BLOCKS
+
+
+def test_given_steps_that_are_over_then_those_that_failed_are_kept_until_they_are_taken() -> None:
+    stores, in_flight = make_stores(), StepsInFlight()
+    made = [make_step(stores, Tier.HOST, Tier.GPU, [number], [number]) for number in range(3)]
+    futures: list[Future[None]] = [Future() for _ in made]
+    for step, future in zip(made, futures, strict=True):
+        in_flight.add(StepInFlight(step, DiskEnd(future)))
+    futures[0].set_result(None)
+    futures[1].set_exception(OSError("a full disk"))
+    in_flight.forget_done()
+    assert [step for step, _ in in_flight] == made[1:]
+    assert in_flight.take_failed() == made[1:2]
+    assert [step for step, _ in in_flight] == made[2:]
 
 
 def test_given_a_store_that_grew_then_its_new_blocks_are_met_by_nobody() -> None:
