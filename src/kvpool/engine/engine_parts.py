@@ -29,7 +29,7 @@ from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
-from kvpool.model.faster_layers import fuse_gates, fuse_norms, join_projections
+from kvpool.model.faster_layers import fuse_gates, fuse_norms, fuse_rotations, join_projections
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
@@ -350,4 +350,5 @@ def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> 
     elif not compile and compiled_rows() is not None:
         fuse_norms(model)
         fuse_gates(model)
+        fuse_rotations(model)
     return shape

@@ -1,6 +1,6 @@
-/* What layers do to each row between their matrix products, on a CPU: RMS norms and gated activations.
+/* What layers do to each row between their matrix products, on a CPU: RMS norms, gated activations and rotary positions.
 
-   torch does the same in two to six operations, each of which reads and writes everything. */
+   torch does the same in two to eight operations, each of which reads and writes everything. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -18,11 +18,11 @@
 
 enum { FLOAT32, BFLOAT16 };
 
-/* Rows of `size` numbers of one kind, and what is done to them. Strides are in bytes. */
+/* Rows of `size` numbers of one kind, or of so many in each head, and what is done to them. Strides are in bytes. */
 typedef struct {
-    const char *x, *y;
+    const char *x, *y, *z;
     char *out;
-    long x_stride, y_stride, out_stride, count, size;
+    long x_stride, y_stride, z_stride, out_stride, count, size, heads, head_stride;
     int kind;
     float numbers[2];
 } Rows;
@@ -30,7 +30,7 @@ typedef struct {
 typedef void (*Operation)(const void *rows, long first, long last);
 
 typedef struct {
-    Operation norm, gate;
+    Operation norm, gate, rotate;
 } Kernel;
 
 #if defined(__x86_64__)
@@ -57,8 +57,9 @@ typedef struct {
 /* --- Python ------------------------------------------------------------------------------------------------------ */
 
 static PyObject *all_rows(const Rows *rows, Operation operation, Py_ssize_t threads) {
+    const double work = (double)rows->count * (double)rows->size * (double)(rows->heads ? rows->heads : 1);
     Py_BEGIN_ALLOW_THREADS
-    in_threads(operation, rows, rows->count, (double)rows->count * (double)rows->size / THREAD_WORK, threads);
+    in_threads(operation, rows, rows->count, work / THREAD_WORK, threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -91,11 +92,29 @@ static PyObject *gate(PyObject *module, PyObject *args) {
     return kernel == NULL ? NULL : all_rows(&rows, kernel->gate, threads);
 }
 
+static PyObject *rotate(PyObject *module, PyObject *args) {
+    Rows rows = {0};
+    const char *name;
+    unsigned long long x, cosines, sines, out;
+    Py_ssize_t threads;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "silln(Kl)l(Kl)(Kl)(Kl)l", &name, &rows.kind, &rows.count, &rows.size, &threads, &x,
+                          &rows.x_stride, &rows.head_stride, &cosines, &rows.y_stride, &sines, &rows.z_stride, &out,
+                          &rows.out_stride, &rows.heads))
+        return NULL;
+    rows.x = (const char *)(uintptr_t)x, rows.y = (const char *)(uintptr_t)cosines;
+    rows.z = (const char *)(uintptr_t)sines, rows.out = (char *)(uintptr_t)out;
+    const Kernel *kernel = kernel_named(name);
+    return kernel == NULL ? NULL : all_rows(&rows, kernel->rotate, threads);
+}
+
 static PyMethodDef METHODS[] = {
     {"norm", norm, METH_VARARGS, "norm(instructions, kind, rows, size, threads, x, address of the weight, out, epsilon)"},
     {"gate", gate, METH_VARARGS,
      "gate(instructions, kind, rows, size, threads, x, y, out, a, b): x * y / (1 + 2 ** -(a * x + b * x ** 3)).\n\n"
      "x, y and out are (address, bytes from one row to the next)."},
+    {"rotate", rotate, METH_VARARGS,
+     "rotate(instructions, kind, tokens, size, threads, x, bytes between heads, cosines, sines, out, heads)"},
     {"instructions", instructions, METH_NOARGS, "The instruction sets that this processor can run, the best first."},
     {NULL, NULL, 0, NULL},
 };

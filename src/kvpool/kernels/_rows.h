@@ -55,6 +55,23 @@ INLINE void NAME(gate_of)(const Rows *rows, long number, const int kind) {
     }
 }
 
+/* All heads of a token, whose halves are turned by the angles of its position. */
+INLINE void NAME(rotate_of)(const Rows *rows, long number, const int kind) {
+    const long half = rows->size / 2, half_bytes = half * (kind == BFLOAT16 ? 2 : 4);
+    const char *x = rows->x + number * rows->x_stride;
+    const char *cosines = rows->y + number * rows->y_stride, *sines = rows->z + number * rows->z_stride;
+    char *out = rows->out + number * rows->out_stride;
+    for (long head = 0; head < rows->heads; head++, x += rows->head_stride, out += 2 * half_bytes)
+        for (long i = 0; i < half; i += LANES) {
+            const vec one = NAME(read)(x, kind, i, half), other = NAME(read)(x + half_bytes, kind, i, half);
+            const vec first = one * NAME(read)(cosines, kind, i, half) - other * NAME(read)(sines, kind, i, half);
+            const vec second = other * NAME(read)(cosines + half_bytes, kind, i, half) +
+                               one * NAME(read)(sines + half_bytes, kind, i, half);
+            NAME(write)(out, kind, i, half, first);
+            NAME(write)(out + half_bytes, kind, i, half, second);
+        }
+}
+
 #define FOR_ALL_ROWS(operation)                                                             \
     TARGET static void NAME(operation)(const void *given, long first, long last) {          \
         const Rows *rows = given;                                                           \
@@ -68,8 +85,9 @@ INLINE void NAME(gate_of)(const Rows *rows, long number, const int kind) {
 
 FOR_ALL_ROWS(norm)
 FOR_ALL_ROWS(gate)
+FOR_ALL_ROWS(rotate)
 
-static const Kernel NAME(kernel) = {NAME(norm), NAME(gate)};
+static const Kernel NAME(kernel) = {NAME(norm), NAME(gate), NAME(rotate)};
 
 #undef FOR_ALL_ROWS
 #include "_vectors_end.h"

@@ -1,4 +1,4 @@
-"""What layers do to each row between matrix products: RMS norms and gated activations, by C code where it was compiled.
+"""What layers do to each row between matrix products: norms, gated activations, rotary positions. In C where it was compiled.
 
 Wheels have `_rows.c` compiled where a C compiler was found; `tools/compile_c.py` does it in a checkout. It takes float32 and
 bfloat16 on a CPU, without gradients, and rounds results once. Everything else is done by torch, which is its reference.
@@ -48,19 +48,32 @@ class CompiledRows:
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """An RMS norm of each row."""
-        rows = _rows(x)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        self._module.norm(*self._work(rows), _address(rows), weight.data_ptr(), _address(_rows(out)), epsilon)
+        x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype)
+        self._module.norm(*self._work(x), _address(x), weight.data_ptr(), _address(out), epsilon)
         return out
 
     def gate(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """Writes the activation of the gate, times `up`, into the gate."""
-        x, y = _rows(gate), _rows(up)
-        self._module.gate(*self._work(x), _address(x), _address(y), _address(x), activation.a, activation.b)
+        x = _rows(gate)
+        address = _address(x)
+        self._module.gate(*self._work(x), address, _address(_rows(up)), address, activation.a, activation.b)
         return x.view(gate.shape)
 
-    def _work(self, rows: Tensor) -> tuple[str, int, int, int, int]:
-        return self._instructions, _KINDS[rows.dtype], rows.shape[0], rows.shape[1], torch.get_num_threads()
+    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Rotates x [1, heads, tokens, size] by angles [1, tokens, size]."""
+        _, heads, tokens, size = x.shape
+        out = torch.empty((1, tokens, heads, size), dtype=x.dtype)
+        _, head, token, _ = x.stride()
+        each = x.element_size()
+        work = self._instructions, _KINDS[x.dtype], tokens, size, torch.get_num_threads()
+        angles = [(part.data_ptr(), part.stride(1) * each) for part in (cosines, sines)]
+        rotated_to = out.data_ptr(), heads * size * each
+        self._module.rotate(*work, (x.data_ptr(), token * each), head * each, *angles, rotated_to, heads)
+        return out.transpose(1, 2)
+
+    def _work(self, x: Tensor) -> tuple[str, int, int, int, int]:
+        size = x.shape[-1]
+        return self._instructions, _KINDS[x.dtype], x.numel() // size, size, torch.get_num_threads()
 
 
 @cache
@@ -86,6 +99,15 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return compiled.gate(gate, up, activation)
 
 
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turns both halves of each head of x [batch, heads, tokens, size] by angles [batch, tokens, size]."""
+    compiled = code()
+    if compiled is None or len(x) > 1 or not _takes(x, cosines) or not _takes(x, sines):
+        first, second = x.chunk(2, -1)
+        return x * cosines.unsqueeze(1) + torch.cat((-second, first), -1) * sines.unsqueeze(1)
+    return compiled.rotate(x, cosines, sines)
+
+
 def _takes(x: Tensor, y: Tensor) -> bool:
     """Whether the C code can compute with both tensors."""
     return (
@@ -99,8 +121,10 @@ def _takes(x: Tensor, y: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    """x as it is if its rows lie one after another, otherwise as rows with one distance between them."""
+    return x if x.is_contiguous() else x.reshape(-1, x.shape[-1])
 
 
 def _address(rows: Tensor) -> tuple[int, int]:
-    return rows.data_ptr(), rows.stride(0) * rows.element_size()
+    stride = rows.shape[-1] if rows.is_contiguous() else rows.stride(0)
+    return rows.data_ptr(), stride * rows.element_size()

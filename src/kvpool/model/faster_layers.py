@@ -3,7 +3,7 @@
 RMS norms become one operation. Models write them as six, each of which reads and writes everything. A module is recognised
 by its results, not by its name: if they equal those of `torch.rms_norm` for numbers of all sizes, it becomes its forward. A
 norm that does anything else, for instance adds 1 to its weight, stays as it is. On a CPU the product of an activated gate and
-its other half, which most MLPs have, becomes one operation in the same way.
+its other half, which most MLPs have, and the rotation of queries and keys become one operation in the same way.
 
 Projections of one input become one matrix product: Q, K and V of a layer, gate and up of its MLP. A decoding step multiplies
 few rows by every weight. One wide product reads its weights faster than several narrow ones, of which the smallest do not
@@ -19,13 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kvpool.kernels.rows import ACTIVATIONS, Activation, gated, rms_norm
+from kvpool.kernels.rows import ACTIVATIONS, Activation, gated, rms_norm, rotated
 from kvpool.model.products import is_hooked, is_unchanged
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
@@ -115,6 +116,57 @@ def _differ(one: Tensor, other: Tensor) -> float:
     """The largest difference of two rows, as a part of the row."""
     difference = (one.double() - other.double()).norm(dim=-1) / other.double().norm(dim=-1).clamp_min(1e-30)
     return float(difference.max())
+
+
+_ROTATE = "apply_rotary_pos_emb"  # of transformers: modules call it as a function of their file
+
+
+@torch.no_grad()
+def fuse_rotations(model: nn.Module) -> int:
+    """Lets attention modules rotate queries and keys in one operation each; returns how many modules do.
+
+    A module gets its own forward with another function of that name, if both functions give the same. With 16-bit weights,
+    the results are rounded once instead of three times.
+    """
+    known: dict[int, dict[str, Any] | None] = {}  # of each file: what its functions see, with the other function
+    changed = 0
+    for module in model.modules():
+        forward = getattr(type(module), "forward", None)
+        if not isinstance(forward, FunctionType) or "forward" in vars(module):
+            continue
+        seen = forward.__globals__
+        if _ROTATE not in forward.__code__.co_names or _ROTATE not in seen:
+            continue
+        if id(seen) not in known:
+            known[id(seen)] = (
+                {**seen, _ROTATE: partial(_rotated, seen[_ROTATE])} if _is_rotation(seen[_ROTATE]) else None
+            )
+        if (others := known[id(seen)]) is not None:
+            parts = forward.__name__, forward.__defaults__, forward.__closure__
+            ours = FunctionType(forward.__code__, others, *parts)
+            ours.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(ours, module)
+            changed += 1
+    return changed
+
+
+def _rotated(reference: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    angles = cos.shape == sin.shape == (len(q), *q.shape[-2:]) == (len(k), *k.shape[-2:])
+    if args or kwargs or not angles or not q.ndim == k.ndim == 4:  # for instance a part of each head is rotated
+        return reference(q, k, cos, sin, *args, **kwargs)
+    return rotated(q, cos, sin), rotated(k, cos, sin)
+
+
+def _is_rotation(function: Any) -> bool:
+    """Whether a function turns the halves of heads by angles."""
+    numbers = torch.arange(3 * 64, dtype=torch.float32)
+    angles = [turn(numbers).view(1, 3, 64) for turn in (torch.cos, torch.sin)]
+    q, k = (torch.sin(numbers.repeat(heads) * (1.0 + heads)).view(1, heads, 3, 64) for heads in (4, 2))
+    try:
+        given = function(q, k, *angles)
+        return all(torch.allclose(one, rotated(x, *angles), atol=1e-5) for one, x in zip(given, (q, k), strict=True))
+    except Exception:  # it needs other arguments, or fewer numbers
+        return False
 
 
 class _Latest:
