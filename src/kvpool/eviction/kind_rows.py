@@ -8,7 +8,7 @@ between.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Final, TypeAlias
+from typing import Any, Final
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth, bin_of
 from kvpool.eviction.run import NO_CANDIDATES, Item, Queue, Run, Tokens
@@ -41,8 +41,8 @@ class Row(Queue[Candidate]):
     """The candidates of one priority, kind and weight."""
 
     __slots__ = (
-        *("age_key", "kind", "least", "newer", "number", "of_newer", "of_older", "older", "priority", "rates", "value"),
-        "weight",
+        *("age_key", "kind", "least", "newer", "number", "of_newer", "of_older", "older", "place_by_age"),
+        *("place_by_value", "priority", "rates", "value", "weight"),
     )
 
     def __init__(self, number: int, priority: int, kind: int, weight_class: int, rates: list[float]) -> None:
@@ -59,9 +59,8 @@ class Row(Queue[Candidate]):
         self.least: Candidate | None = None  # the one by which it stands in the order of values
         self.value = 0.0  # of that one
         self.age_key = -1  # by which it stands in the order of ages: the key of its oldest candidate
-
-
-Place: TypeAlias = tuple[int, float, int, int, Row]  # priority, value and key of a candidate; number and row
+        self.place_by_value: Any = None  # its entry in either order; it may have older ones, which count no more
+        self.place_by_age: Any = None
 
 
 class RowOrder:
@@ -71,8 +70,9 @@ class RowOrder:
         self._worth = worth
         self.ordered_at = 0  # the moment by which candidates are in order
         self._rows: dict[int, Row] = {}
-        self._by_value: list[Place] = []  # heap
-        self._by_age: list[tuple[int, int, int, Row]] = []  # heap: priority, key of the oldest candidate, row
+        # Heaps of tuples that end with a row. Nobody takes them apart but for that: the row knows the rest.
+        self._by_value: list[Any] = []  # priority, value and key of a candidate
+        self._by_age: list[Any] = []  # priority, key of the oldest candidate
         self._oldest: Candidate | None = None  # of the lowest priority; None if it must be found
         self._of_oldest = 0.0  # its value
 
@@ -93,36 +93,33 @@ class RowOrder:
         row, key = candidate.row, candidate.key
         row.insert(candidate)
         if row.least is None:
-            place = self._look_at(row)
-            assert place is not None
-            heappush(self._by_value, place)
+            self._look_at(row)
+            heappush(self._by_value, row.place_by_value)
         elif (value := self._value(row, candidate.since)) < row.value:
-            row.least, row.value = candidate, value
-            heappush(self._by_value, (row.priority, value, key, row.number, row))
+            self._stand(row, candidate, value)
+            heappush(self._by_value, row.place_by_value)
         if row.num_runs == 1 or key < row.age_key:
-            row.age_key = key
-            heappush(self._by_age, (row.priority, key, row.number, row))
+            self._stand_by_age(row, key)
+            heappush(self._by_age, row.place_by_age)
             self._oldest = None  # it may be older
 
     def first(self) -> Run:
         """The run that goes next: the one that is worth least, unless the oldest is hardly worth more."""
         by_value = self._by_value
         while by_value:
-            _, value, key, _, row = by_value[0]
+            place = by_value[0]
+            row: Row = place[-1]
             least = row.least
-            if least is None or row.value != value or least.key != key:
-                heappop(by_value)  # it stands elsewhere now
+            if least is None or row.place_by_value is not place:
+                heappop(by_value)  # it stands elsewhere now, or nowhere
             elif least.run is None:
-                place = self._look_at(row)
-                if place is None:
-                    heappop(by_value)
-                else:
-                    heapreplace(by_value, place)
+                if self._look_at(row):
+                    heapreplace(by_value, row.place_by_value)
             else:
                 oldest = self._oldest
                 if oldest is None or oldest.run is None:
                     oldest = self._find_oldest()
-                chosen = oldest if value > MARGIN * self._of_oldest else least
+                chosen = oldest if row.value > MARGIN * self._of_oldest else least
                 assert chosen.run is not None
                 return chosen.run
         raise LookupError(NO_CANDIDATES)
@@ -130,10 +127,15 @@ class RowOrder:
     def learn(self, worth: Worth, now: int) -> None:
         """Kinds are worth something else now. Rows without candidates are forgotten on the way."""
         self._worth = worth
-        self._rows = {number: row for number, row in self._rows.items() if row.num_runs}
-        for row in self._rows.values():
-            row.rates = worth.of(row.kind)
-        self._by_age = [(row.priority, row.age_key, number, row) for number, row in self._rows.items()]
+        rows, self._rows, self._by_age = self._rows, {}, []
+        for number, row in rows.items():
+            if row.num_runs:
+                row.rates = worth.of(row.kind)
+                self._rows[number] = row
+                self._stand_by_age(row, row.age_key)
+                self._by_age.append(row.place_by_age)
+            else:
+                row.place_by_value = row.place_by_age = None  # they hold the row, and it holds them
         heapify(self._by_age)
         self.refresh(now)
 
@@ -144,9 +146,8 @@ class RowOrder:
         self._oldest = None
         for row in self._rows.values():
             row.newer = row.older = -1
-            place = self._look_at(row)
-            if place is not None:
-                by_value.append(place)
+            if self._look_at(row):
+                by_value.append(row.place_by_value)
         heapify(by_value)
 
     def _value(self, row: Row, since: int) -> float:
@@ -173,34 +174,43 @@ class RowOrder:
         way = (age - start) / (EDGES[lower + 1] - start)
         return rates[lower] + (rates[lower + 1] - rates[lower]) * way
 
-    def _look_at(self, row: Row) -> Place | None:
-        """Finds the run of a row that is worth least; returns the row's place in the order of values, by that one."""
+    def _look_at(self, row: Row) -> bool:
+        """Finds the run of a row that is worth least, by which it stands in the order of values; False if it has none."""
         least = row.first()
         if least is None:
             row.least = None
-            return None
+            return False
         value = self._value(row, least.since)
         youngest = row.last()
         if youngest is not None and youngest is not least:
             of_youngest = self._value(row, youngest.since)
             if of_youngest < value:
                 least, value = youngest, of_youngest
+        self._stand(row, least, value)
+        return True
+
+    def _stand(self, row: Row, least: Candidate, value: float) -> None:
         row.least, row.value = least, value
-        return row.priority, value, least.key, row.number, row
+        row.place_by_value = (row.priority, value, least.key, row.number, row)
+
+    def _stand_by_age(self, row: Row, key: int) -> None:
+        row.age_key = key
+        row.place_by_age = (row.priority, key, row.number, row)
 
     def _find_oldest(self) -> Candidate:
         """The oldest candidate of the lowest priority, which is worth `_of_oldest`; there is one."""
         by_age = self._by_age
         while True:
-            priority, key, number, row = by_age[0]
-            oldest = row.first() if row.age_key == key else None
+            place = by_age[0]
+            row: Row = place[-1]
+            oldest = row.first() if row.place_by_age is place else None
             if oldest is None:
                 heappop(by_age)  # it stands elsewhere, or has no candidates
                 continue
-            if oldest.key != key:
-                row.age_key = oldest.key
-                heapreplace(by_age, (priority, row.age_key, number, row))
-                if by_age[0][2] != number:
+            if oldest.key != row.age_key:
+                self._stand_by_age(row, oldest.key)
+                heapreplace(by_age, row.place_by_age)
+                if by_age[0] is not row.place_by_age:
                     continue
             self._oldest = oldest
             self._of_oldest = row.value if oldest is row.least else self._value(row, oldest.since)
