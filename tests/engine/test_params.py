@@ -66,6 +66,7 @@ BOUNDS: list[tuple[str, Any, Any]] = [
     ("num_beams", 1, 2**10),
     ("seed", 0, 2**63 - 1),
     ("logprobs", 0, 100),
+    ("prompt_logprobs", 0, 100),
     ("temperature", 0.0, 100.0),
     ("top_p", 5e-324, 1.0),
     ("min_p", 0.0, 1.0),
@@ -86,6 +87,27 @@ def test_given_a_bound_then_it_is_allowed_and_what_lies_beyond_it_is_not(name: s
         assert getattr(SamplingParams(**{name: bound}), name) == bound
         with pytest.raises(InvalidArgumentError, match=name):
             SamplingParams(**{name: next_after(bound, sign)})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}),
+        *({"logprobs": 0}, {"prompt_logprobs": 0}, {"logit_bias": {1: 1.0}}, {"logits_processors": len}),
+        {"min_new_tokens": 1},
+    ],
+)
+def test_given_beams_then_what_changes_log_probabilities_is_refused(fields: dict[str, Any]) -> None:
+    SamplingParams(num_beams=1, **fields)
+    with pytest.raises(InvalidArgumentError, match="num_beams=2 searches by plain log probabilities"):
+        SamplingParams(num_beams=2, **fields)
+
+
+def test_given_beams_then_as_many_results_as_beams_are_allowed_and_defaults_of_the_model_do_not_count() -> None:
+    params = SamplingParams(num_beams=2, n=2, temperature=None)
+    assert params.with_defaults(SamplingParams(temperature=0.6, top_p=0.9)) is params
+    with pytest.raises(InvalidArgumentError, match="n=3 results need at least as many beams, num_beams=2"):
+        SamplingParams(num_beams=2, n=3)
 
 
 def test_given_tokens_and_biases_at_their_bounds_then_they_are_allowed_and_what_lies_beyond_is_not() -> None:

@@ -40,6 +40,12 @@ def draws(logits: Any, params: SamplingParams, number: int = 20_000) -> Any:
     return torch.bincount(tokens, minlength=VOCABULARY) / number
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_given_greedy_rows_then_the_best_token_wins_and_of_equals_the_first(dtype: Any) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-1.0, -2.0, -3.0, -0.5]], dtype=dtype)
+    assert sample(logits, SamplingRows([SamplingParams()] * 3, CPU)).tokens.tolist() == [1, 0, 3]
+
+
 def test_given_greedy_rows_then_the_best_token_wins() -> None:
     logits = logits_for(4)
     assert sample(logits, SamplingRows([SamplingParams()] * 4, CPU)).tokens.equal(logits.argmax(-1))
