@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +16,7 @@ from torch.nn import functional
 
 from kvpool.kernels import rows
 from kvpool.kernels.rows import ACTIVATIONS, Activation, CompiledRows, gated, rms_norm, rotated
-from tool_files import compiled_module
+from tool_files import compiled_module, emulated
 
 BOUNDS = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-3)}  # relative, absolute
 
@@ -106,6 +108,12 @@ def test_given_many_rows_then_threads_share_them() -> None:
         assert torch.equal(rms_norm(x, weight, 1e-5), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def test_given_an_arm_processor_in_an_emulator_then_results_are_those_of_plain_loops(tmp_path: Path) -> None:
+    command = emulated(Path(__file__).with_name("emulated_rows.c"), tmp_path)
+
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"neon"
 
 
 @pytest.mark.parametrize("given", ["float64", "another type", "gradients", "a stride", "nothing"])
