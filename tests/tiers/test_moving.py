@@ -257,15 +257,18 @@ def test_given_no_memory_left_then_blocks_are_dropped_and_counted() -> None:
 
 
 def test_given_a_tier_that_hangs_when_the_storer_is_closed_then_what_waits_is_dropped_and_counted() -> None:
-    tier = GatedTier()
-    storer = Storer([WatchedTier(tier)], StagingMemory(2**20))
+    tier, memory = GatedTier(), StagingMemory(2**20)
+    storer = Storer([WatchedTier(tier)], memory)
+    one: list[int] = []
     for number in range(3):
         stage = storer.take_memory(10, 1)
         assert stage is not None
+        one.append(memory.lent_bytes)
         storer.store([key(number)], rows(number), stage, nothing)
     assert tier.begun.wait(SECONDS)
     storer.close(0.0)
     assert storer.stats().dropped == 2
+    assert memory.lent_bytes == one[0]  # of the value that hangs; what was dropped is given back
     tier.gate.set()
 
 
