@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from kvpool.eviction.ghosts import Ghosts, num_shared
 from kvpool.eviction.run import checksum
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.bounds import run_model
+from kvpool.replay.synth import WorkloadModel, synthesise
 from kvpool.scope import NUM_HINTS
 from managers import make_manager
 
@@ -410,19 +412,54 @@ def test_given_a_known_history_then_values_are_those_with_which_the_hit_rates_of
         [5.63359e-05, 6.97539e-05, 1.52649e-05, 8.53223e-08, 5.68603e-08, 4.87011e-08, 8.0591e-09, 1.3317e-09],
         [4.04843e-05, 4.52607e-05, 0.000126879, 1.94068e-07, 1.09762e-07, 4.89061e-08, 8.09301e-09, 1.33731e-09],
         [3.02564e-05, 3.22e-05, 4.86662e-05, 1.82251e-07, 1.01347e-07, 4.6722e-08, 7.73159e-09, 1.27759e-09],
-        [2.07027e-05, 2.11456e-05, 2.43911e-05, 1.20787e-06, 3.00735e-07, 5.01988e-08, 8.30692e-09, 1.37266e-09],
-        [3.37842e-05, 4.14499e-05, 9.00441e-06, 5.03296e-08, 3.35406e-08, 2.87277e-08, 4.75387e-09, 7.85541e-10],
-        [1.84763e-05, 1.89515e-05, 1.91111e-05, 4.15825e-07, 1.67073e-07, 3.85244e-08, 6.37505e-09, 1.05343e-09],
+        [2.08862e-05, 2.13332e-05, 2.46091e-05, 1.21938e-06, 3.036e-07, 5.06769e-08, 8.38604e-09, 1.38573e-09],
+        [3.40019e-05, 4.17205e-05, 9.06383e-06, 5.06617e-08, 3.37619e-08, 2.89172e-08, 4.78524e-09, 7.90725e-10],
+        [6.2874e-05, 7.8062e-05, 1.71208e-05, 9.56955e-08, 6.37732e-08, 5.46221e-08, 9.0389e-09, 1.49361e-09],
     ]
     np.testing.assert_allclose(values, expected, rtol=1e-4)
 
 
-def test_given_nothing_seen_then_every_kind_is_worth_the_same_before_and_after_a_digest() -> None:
+def test_given_nothing_seen_then_what_is_shared_is_worth_more_than_the_rest_before_and_after_a_digest() -> None:
     learned = Experience()
     before = learned.worth(64, 32_000.0)
     learned.digest(1_000, 0.9)
     after = learned.worth(64, 32_000.0)
-    assert before.of(0) == before.of(LOWEST) == after.of(0) == after.of(LOWEST)
+    own, shared = [kind_of(0, 0, 0, 4), kind_of(9, 9, 3, 400, 2)], [as_shared(kind_of(9, out, 0, 0)) for out in (1, 4)]
+    for kinds in (own, shared):
+        assert all(values.of(kind) == before.of(kinds[0]) for values in (before, after) for kind in kinds)
+    np.testing.assert_allclose(np.array(before.of(shared[0])) / before.of(own[0]), 1.181821)  # as by one block
+    small = learned.worth(1, 1.0)
+    assert small.of(shared[0])[-1] / small.of(own[0])[-1] == pytest.approx(4.0)  # at most, in the smallest cache, too
+
+
+def test_given_a_kind_that_was_not_met_then_it_is_worth_what_others_of_its_fan_out_and_hint_are() -> None:
+    learned = Experience()
+    often, seldom = as_shared(kind_of(9, 9, 0, 0)), kind_of(9, 9, 0, 4)
+    for since in range(0, 400_000, 10_000):
+        for kind in (often, seldom):
+            learned.follow(since * NUM_KINDS + kind, since, 8)
+            learned.follow(since * NUM_KINDS + kind, since + 5_000, -8)
+        learned.count(since * NUM_KINDS + often, since + 5_000, 8)
+    learned.digest(400_000, 1.0)
+    worth = learned.worth(80, 50_000.0)
+    assert worth.of(as_shared(kind_of(9, 9, 3, 0))) == pytest.approx(worth.of(often), rel=0.1)
+    assert worth.of(often)[4] > worth.of(kind_of(9, 1, 3, 400))[4] > worth.of(kind_of(9, 9, 3, 400))[4]
+
+
+def test_what_is_shared_leads_by_one_reuse_of_the_usual_length() -> None:
+    own, shared = kind_of(9, 2, 0, 8), as_shared(kind_of(9, 2, 0, 8))
+
+    def lead(num_runs: int, blocks: int) -> float:
+        learned = Experience()
+        for kind in (own, shared):
+            for moment in range(num_runs):
+                learned.follow(kind, moment, 2 * blocks)
+                learned.count(kind, 4_000 + moment, blocks)
+        learned.digest(9_000, 1.0)
+        worth = learned.worth(1_000, 9_000.0)
+        return worth.of(shared)[0] / worth.of(own)[0]
+
+    assert lead(1, 800) > lead(10, 80) > lead(100, 8) > 1.0  # the same blocks in more runs say more
 
 
 def test_kinds_are_numbered_without_gaps() -> None:
@@ -435,6 +472,12 @@ def test_kinds_are_numbered_without_gaps() -> None:
         for hint in range(NUM_HINTS)
     }
     assert sorted({*own, *map(as_shared, own), LOWEST}) == list(range(NUM_KINDS))
+
+
+def test_what_is_shared_is_of_one_kind_however_much_is_added_to_it() -> None:
+    assert len({as_shared(kind_of(9, 9, 0, size)) for size in (0, 1, 30, 5000)}) == 1
+    told_apart = [kind_of(0, 0, 0, 4), *(kind_of(9, out, turn, 4, 1) for out in (1, 2, 4) for turn in range(3))]
+    assert len(set(map(as_shared, told_apart))) == len(told_apart)
 
 
 def test_kinds_tell_sizes_apart_in_powers_of_two_up_to_512_blocks() -> None:
@@ -458,6 +501,17 @@ def test_given_documents_that_flush_the_cache_then_what_comes_back_is_kept() -> 
     best = run_model(trace, "optimum", 200).hit_blocks
     assert lru == 0
     assert adaptive > 0.5 * best
+
+
+def test_given_popular_beginnings_in_a_cache_of_a_few_prompts_then_those_asked_for_most_are_kept() -> None:
+    shared, own = WorkloadModel(16, 0.1, num_stems=74, stem_blocks=120.0, unshared=0.04), (3.4, 1.5)
+    model = replace(shared, first_blocks=own, continues=(0.0,))
+    traces = [synthesise(model, 700, seed=seed) for seed in range(3)]
+    adaptive, s3fifo = (
+        sum(replay(trace, ReplayConfig(policy, 777)).hit_blocks for trace in traces)
+        for policy in ("adaptive", "s3fifo")
+    )
+    assert adaptive > s3fifo
 
 
 def test_given_eviction_under_load_then_the_manager_stays_consistent() -> None:

@@ -48,9 +48,9 @@ def test_values_follow_from_what_was_reused_at_which_age() -> None:
         [4.923776e-05, 5.922281e-05, 7.148721e-05, 3.359391e-05, 7.800498e-06, 1.740447e-08, 1.740447e-08],
         [2.738396e-05, 3.064704e-05, 5.248118e-05, 2.816993e-05, 1.016932e-07, 3.460876e-08, 1.257242e-08],
         [2.978673e-05, 3.576682e-05, 4.313138e-05, 2.01817e-05, 4.686186e-06, 1.045582e-08, 1.045582e-08],
-        [1.470834e-05, 1.503723e-05, 1.554513e-05, 4.886067e-05, 5.261756e-09, 5.261756e-09, 5.261756e-09],
-        [5.190796e-08, 5.465507e-08, 5.944755e-08, 1.59387e-07, 1.061119e-09, 1.061119e-09, 1.061119e-09],
-        [2.025519e-05, 2.430181e-05, 2.929159e-05, 1.367734e-05, 3.175876e-06, 7.086014e-09, 7.086014e-09],
+        [1.471553e-05, 1.504459e-05, 1.555276e-05, 4.88848e-05, 5.264354e-09, 5.264354e-09, 5.264354e-09],
+        [2.075986e-07, 2.185862e-07, 2.377549e-07, 6.37548e-07, 4.244478e-09, 4.244478e-09, 4.244478e-09],
+        [2.026026e-05, 2.430791e-05, 2.929894e-05, 1.368079e-05, 3.176676e-06, 7.087799e-09, 7.087799e-09],
         [2.935586e-05, 3.482749e-05, 4.252926e-05, 2.328908e-05, 4.350686e-06, 9.601504e-08, 1.251499e-08],
     ]
     assert found == [pytest.approx(row, rel=1e-5) for row in expected]
@@ -109,9 +109,8 @@ def test_kinds_are_told_apart_by_place_fan_out_hint_turn_and_size() -> None:
         10,
     ]
     assert place(kind_of(2, 4, 3, 1, NUM_HINTS - 1)) == (3, NUM_HINTS - 1, 3, 1)
-    first = kind_of(2, 4, 3, 1)
-    assert (as_shared(first), as_shared(as_shared(first))) == (first + LOWEST // 2, first + LOWEST // 2)
-    assert kind_of(9, 9, 9, 9999, NUM_HINTS - 1) == LOWEST // 2 - 1
+    last = kind_of(9, 9, 9, 9999, NUM_HINTS - 1)
+    assert (as_shared(0), as_shared(last), as_shared(as_shared(last))) == (last + 1, LOWEST - 1, LOWEST - 1)
 
 
 def test_ages_fall_into_bins_that_widen() -> None:

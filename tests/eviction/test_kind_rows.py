@@ -30,7 +30,7 @@ def rising_and_falling(seed: int) -> Worth:
     bins = np.arange(len(EDGES))
     peaks = [0, *random.integers(1, 24, KINDS).tolist()]
     hazard = [random.uniform(1e-7, 1e-5) * np.exp(-np.abs(bins - peak) / random.uniform(1, 12)) for peak in peaks]
-    return Worth(np.array(hazard), {kind: kind for kind in range(KINDS)}, max(peaks))
+    return Worth(np.array(hazard), np.minimum(np.arange(NUM_KINDS), KINDS), max(peaks))
 
 
 class Searched:
@@ -95,7 +95,7 @@ def went(seed: int) -> set[bool]:
 
 
 def test_given_a_run_older_than_every_bin_then_it_is_worth_what_the_last_bin_says() -> None:
-    worth = Worth(np.linspace(2e-6, 1e-6, len(EDGES))[None], {}, 0)
+    worth = Worth(np.linspace(2e-6, 1e-6, len(EDGES))[None], np.zeros(NUM_KINDS, np.int64), 0)
     order = RowOrder(worth)
     row = order.row(35, 0, 0)
     push(order, row, StandInRun(), 0)

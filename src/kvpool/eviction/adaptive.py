@@ -40,9 +40,9 @@ MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few mi
 class AdaptivePolicy(EvictionPolicy):
     """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
 
-    Kinds are told apart by the request that published a run or shared it last (`kind_of`). With nothing learned the order
-    is that of LRU. Runs that are inserted while nobody asks for a victim only wait in a list, so a cache that fills costs
-    nothing more than with LRU.
+    Kinds are told apart by the request that published a run or shared it last (`kind_of`). With little learned the order
+    is near that of LRU; what was shared stays a little longer. Runs that are inserted while nobody asks for a victim only
+    wait in a list, so a cache that fills costs nothing more than with LRU.
     """
 
     name: ClassVar[str] = "adaptive"

@@ -22,9 +22,10 @@ MAX_AGE: Final = 2**27  # milliseconds, a day and a half; older runs are worth a
 _FANS: Final = 4
 _TURNS: Final = 4
 _SIZES: Final = 11
-_KINDS_PER_BRANCH = _TURNS * _SIZES  # kinds of one fan-out and hint
-_SHARED: Final = _FANS * NUM_HINTS * _KINDS_PER_BRANCH  # the first kind of what a request shares with others
-LOWEST: Final = 2 * _SHARED  # the kind of what has the lowest priority, whoever published it
+_OWN: Final = _FANS * NUM_HINTS  # branches, by fan-out and hint, of what requests add; those of what they share follow
+_BRANCHES: Final = 2 * _OWN + 1  # and one of what has the lowest priority
+_SHARED: Final = _OWN * _TURNS * _SIZES  # the first kind of what is shared
+LOWEST: Final = _SHARED + _OWN * _TURNS  # the kind of what has the lowest priority, whoever published it
 NUM_KINDS: Final = LOWEST + 1
 _HOT: Final = (_FANS, 2 * _FANS - 1)  # fans of what is shared, as first of all or by many: it comes again
 _WIDENING = 1.35
@@ -32,6 +33,8 @@ _SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with be
 _KIND_PRIOR = 5.5  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
 _HINT_PRIOR = 0.25  # caches full of runs, in each age bin, that the kinds of one hint borrow from their family
+_LEAD = 4.0  # times as often as the rest what is shared is at most taken to be reused, while little is known of it
+_BRANCH_OF: Ints = np.repeat(np.arange(_BRANCHES), [*[_TURNS * _SIZES] * _OWN, *[_TURNS] * _OWN, 1])  # by kind
 
 
 def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0) -> int:
@@ -47,8 +50,8 @@ def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0
 
 
 def as_shared(kind: int) -> int:
-    """The kind of what a request shares with those before it, by the kind of what it adds."""
-    return kind if kind >= _SHARED else kind + _SHARED
+    """The kind of what a request shares with those before it, by the kind of what it adds; how much that is says nothing."""
+    return kind if kind >= _SHARED else _SHARED + kind // _SIZES
 
 
 def _edges() -> list[int]:
@@ -93,6 +96,7 @@ class Experience:
         self._rows: dict[int, int] = {}  # of the kinds met so far
         self._row_of: Ints = np.zeros(NUM_KINDS, np.int64)  # the same
         self.num_noted = 0  # how much waits for the next digest
+        self._num_reuses = 0.0  # how many runs the hits are of
         self._reused: list[int] = []  # since the last digest: kind, age and blocks of each
         # What is followed since then, and no longer: cohort, moment and blocks of each, those alike in one
         self._begun: list[int] = []
@@ -138,6 +142,7 @@ class Experience:
         self._hits = (
             _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
         ) * fading
+        self._num_reuses = (self._num_reuses + len(reused)) * fading
         self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
         self._begun, self._ended, self._reused = [], [], []
         self._change_alive(cohort, change)
@@ -160,42 +165,52 @@ class Experience:
     def worth(self, capacity: int, turnover: float) -> Worth:
         """What keeping runs is worth by all that was digested.
 
-        `turnover` is the time in which the cache lately was filled anew.
+        `turnover` is the time in which the cache lately was filled anew. Behind the kinds that were met, each branch of them
+        has a row without a history: kinds that come later are worth what others of this fan-out and hint are.
         """
         kinds = np.array(list(self._rows), np.int64)
-        hits, exposure = _grown(self._hits, len(kinds)), _grown(self._exposure, len(kinds))
+        met = np.unique(_BRANCH_OF[kinds])
+        branches = np.append(_BRANCH_OF[kinds], met)
+        hits, exposure = _grown(self._hits, len(branches)), _grown(self._exposure, len(branches))
         turnover = max(turnover, 1.0)
         little = capacity * turnover / 32
         usual = (hits.sum() + 1.0) / (exposure.sum() + little + 1.0)
-        branches = kinds // _KINDS_PER_BRANCH
         rarer = usual * 0.25 / (_MIDDLES / (turnover + 1.0) + 0.125)  # with age, where nothing is known
         family_prior = np.full(_BINS, _PRIOR * little + 1.0)
         hint_prior = _HINT_PRIOR * capacity * np.minimum(_WIDTHS, turnover / 8) + 1.0
         shapes = _shapes(hits, exposure, branches, rarer, family_prior, hint_prior)
-        hazard = np.empty((len(kinds) + 1, _BINS))
-        hazard[-1] = shapes[0][0]
+        few = _KIND_PRIOR * little * usual
+        lead = min((_LEAD - 1.0) * few, (hits.sum() + 1.0) / (self._num_reuses + 1.0))  # one more reuse
+        hazard = np.empty((len(branches) + 2, _BINS))
+        hazard[-2:] = shapes[0][0]
+        hazard[-2] *= 1.0 + lead / few
         last_peak = 0
         for shape, peak, of_shape in shapes:
-            hazard[:-1][of_shape] = shape
+            hazard[:-2][of_shape] = shape
             last_peak = max(last_peak, peak)
-        few = _KIND_PRIOR * little * usual
-        hazard[:-1] *= _factors(hits.sum(axis=1), (exposure * hazard[:-1]).sum(axis=1), branches, few)[:, None]
-        return Worth(hazard, dict(self._rows), last_peak)
+        hazard[:-2] *= _factors(hits.sum(axis=1), (exposure * hazard[:-2]).sum(axis=1), branches, few, lead)[:, None]
+        row_of_branch = np.repeat([-1, -2], [_OWN, _OWN + 1])
+        row_of_branch[met] = np.arange(len(kinds), len(branches))
+        rows = row_of_branch[_BRANCH_OF]
+        rows[kinds] = np.arange(len(kinds))
+        return Worth(hazard, rows, last_peak)
 
 
 class Worth:
     """For every kind and age bin: the most hits per block and time that keeping a run for some time can bring."""
 
-    def __init__(self, hazard: Floats, rows: dict[int, int], peak: int) -> None:
-        self._rates = _best_rates(hazard, peak)  # by row; the last one is of all kinds of which nothing is known
-        self._rows = rows
+    def __init__(self, hazard: Floats, rows: Ints, peak: int) -> None:
+        self._rates = _best_rates(
+            hazard, peak
+        )  # by row; the last two are of what is shared and of all else, if unknown
+        self._rows = rows  # by kind
         self._known: dict[
             int, list[float]
         ] = {}  # those that were asked for: of hundreds that were met, few are in the cache
 
     def of(self, kind: int) -> list[float]:
         """By age bin; it rises to a peak and falls behind it."""
-        row = self._rows.get(kind, -1)
+        row = int(self._rows[kind])
         rates = self._known.get(row)
         if rates is None:
             rates = self._known[row] = self._rates[row].tolist()
@@ -273,9 +288,14 @@ def _falling_rates(reused: Floats, exposed: Floats) -> list[float]:
     return [hits / time for hits, time, bins in groups for _ in range(bins)]
 
 
-def _factors(seen: Floats, expected: Floats, branches: Ints, few: float) -> Floats:
-    """How much more often kinds are reused than their family; where little was seen, as others of this fan-out and hint."""
-    seen_there, expected_there = np.bincount(branches, seen) + few, np.bincount(branches, expected) + few
+def _factors(seen: Floats, expected: Floats, branches: Ints, few: float, lead: float) -> Floats:
+    """How much more often kinds are reused than their family; where little was seen, as others of this fan-out and hint.
+
+    What is shared leads by so many reused blocks: that it was reused before says that it comes again.
+    """
+    seen_there = np.bincount(branches, seen, _BRANCHES) + few
+    seen_there[_OWN:] += lead
+    expected_there = np.bincount(branches, expected, _BRANCHES) + few
     factors: Floats = (seen + few * (seen_there / expected_there)[branches]) / (expected + few)
     return factors
 
