@@ -200,13 +200,11 @@ class Worth:
     """For every kind and age bin: the most hits per block and time that keeping a run for some time can bring."""
 
     def __init__(self, hazard: Floats, rows: Ints, peak: int) -> None:
-        self._rates = _best_rates(
-            hazard, peak
-        )  # by row; the last two are of what is shared and of all else, if unknown
+        # By row. The last two are of kinds of which nothing is known: what is shared, and all else.
+        self._rates = _best_rates(hazard, peak)
         self._rows = rows  # by kind
-        self._known: dict[
-            int, list[float]
-        ] = {}  # those that were asked for: of hundreds that were met, few are in the cache
+        # By row, those that were asked for: of hundreds that were met, few are in the cache.
+        self._known: dict[int, list[float]] = {}
 
     def of(self, kind: int) -> list[float]:
         """By age bin; it rises to a peak and falls behind it."""
