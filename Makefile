@@ -69,9 +69,11 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 	@$(PY) examples/demos/tour.py $(ARGS)
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
+	@$(PY) tools/compile_c.py --again
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.stamp-dev ## the tests that take long: real servers, ranks and machines that are killed, a real model, real traces
+	@$(PY) tools/compile_c.py --again
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m slow $(ARGS)
 
 test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines, nodes and disk tiers at hundreds of random points; ARGS="--capture=no" shows each

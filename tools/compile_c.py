@@ -1,6 +1,7 @@
 """Compiles the C modules of a checkout beside their sources: `python tools/compile_c.py`. Wheels have them compiled already.
 
-What is newer than its sources stays as it is. Without a C compiler or Python's headers nothing is compiled, and kvpool does
+What is newer than its sources stays as it is. With `--again` only what was compiled before is compiled, if its sources have
+changed. Without a C compiler or Python's headers nothing is compiled, and kvpool does
 the same without these modules.
 """
 
@@ -31,9 +32,14 @@ def missing() -> str | None:
     return None
 
 
+def built_from(source: Path, folder: Path) -> Path:
+    """Where a module is, once it was compiled into a folder."""
+    return folder / f"{source.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
 def compile_module(source: Path, folder: Path, flags: Sequence[str] = ("-O3",)) -> Path:
     """Compiles one module into a folder, unless a file there is newer than its sources."""
-    built = folder / f"{source.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    built = built_from(source, folder)
     newest = max(part.stat().st_mtime for part in (source, *source.parent.glob("*.h")))
     if built.exists() and built.stat().st_mtime > newest:
         return built
@@ -49,12 +55,15 @@ def compile_module(source: Path, folder: Path, flags: Sequence[str] = ("-O3",)) 
     return built
 
 
-def main() -> int:
+def main(*options: str) -> int:
     """Compiles all C modules and says in one line what was not."""
-    if problem := missing():
+    sources = [
+        source for source in c_modules() if "--again" not in options or built_from(source, source.parent).exists()
+    ]
+    if sources and (problem := missing()):
         print(f"kvpool's C modules are not compiled ({problem}): it does the same, more slowly")
         return 0
-    for source in c_modules():
+    for source in sources:
         try:
             compile_module(source, source.parent)
         except subprocess.CalledProcessError as error:
@@ -64,4 +73,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
