@@ -145,6 +145,7 @@ def test_given_json_object_as_vllms_clients_say_it_then_the_answer_is_one_as_far
         ({"regex": "("}, "no answer can be held to this grammar"),
         ({"choice": []}, "structured_outputs.choice"),
         ({"json": "{"}, "structured_outputs.json"),
+        ({"json": "[" * 100_000}, "structured_outputs.json"),
         ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
     ],
 )

@@ -22,8 +22,11 @@ def _whole(value: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """The object that a JSON text holds; leaves everything else."""
-    return json.loads(value) if isinstance(value, str) else value
+    """The object that a JSON text holds; leaves everything else, and what is no JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 _SLASHES = re.compile(r"\\.|[/\n]", re.DOTALL)  # or anything behind a backslash
