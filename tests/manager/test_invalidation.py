@@ -45,20 +45,13 @@ def test_invalidating_a_pinned_prefix_unpins_its_windowed_blocks() -> None:
 
 
 @pytest.mark.parametrize("swapped_first", [True, False])
-@pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
+@HOW
 def test_what_was_invalidated_does_not_come_back_with_a_swapped_request(swapped_first: bool, how: str) -> None:
     manager = manager_with(block_size=2, host_blocks=8)
     handle = commit_all(manager, manager.allocate("a", [0] * 5, session="s"))
     if swapped_first:
         manager.swap_out(handle)
-    if how == "prefix":
-        manager.cache.invalidate([0, 0])
-    elif how == "scope":
-        manager.cache.invalidate(scope=ReuseScope())
-    elif how == "session":
-        manager.cache.invalidate(session="s")
-    else:
-        manager.cache.reset()
+    forget(manager, how, [0, 0])
     if not swapped_first:
         manager.swap_out(handle)
     manager.swap_in(handle)

@@ -155,7 +155,7 @@ class NewRequest(NamedTuple):
 
 
 class Withheld(NamedTuple):
-    """A logits processor: some tokens do not follow fewer than so many."""
+    """A logits processor: it forbids some tokens as long as fewer than `num_before` precede."""
 
     tokens: Sequence[int]
     num_before: int
@@ -246,9 +246,10 @@ class RequestMaker:
         """The tokens that do not begin the answer, and those that do not end it too early."""
         if self.not_first and params.num_beams == 1:
             yield Withheld(self.not_first, num_tokens + 1)
-        ends = [token for token in params.stop_ids(self.eos_ids) if token < self.vocab_size]
-        if params.min_new_tokens and ends:
-            yield Withheld(ends, num_tokens + params.min_new_tokens)
+        if params.min_new_tokens:
+            ends = [token for token in params.stop_ids(self.eos_ids) if token < self.vocab_size]
+            if ends:
+                yield Withheld(ends, num_tokens + params.min_new_tokens)
 
     def _check(self, params: SamplingParams, deadline: object, *callbacks: object) -> None:
         """Refuses what this engine's model cannot do."""
