@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nodes import node_folder
 
 from kvpool.errors import ConfigError
 from kvpool.testing import key, load, value
@@ -229,8 +230,8 @@ def test_given_listings_of_stores_then_the_largest_model_is_first() -> None:
     ]
 
 
-def test_given_a_node_that_is_not_there_then_its_figures_say_why(tmp_path: Path) -> None:
-    with NodeTier(f"node:{tmp_path / 'n'}") as tier:
+def test_given_a_node_that_is_not_there_then_its_figures_say_why() -> None:
+    with node_folder() as folder, NodeTier(f"node:{folder / 'n'}") as tier:
         figures = store_figures(tier)
     assert figures["store"] == tier.name
     assert figures["problem"] not in ("", "no answer in time")
