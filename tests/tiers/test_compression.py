@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +17,8 @@ from kvpool.tiers import (
     CompressedTier,
     DiskTier,
     KeyedTier,
-    KeyPattern,
     MemoryTier,
     Outcome,
-    compressed_tier,
     open_tier,
 )
 from kvpool.tiers.codecs import (
@@ -224,31 +220,6 @@ def test_given_a_deadline_that_is_over_then_nothing_is_encoded_or_decoded() -> N
     assert (stats.seconds_encoding > 0, stats.seconds_decoding) == (True, 0.0)
     back_and_forth(tier, bytes(data))
     assert tier.compression().seconds_decoding > 0
-
-
-def test_given_a_call_then_the_inner_tier_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, asked = MemoryTier(2**20), list[float]()
-    tier = CompressedTier(inner, "zstd")
-    monkeypatch.setattr(compressed_tier, "time", SimpleNamespace(monotonic=lambda: 100.0))
-
-    def noting(own: Any) -> Any:
-        def call(*given: Any, timeout: float) -> Any:
-            asked.append(timeout)
-            return own(*given)
-
-        return call
-
-    for name in ("contains", "load", "store", "remove", "purge"):
-        monkeypatch.setattr(inner, name, noting(getattr(inner, name)))
-    data = memoryview(bytearray(64))
-    tier._contains([key(1)], 107.0)
-    tier._store([key(1)], [data], 107.0)
-    tier._load([key(1)], [data], 107.0)
-    tier._remove([key(1)], 107.0)
-    tier._purge(KeyPattern(), 107.0)
-    assert asked == [7.0] * 6
-    tier._contains([key(1)], 99.0)
-    assert asked[6:] == [0.001]  # the inner tier refuses a time that is none
 
 
 def test_given_a_disk_then_a_compressed_tier_in_front_of_it_is_on_a_disk(tmp_path: Path) -> None:
