@@ -23,6 +23,7 @@ from kvpool import (  # noqa: E402
     Tier,
     TokenRange,
 )
+from kvpool.errors import TransferError  # noqa: E402
 from kvpool.scheduling import Request  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome  # noqa: E402
@@ -491,3 +492,67 @@ def test_given_a_prefix_that_was_taken_in_then_the_decider_hears_how_long_its_re
     assert loading == fetch.loading_seconds > 0
     for side in (one, other):
         side.transport.close()
+
+
+# --- whatever fails ------------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """Counts the calls that a transport makes of its cache and its data, and lets one of them fail."""
+
+    MANAGER, PLANE = ("allocate", "narrow", "extend", "commit"), ("write_blocks", "read_blocks")
+
+    def __init__(self, side: Side, number: int | None, patch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.failed = ""
+        self._number = number
+        for whose, names in ((side.manager, self.MANAGER), (side.plane, self.PLANE)):
+            for name in names:
+                patch.setattr(whose, name, self._counted(name, getattr(whose, name)))
+
+    def _counted(self, name: str, call: Any) -> Any:
+        def counted(*given: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count - 1 == self._number:
+                self.failed = name
+                raise TransferError(f"{name} failed")
+            return call(*given, **options)
+
+        return counted
+
+
+def offered(side: Side, handle: KVCacheHandle) -> None:
+    try:
+        side.store(handle)
+    except TransferError:
+        assert side.transport.storer.flush(SECONDS)
+
+
+def test_given_each_call_of_the_cache_fails_once_then_nothing_is_held_and_the_next_request_gets_its_prefix(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.transport.cache_blocks.CHUNK_BLOCKS", 2)
+    failed = set()
+    for number in range(100):
+        tier = MemoryTier(2**20)
+        with sides((tier,), (tier,)) as (one, other), pytest.MonkeyPatch.context() as patch:
+            handle = one.compute(PROMPT)
+            storing = Fault(one, number, patch)
+            offered(one, handle)
+            patch.undo()
+            one.store(handle)
+            loading = Fault(other, number - storing.count, patch)
+            caplog.clear()
+            cached = other.take_in(PROMPT, other.fetch(PROMPT))
+            assert cached == (0 if loading.failed else 28)
+            patch.undo()
+            assert other.manager.stats().num_sequences == 0
+            assert [f"{loading.failed} failed" in record.getMessage() for record in caplog.records] == [True] * (
+                not cached
+            )
+            assert other.take_in(PROMPT, other.fetch(PROMPT, first=cached // SIZE)) == 28
+            other.assert_right(PROMPT, 28)
+            if not storing.failed and not loading.failed:
+                break
+            failed.add(storing.failed or loading.failed)
+    assert failed == {*Fault.MANAGER, *Fault.PLANE}
