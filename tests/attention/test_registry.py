@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from paged_cases import Case, spec
 from kvpool.attention import AttentionBackend, AttentionPlan, AttentionSpec, PagedBatch, PlanBuffers, create_backend
 from kvpool.attention.registry import ChoosingBackend
 from kvpool.attention.torch_backend import TorchBackend
+from kvpool.attention.triton_backend import TritonBackend
 from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels import compiled_attention
+from kvpool.kernels.layout import LayerCache
 
 CPU = torch.device("cpu")
 
@@ -49,6 +52,27 @@ def test_given_a_backend_that_lacks_something_then_auto_falls_back_for_that_kind
     for case in (Case("plain", spec()), Case("window", spec(window=16))):
         built = case.build()
         built.check(built.run(auto))
+
+
+def test_given_a_backend_with_kernels_to_compile_then_auto_compiles_those_of_the_one_that_plans() -> None:
+    compiled: list[str] = []
+
+    class Compiling(TorchBackend):
+        def compilations(self, spec: AttentionSpec, cache: LayerCache) -> list[Callable[[], None]]:
+            return [lambda: compiled.append("kernel")]
+
+    built = Case("plain", spec()).build()
+    for compile in ChoosingBackend(CPU, [Compiling(CPU), TorchBackend(CPU)]).compilations(spec(), built.cache):
+        compile()
+    assert compiled == ["kernel"]
+    assert not ChoosingBackend(CPU, [NoWindows(CPU), Compiling(CPU)]).compilations(spec(), built.cache)
+
+
+def test_auto_passes_on_whatever_a_backend_does_in_its_own_way() -> None:
+    def own_methods(kind: type[AttentionBackend]) -> set[str]:
+        return {name for name in vars(AttentionBackend) if not name.startswith("_") and name in vars(kind)}
+
+    assert own_methods(TritonBackend) | own_methods(TorchBackend) <= own_methods(ChoosingBackend) | {"graphs"}
 
 
 def test_given_no_backend_that_can_do_it_then_auto_names_what_each_lacks() -> None:

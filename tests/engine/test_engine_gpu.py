@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -97,6 +98,24 @@ def test_given_no_graphs_or_no_overlap_then_the_output_is_the_same(options: dict
 def test_given_plain_attention_then_nothing_waits_for_flashinfer_to_compile() -> None:
     with Engine(tiny_model("llama", hidden_size=256).to("cuda", torch.bfloat16), kv_blocks=64) as engine:
         assert engine._loop.runner.backend.choose(engine._loop.runner.kinds[0].spec).name == "triton"
+
+
+def test_given_a_new_engine_then_its_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    model = tiny_model("llama", head_dim=128, num_attention_heads=6, num_key_value_heads=3)  # as no other test has it
+    compiled: set[tuple[str, str]] = set()
+
+    def listen(*, metadata: dict[str, Any], **_: Any) -> None:
+        compiled.add((threading.current_thread().name.split("_")[0], metadata["name"]))
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    for _ in range(3):  # later ones find their kernels loaded
+        with Engine(model.to("cuda", torch.bfloat16), kv_blocks=64) as engine:
+            engine.generate(PROMPTS, GREEDY)
+    attending = {(thread, name) for thread, name in compiled if "convert" not in name}
+    assert {thread for thread, _ in attending} == {"kvpool-compile"}, compiled
+    assert len(attending) >= 3
 
 
 @pytest.mark.parametrize("name", ["triton", "torch", "flashinfer"])

@@ -124,7 +124,8 @@ def test_given_kernels_that_are_compiled_ahead_then_nothing_is_computed(kind: At
     built = Case("step", kind, (1, 8), (70, 8)).build()
     before = built.cache.k.clone()
 
-    TritonBackend(CPU).compile(kind, built.cache)
+    for compile in TritonBackend(CPU).compilations(kind, built.cache):
+        compile()
 
     torch.testing.assert_close(built.cache.k, before, rtol=0, atol=0, equal_nan=True)
     built.check(built.run(TritonBackend(CPU)))
@@ -140,7 +141,8 @@ def test_given_kernels_that_are_compiled_ahead_then_no_step_in_a_graph_compiles_
     backend = TritonBackend(torch.device("cuda"))
     mixed = Case("mixed", kind, (1, 1, 300), (70, 33, 900)).build("cuda")
     single = Case("single", kind, (1,), (70,)).build("cuda")
-    backend.compile(kind, mixed.cache)
+    for compile in backend.compilations(kind, mixed.cache):
+        compile()
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
     for built, sizes in ((mixed, {"max_sequences": 8, "max_query_tokens": 512}), (single, {"max_sequences": 1})):
@@ -148,16 +150,6 @@ def test_given_kernels_that_are_compiled_ahead_then_no_step_in_a_graph_compiles_
         q = torch.zeros(sizes.get("max_query_tokens", 1), *built.q.shape[1:], dtype=built.q.dtype, device="cuda")
         backend.run(q, built.cache, plan)
     assert compiled == []
-
-
-@pytest.mark.gpu
-def test_given_kernels_that_are_loaded_then_they_can_be_compiled_ahead_again() -> None:
-    kind = spec(8, 2, 128, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16)
-    built = Case("step", kind, (1, 300), (70, 900)).build("cuda")
-
-    for _ in range(3):  # as engines one after another do
-        TritonBackend(torch.device("cuda")).compile(kind, built.cache)
-    built.check(built.run(TritonBackend(torch.device("cuda"))))
 
 
 @interpreted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -134,9 +135,10 @@ class AttentionBackend(ABC):
             f"the {self.name} backend cannot be captured in CUDA graphs; use triton or flashinfer"
         )
 
-    def compile(self, spec: AttentionSpec, cache: LayerCache) -> None:
-        """Compiles the kernels for layers like this one before they are needed, where a backend has any to compile."""
+    def compilations(self, spec: AttentionSpec, cache: LayerCache) -> Sequence[Callable[[], None]]:
+        """Calls that compile the kernels for layers like this one, the slowest first. They may run side by side."""
         self.require(spec)
+        return ()
 
     def require_graphs(self, spec: AttentionSpec) -> None:
         """Raises UnsupportedAttentionError if plans of `spec` cannot be captured in CUDA graphs."""

@@ -130,6 +130,10 @@ class ChoosingBackend(AttentionBackend):
         """Runs on the backend that planned."""
         plan.backend.attend(q, cache, plan, learned, out)
 
+    def compilations(self, spec: AttentionSpec, cache: LayerCache) -> Sequence[Callable[[], None]]:
+        """Those of the backend that plans `spec`."""
+        return self.choose(spec).compilations(spec, cache)
+
     def _planned(self, plan: AttentionPlan) -> bool:
         return plan.backend in self.backends
 

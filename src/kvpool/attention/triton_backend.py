@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -280,8 +279,8 @@ class TritonBackend(AttentionBackend):
         if partials is not None:
             merge_partials(spec, tiles, tile_tokens, out, partials, learned.sink_logits)
 
-    def compile(self, spec: AttentionSpec, cache: LayerCache) -> None:
-        """Compiles the kernels of graphs side by side, by launching each of them without work."""
+    def compilations(self, spec: AttentionSpec, cache: LayerCache) -> Sequence[Callable[[], None]]:
+        """Calls that compile the kernels of graphs, by launching each of them without work."""
         self.require(spec)
         options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
         q = torch.zeros(256, spec.q_heads, spec.head_dim, **options)
@@ -291,7 +290,7 @@ class TritonBackend(AttentionBackend):
         nothing = torch.zeros(FEW_MERGES + 1, ITEM_FIELDS, dtype=torch.int32, device=self.device)
         plan = _TritonPlan(self, spec, len(q), cache.block_size, nothing[0])
         jobs: list[Callable[[], None]] = []
-        for short in (False, True):  # the slowest first
+        for short in (False, True):
             shape = self.tile_shape(spec, short=short)
             tokens = 1 if short else self.tile_tokens(spec, shape)
             partials = self.partials(spec, 1, tokens)
@@ -302,19 +301,7 @@ class TritonBackend(AttentionBackend):
                 partial(merge_partials, spec, tiles[:count], tokens, out, partials, sinks)
                 for count in (1, FEW_MERGES // (tokens * spec.q_heads) + 1)
             )
-        if self.device.type == "cpu":
-            for job in jobs:
-                job()
-            return
-        stream = torch.cuda.current_stream(self.device)
-
-        def run(job: Callable[[], None]) -> None:
-            with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
-                torch.zeros(1, device=self.device)  # gives the thread a CUDA context, which tensor descriptors need
-                job()
-
-        with ThreadPoolExecutor(len(jobs), "kvpool-compile") as threads:
-            list(threads.map(run, jobs))
+        return jobs
 
     def _divide(
         self,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,7 +175,7 @@ class ModelRunner:
         self.mixed_graphs: MixedGraphs | None = None
         self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
         self._captures_ahead = True  # until there is no memory for it
-        self._kernels: Future[None] | None = None  # while they are compiled
+        self._kernels: list[Future[None]] = []  # that are being compiled
         self._hidden_source: torch.nn.Module | None = None
         self.hidden = self.previous = torch.empty(0)  # where steps leave and read such states: see `keep_hidden`
         self.graphs_required = cuda_graphs is True
@@ -213,9 +214,9 @@ class ModelRunner:
         """Captures the graphs of the largest steps, or all, and runs a step without one, so that no request waits for what
         torch makes on first use. On a CPU it does nothing.
         """
-        with ThreadPoolExecutor(1, "kvpool-kernels") as threads:
-            if self.device.type == "cuda":
-                self._kernels = threads.submit(self._compile_kernels)
+        jobs = self._compilations() if self.device.type == "cuda" else []
+        with ThreadPoolExecutor(max(1, len(jobs)), "kvpool-compile") as threads:
+            self._kernels = [threads.submit(self._compile_kernel, job) for job in jobs]
             if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
                 try:
                     self.mixed_graphs.capture_largest()
@@ -232,19 +233,33 @@ class ModelRunner:
                     self._give_up_graphs(error)
             if self.device.type == "cuda":
                 self._run_once()
+            self._wait_for_kernels()
         while all_graphs and self.captures_more:
             self.capture_next()
 
-    def _compile_kernels(self) -> None:
-        """Compiles the kernels that write and attend, while the model computes what comes before its first attention."""
+    def _compilations(self) -> list[Callable[[], object]]:
+        """Calls that compile the kernels that attend and write, the slowest first."""
+        jobs: list[Callable[[], object]] = []
+        for number, kind in enumerate(self.kinds):
+            layer, spec = next(layer for layer, at in self.kind_of_layer.items() if at == number), kind.spec
+            options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
+            k = torch.zeros(16, spec.kv_heads, spec.head_dim, **options)
+            v = None if spec.k_only else torch.zeros(16, spec.kv_heads, spec.v_dim, **options)
+            nowhere = torch.full((16,), -1, dtype=torch.int32, device=self.device)
+            jobs += self.backend.compilations(spec, self.plane.layer_cache(layer))
+            jobs.append(partial(self.plane.write, nowhere, k, v, layer))
+        torch.cuda.current_stream(self.device).synchronize()  # what they read is there for other streams
+        return jobs
+
+    def _compile_kernel(self, job: Callable[[], object]) -> None:
+        """In a thread, while the model computes what comes before its first attention."""
         with torch.inference_mode(), torch.cuda.device(self.device), _own_stream(self.device):
-            for number, kind in enumerate(self.kinds):
-                layer, spec = next(layer for layer, at in self.kind_of_layer.items() if at == number), kind.spec
-                options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
-                k = torch.zeros(16, spec.kv_heads, spec.head_dim, **options)
-                v = None if spec.k_only else torch.zeros(16, spec.kv_heads, spec.v_dim, **options)
-                self.plane.write(torch.full((16,), -1, dtype=torch.int32, device=self.device), k, v, layer)
-                self.backend.compile(spec, self.plane.layer_cache(layer))
+            torch.zeros(1, device=self.device)  # gives the thread a CUDA context, which tensor descriptors need
+            job()
+
+    def _wait_for_kernels(self) -> None:
+        while self._kernels:
+            self._kernels.pop().result()
 
     @property
     def is_uncompiled(self) -> bool:
@@ -500,9 +515,7 @@ class ModelRunner:
 
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
         """Attention of one layer over the blocks in its plan."""
-        if self._kernels is not None:
-            self._kernels.result()
-            self._kernels = None
+        self._wait_for_kernels()
         layer = self.layer_of(call)
         plan = plans[self.kind_of_layer[layer]]
         if isinstance(plan, SpannedPlan):
