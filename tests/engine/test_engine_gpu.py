@@ -103,7 +103,8 @@ def test_given_plain_attention_then_nothing_waits_for_flashinfer_to_compile() ->
 def test_given_a_new_engine_then_its_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    model = tiny_model("llama", head_dim=128, num_attention_heads=6, num_key_value_heads=3)  # as no other test has it
+    shape = {"hidden_size": 384, "head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 3}
+    model = tiny_model("llama", **shape)  # as no other test has it
     compiled: set[tuple[str, str]] = set()
 
     def listen(*, metadata: dict[str, Any], **_: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -215,7 +216,8 @@ class ModelRunner:
         torch makes on first use. On a CPU it does nothing.
         """
         jobs = self._compilations() if self.device.type == "cuda" else []
-        with ThreadPoolExecutor(max(1, len(jobs)), "kvpool-compile") as threads:
+        # A kind's slowest kernel takes as long as all others together. With more threads Python would delay it.
+        with ThreadPoolExecutor(len(self.kinds) + 1, "kvpool-compile") as threads:
             self._kernels = [threads.submit(self._compile_kernel, job) for job in jobs]
             if self.mixed_graphs is not None:  # first: all other graphs use the memory of its largest one
                 try:
@@ -239,17 +241,17 @@ class ModelRunner:
 
     def _compilations(self) -> list[Callable[[], object]]:
         """Calls that compile the kernels that attend and write, the slowest first."""
-        jobs: list[Callable[[], object]] = []
+        jobs_of_kinds: list[list[Callable[[], object]]] = []
         for number, kind in enumerate(self.kinds):
             layer, spec = next(layer for layer, at in self.kind_of_layer.items() if at == number), kind.spec
             options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
             k = torch.zeros(16, spec.kv_heads, spec.head_dim, **options)
             v = None if spec.k_only else torch.zeros(16, spec.kv_heads, spec.v_dim, **options)
             nowhere = torch.full((16,), -1, dtype=torch.int32, device=self.device)
-            jobs += self.backend.compilations(spec, self.plane.layer_cache(layer))
-            jobs.append(partial(self.plane.write, nowhere, k, v, layer))
+            attending = self.backend.compilations(spec, self.plane.layer_cache(layer))
+            jobs_of_kinds.append([*attending, partial(self.plane.write, nowhere, k, v, layer)])
         torch.cuda.current_stream(self.device).synchronize()  # what they read is there for other streams
-        return jobs
+        return [job for jobs in zip_longest(*jobs_of_kinds) for job in jobs if job is not None]
 
     def _compile_kernel(self, job: Callable[[], object]) -> None:
         """In a thread, while the model computes what comes before its first attention."""
