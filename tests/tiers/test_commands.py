@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ from kvpool import KVCacheConfig, LayerSpec
 from kvpool.cli import main
 from kvpool.scope import ReuseScope
 from kvpool.testing import key, load, store, value
-from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, open_tier
-from kvpool.tiers.contract import Listing, TierStats
-from kvpool.tiers.disk.upkeep import Checked
+from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome, open_tier, opening
+from kvpool.tiers.contract import Listing, Room, TierStats
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.upkeep import Checked, Upkeep
+from kvpool.tiers.tier_command import shown_time
 from kvpool.tiers.upkeep import BATCH_BYTES, BATCH_KEYS, verify_store
 
 SPACE = KeySpace(
@@ -323,12 +328,17 @@ def test_given_a_directory_with_its_scheme_and_options_then_it_is_that_directory
 
 
 def test_given_recently_used_values_then_purge_of_unused_ones_leaves_them(
-    directory: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["tier", "purge", str(directory), "--unused-days", "1"]) == 0
     assert "0 values removed" in capsys.readouterr().out
     assert main(["tier", "purge", str(directory), "--unused-days", "0"]) == 0
     assert "50 values removed" in capsys.readouterr().out
+    asked: list[Any] = []
+    monkeypatch.setattr(Upkeep, "purge", lambda *_, **how: asked.append(how["used_before"]) or 0)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    assert main(["tier", "purge", str(directory), "--unused-days", "1.5"]) == 0
+    assert asked == [(10**9 - 36 * 3600) * 10**6]
 
 
 def test_given_foreign_files_then_purge_of_everything_leaves_them(directory: Path) -> None:
@@ -448,3 +458,206 @@ def test_given_values_of_a_store_then_verify_loads_only_so_many_bytes_and_keys_t
     checked, problem = verify_store(hollow, listing, lambda _: None, repair=False)
     assert (hollow.batches, problem) == (batches, "")
     assert checked == Checked(len(sizes), sum(sizes))
+
+
+# --- every word that people see ------------------------------------------------------------------------------------------
+
+
+def shown(capsys: pytest.CaptureFixture[str], status: int, *words: object) -> tuple[list[str], list[str]]:
+    """The lines of a command on stdout and stderr, without the numbers of slabs and the spaces that fill a line."""
+    capsys.readouterr()
+    assert main(["tier", *map(str, words)]) == status
+    told = capsys.readouterr()
+    out, err = (
+        re.sub(r"slab-[0-9a-f]{16}", "slab-ID", re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "TIME", text)) for text in told
+    )
+    return [line.rstrip() for line in out.splitlines()], [line.rstrip() for line in err.splitlines()]
+
+
+def test_given_a_directory_then_every_command_says_exactly_this(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    path, prefix, other = tmp_path / "d", SPACE.prefix.hex(), key(0)[:8].hex()
+    with DiskTier(path, CAPACITY, timeout=PATIENCE) as tier:
+        tier.introduce(SPACE)
+        assert tier.store(own_keys(2), [value(number) for number in range(2)]) == [Outcome.OK] * 2
+        assert store(tier, [0], 3_000) == [Outcome.OK]
+    (path / "notes.txt").write_text("mine")
+    note = "note: not kvpool's and left alone: notes.txt"
+    files = sum(each.stat().st_size for each in path.iterdir() if each.suffix in (".kvslab", ".kvindex"))
+    slots = sum(slab.num_slots for slab in Directory(path, create=False).open_slabs(writable=False, direct=False)[0])
+    spaces = [f"{other}  ?      ?             1  2.9 KiB  TIME", f"{prefix}  tiny   v1            2  9.8 KiB  TIME"]
+    head = "space             model  weights  values    bytes  last used"
+    assert shown(capsys, 0, "ls", path) == ([head, *spaces, note], [])
+    assert shown(capsys, 0, "stat", path) == (
+        [
+            "             slabs  2",
+            f"        file bytes  {files:,}",
+            f"             slots  {slots}",
+            "            values  3",
+            "       value bytes  13,000",
+            f"        free slots  {slots - 3}",
+            "        slot sizes  8.0 KiB, 12.0 KiB",
+            note,
+        ],
+        [],
+    )
+    assert shown(capsys, 0, "verify", path, "--quiet") == (["3 of 3 values are whole, 12.7 KiB", note], [])
+    damage(path)
+    assert shown(capsys, 1, "verify", path, "--quiet")[0][:2] in (
+        ["2 of 3 values are whole, 7.8 KiB", "damaged: slot 0 of slab-ID.kvslab"],
+        ["2 of 3 values are whole, 9.8 KiB", "damaged: slot 0 of slab-ID.kvslab"],
+    )
+    assert (
+        shown(capsys, 0, "verify", path, "--quiet", "--repair")[0][1] == "damaged: slot 0 of slab-ID.kvslab (taken out)"
+    )
+    assert shown(capsys, 0, "purge", path, "--space", "00" * 8, "--quiet")[0][0].startswith(
+        "0 values removed; `kvpool tier compact "
+    )
+    assert shown(capsys, 0, "compact", path, "--quiet")[0][0].endswith("B given back, 2 values are left")
+    given_back = shown(capsys, 0, "purge", path, "--all")
+    assert given_back[0][0].endswith(" KiB removed")
+    assert shown(capsys, 0, "ls", path)[0] == [f"{path} holds no values", note]
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "compact", "warm"])
+def test_given_figures_on_stdout_then_what_people_read_is_on_stderr(
+    directory: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command, directory, *([f"disk:{tmp_path / 'new'}?bytes=2MB"] if command == "warm" else [])]
+    plain, said = shown(capsys, 0, *words)
+    assert (bool(plain), said) == (True, [])
+    figures, told = shown(capsys, 0, *words, "--json", "-")
+    json.loads("\n".join(figures))
+    assert told[-len(plain) :] == plain
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_given_a_command_that_takes_long_then_a_bar_shows_its_progress_up_to_the_end(
+    directory: Path, tmp_path: Path, quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bars: list[tuple[Any, ...]] = []
+    done: list[int] = []
+
+    @contextmanager
+    def bar(*given: Any) -> Iterator[Any]:
+        done.clear()
+        yield done.append
+        bars.append((*given, sum(done)))
+
+    for module in ("tier_command", "upkeep"):
+        monkeypatch.setattr(f"kvpool.tiers.{module}.progress_bar", bar)
+    for words in (["verify"], ["warm", f"disk:{tmp_path / 'new'}?bytes=2MB"], ["purge", "--unused-days", "1"]):
+        shown(capsys, 0, words[0], directory, *words[1:], *["--quiet"] * quiet)
+    assert bars == [(title, 50, quiet, 50) for title in ("verifying", "copying", "purging")]
+    shown(capsys, 0, "compact", directory, *["--quiet"] * quiet)
+    assert bars[3][:3] == ("moving", 50, quiet)
+
+
+def test_given_no_command_then_all_of_them_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["tier"])
+    told = capsys.readouterr()
+    for command in ("ls", "stat", "verify", "compact", "purge", "warm"):
+        assert f" {command} " in told.out + told.err
+
+
+def test_given_a_model_and_a_time_of_use_that_are_not_known_then_that_is_shown() -> None:
+    assert shown_time(0) == "unknown"
+    assert shown_time(1_700_000_000_000_000) == "2023-11-14 22:13 UTC"
+
+
+class Full(MemoryTier):
+    """Has room for some values and then refuses; notes how many came together, and how long they may take."""
+
+    def __init__(self, room: int, problem: str = "") -> None:
+        super().__init__(2**24)
+        self.room, self._problem = room, problem
+        self.batches: list[int] = []
+
+    def store(self, keys: Any, data: Any, *, timeout: float | None = None, worths: Any = None) -> list[Outcome]:
+        assert timeout == 60.0
+        self.batches.append(len(keys))
+        taken = min(self.room, len(keys))
+        self.room -= taken
+        return [*super().store(keys[:taken], data[:taken]), *[Outcome.REFUSED] * (len(keys) - taken)]
+
+    def _look(self) -> Room:
+        return Room(problem=self._problem)
+
+
+@pytest.mark.parametrize(
+    ("room", "batches", "figures_of", "status"),
+    [
+        (100, [32, 32, 6], (70, 0), 0),
+        (64, [32, 32, 6], (64, 6), 0),
+        (16, [32, 32], (16, 48), 0),  # as many were refused as were taken: it goes on
+        (15, [32], (15, 17), 0),
+        (0, [32], (0, 32), 1),
+    ],
+)
+def test_given_a_target_then_warm_goes_on_until_it_refuses_more_than_it_takes(
+    room: int, batches: list[int], figures_of: tuple[int, int], status: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with DiskTier(tmp_path / "d", CAPACITY, timeout=PATIENCE) as tier:
+        assert store(tier, list(range(70))) == [Outcome.OK] * 70
+    target = Full(room, "it is slow")
+    monkeypatch.setitem(opening._OPENERS, "full", lambda address: target)
+    stored, left = figures_of
+    lines, _ = shown(capsys, status, "warm", tmp_path / "d", "full:user@there?x=y", "--json", tmp_path / "f", "--quiet")
+    assert lines == [f"{stored} values are in there, {left} were not taken", "note: it is slow"]
+    assert json.loads((tmp_path / "f").read_text()) == {"stored": stored, "not_taken": left, "problem": "it is slow"}
+    assert target.batches == batches
+
+
+class Listed(Hollow):
+    """A store whose values have these outcomes, one after the other; it notes what is removed, and how long it may take."""
+
+    def __init__(self, outcomes: list[Outcome], problem: str = "", timeout: float = 1.0) -> None:
+        super().__init__()
+        self.outcomes, self.problem, self.timeout = iter(outcomes), problem, timeout  # type: ignore[misc]
+        self.removed: list[bytes] = []
+        self.timeouts: list[float] = []
+
+    def load(self, keys: list[bytes], out: list[bytearray], *, timeout: float) -> list[Outcome]:
+        self.timeouts.append(timeout)
+        return [next(self.outcomes) for _ in keys]
+
+    def remove(self, keys: list[bytes], *, timeout: float) -> list[Outcome]:
+        self.timeouts.append(timeout)
+        self.removed += keys
+        return [Outcome.OK if number else Outcome.FAILED for number in range(len(keys))]
+
+    def stats(self) -> TierStats:
+        return TierStats("listed", problem=self.problem)
+
+
+OK, MISS, FAILED, LATE = Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.LATE
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("given", ["", "only a part"])
+@pytest.mark.parametrize(
+    ("outcomes", "problem", "checked", "told"),
+    [
+        ([OK, FAILED, FAILED, OK, MISS], "", (5, 4, 1 + 4, [1, 2], 1), ""),
+        ([OK, FAILED, OK, LATE, OK], "", (3, 3, 1 + 3, [1], 0), "some values did not come within a minute"),
+        ([OK, OK, OK, OK, OK], "gone", (0, 0, 0, [], 0), "gone"),
+    ],
+)
+def test_given_a_store_then_verify_counts_what_came_and_removes_what_is_damaged_only_to_repair(
+    outcomes: list[Outcome], problem: str, checked: Any, told: str, given: str, repair: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kvpool.tiers.upkeep.BATCH_KEYS", 3 if problem or LATE in outcomes else 5)
+    stored: Any = Listed(outcomes, problem, timeout=90.0 if repair else 1.0)
+    sizes, progress = {key(number): number + 1 for number in range(5)}, list[int]()
+    result, reason = verify_store(stored, Listing(sizes, given), progress.append, repair=repair)
+    seen, num_values, num_bytes, damaged, removed = checked
+    assert reason == (given or told)
+    assert (sum(progress), result.num_values, result.num_bytes) == (seen, num_values, num_bytes)
+    assert result.damaged == [key(number).hex() for number in damaged]
+    assert stored.removed == [key(number) for number in damaged if repair]
+    assert result.removed == (removed if repair else 0)
+    assert set(stored.timeouts) == {90.0 if repair else 60.0}
