@@ -375,17 +375,17 @@ class _Trials:
         return around if around and any(around[0] <= line <= around[1] for line in lines) else None
 
     def within_limit(self, tests: set[str], own: str, namesake: str) -> list[str]:
-        """As many as a mutant may meet: those named like its module first, then those of its package, quick ones first.
+        """As many as a mutant may meet: those named like its module first, then quick ones, then others. Of either
+        kind those of its package come first.
 
-        Runs that were written down (`test_same_…`) come before what is not quick: hardly a mutant escapes them.
+        Runs that were written down (`test_same_…`) come right after the quick ones: hardly a mutant escapes them.
         """
         always: str = self.task["always"]
 
-        def order(test: str) -> tuple[bool, bool, bool, float, str]:
-            written_down = "/test_same_" in test
-            is_other = not test.startswith(own) and not written_down
-            seconds = QUICK if written_down else self.usual[test].seconds
-            return not test.startswith(always), namesake not in test, is_other, seconds, test
+        def order(test: str) -> tuple[bool, bool, bool, bool, float, str]:
+            seconds = QUICK if "/test_same_" in test else self.usual[test].seconds
+            is_slow, is_other = seconds > QUICK, not test.startswith(own)
+            return not test.startswith(always), namesake not in test, is_slow, is_other, seconds, test
 
         chosen, seconds = [], 0.0
         for test in sorted(tests, key=order):

@@ -1,6 +1,6 @@
 """Changes kvpool in small ways, one at a time, and looks whether a test notices: what does no test prove?
 
-    python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--processes 2] [--seconds 20]
+    python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--processes 2] [--seconds 40]
                             [--minutes 60] [--measured FILE] [--json FILE]
 
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
@@ -50,7 +50,7 @@ GENERAL = (  # tests of the whole manager
 )
 DEFAULTS = "test_defaults.py"  # looks at every default of the public interface, and calls none of it
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
-SECONDS = 20.0  # of tests for one mutant, as they take without it
+SECONDS = 40.0  # of tests for one mutant, as they take without it
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
@@ -371,7 +371,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="mutants tried at once (2)")
     parser.add_argument("--limit", type=float, help="seconds for a mutant; default: ten times what its tests take")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="of tests for a mutant, those of its package first (20)"
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="of tests for a mutant, quick ones and those of its package first (40)",
     )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many minutes")
     parser.add_argument(
