@@ -27,7 +27,7 @@ def begin(manager: KVCacheManager, name: str, prompt: list[int]) -> KVCacheHandl
 
 def hints_of(manager: KVCacheManager, prompt: list[int]) -> list[int]:
     """The hints of the runs that hold a prompt, from its beginning."""
-    match = manager._state.cache.tree.match(ReuseScope(), np.array(prompt, np.int32), partial=False)
+    match = manager._state.cache.tree.match(ReuseScope(), np.array(prompt, np.int32))
     return [node.hint for node in match.path]
 
 
