@@ -47,7 +47,7 @@ def test_given_a_hint_of_its_own_then_the_policy_is_told_that_and_a_function_is_
         wanted = request(name, 8, 4, stop_token_ids=[last], hint=hint)
         add(engine, wanted)
         engine.drain()
-        told.append(engine.manager._state.cache.tree.match(wanted.scope, wanted.prompt, partial=False).path[-1].hint)
+        told.append(engine.manager._state.cache.tree.match(wanted.scope, wanted.prompt).path[-1].hint)
         engine.manager.cache.reset()
     assert told == [h.code for h in (said["soon"], ReuseHint("tool_calls"), ReuseHint("stop"), ReuseHint("stop"))]
     assert asked == [expected_output(request("x", 8, 4))]

@@ -64,7 +64,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the candidates in order
         self._capacity = _MIN_CAPACITY
-        self._has_begun, self._base = False, 0  # the first moment that was seen
+        self._base: int | None = None  # the first moment that was seen
         self._now = 0
         self._epochs = [0]  # when epochs began, the current one last
         self._num_digested = self._num_epochs = 0
@@ -190,8 +190,8 @@ class AdaptivePolicy(EvictionPolicy):
     def _moment(self, run: Run) -> int:
         """When a run was last used, in milliseconds since the first that was seen."""
         moment = moment_of(run.last_access_at)
-        if not self._has_begun:
-            self._has_begun, self._base = True, moment
+        if self._base is None:
+            self._base = moment
         moment = (moment - self._base) >> 10
         if moment > self._now:
             self._now = moment

@@ -145,7 +145,7 @@ class GhostPolicy(RememberingPolicy):
         """Remember, or not, a run that has left `record.queue` and had `num_blocks` when it was last added."""
 
     def _new_exceeds(self, num_blocks: float) -> bool:
-        return len(self._new) > 0 and (self._new.num_blocks > num_blocks or not self._proven)
+        return self._new.num_blocks > num_blocks or not self._proven
 
     def _num_blocks(self) -> int:
         return self._new.num_blocks + self._proven.num_blocks

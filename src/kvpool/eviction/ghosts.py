@@ -63,8 +63,7 @@ class Ghosts:
         """Counts as reused what a new run begins with: a ghost, and those that followed it.
 
         Returns how many blocks that are, the turn of the last ghost, and how many requests went on from its end, as far as it
-        was found. A ghost from which the run departs was gone on from by two at least, so it is no turn of a conversation;
-        its rest remains a ghost.
+        was found. A ghost from which the run departs was gone on from by two at least; its rest remains a ghost.
         """
         num_blocks, content = run.num_blocks, run.tokens.tobytes()
         size = len(content) // num_blocks
@@ -86,7 +85,7 @@ class Ghosts:
                 behind = run.fingerprint_of(run.start + known, before, had[shared * size : (shared + 1) * size])
                 self._put(Ghost(behind, cohort, blocks - shared, turn, num_uses, rest, fingerprint), now)
                 if known < num_blocks:
-                    turn, num_uses = 0, num_uses + 1
+                    num_uses += 1
             if shared < blocks or known == num_blocks:
                 break
             fingerprint = run.fingerprint_of(run.start + known, before, content[known * size : (known + 1) * size])

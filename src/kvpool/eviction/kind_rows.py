@@ -45,6 +45,9 @@ class Row(Queue[Candidate]):
         *("place_by_value", "priority", "rates", "value", "weight"),
     )
 
+    of_newer: float
+    of_older: float
+
     def __init__(self, number: int, priority: int, kind: int, weight_class: int, rates: list[float]) -> None:
         super().__init__()
         self.number = number
@@ -54,8 +57,7 @@ class Row(Queue[Candidate]):
         self.weight = WEIGHT_OF[weight_class]
         # Two epochs that were asked about, by their beginnings, and what runs last used in them are worth: most runs that are
         # looked at are the oldest and the youngest.
-        self.newer = self.older = -1
-        self.of_newer = self.of_older = 0.0
+        self.newer = self.older = -1  # none
         self.least: Candidate | None = None  # the one by which it stands in the order of values
         self.value = 0.0  # of that one
         self.age_key = -1  # by which it stands in the order of ages: the key of its oldest candidate

@@ -36,7 +36,7 @@ class Pins:
     def pin(self, tokens: Int32Array, scope: ReuseScope, ttl: float | None) -> Pin:
         """Pins the full cached blocks that `tokens` starts with."""
         cache, size = self.cache, self.context.block_size
-        match = self.tree.match(scope, tokens, partial=False)
+        match = self.tree.match(scope, tokens)
         if not match.num_blocks:
             raise InvalidArgumentError(f"no full block of these {len(tokens)} tokens is cached; commit them first")
         fresh = sum(min(n.end, match.num_blocks) - n.start for n in match.path if not n.pins) * size

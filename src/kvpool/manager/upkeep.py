@@ -321,7 +321,7 @@ class Invalidator:
         if last < 0:
             return 0
         start = last * size
-        before = self.tree.match(scope, prefix[:start], partial=False)
+        before = self.tree.match(scope, prefix[:start])
         if before.root is not None and before.num_blocks == last:
             parent = before.path[-1] if before.path else before.root
             self.logits.forget_inside(parent, last, prefix[start : start + size].tobytes())
@@ -337,7 +337,7 @@ class Invalidator:
 
     def _nodes_from(self, prefix: Int32Array, last: int, scope: ReuseScope) -> list[Node]:
         """The node that starts at block `last` of a prefix, cut free from what comes before it."""
-        match = self.tree.match(scope, prefix[: (last + 1) * self.state.context.block_size], partial=False)
+        match = self.tree.match(scope, prefix[: (last + 1) * self.state.context.block_size])
         if match.num_blocks <= last:
             return []
         node = match.path[-1]

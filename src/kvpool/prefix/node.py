@@ -81,6 +81,7 @@ class Node(Run):
     copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
     ttl: float | None
     detached: bool
+    published_by: int  # `KVCacheHandle.serial` of the request that computed it; a root has none
     _end_sum: int  # the checksum of all tokens up to its end, once something behind it asked for it; -1 before
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
@@ -109,7 +110,6 @@ class Node(Run):
         self.turn = parent.turn + 1 if start > 1 and parent.hits <= 1 else 0
         self.priority = DEFAULT_PRIORITY
         self.priority_until = NEVER
-        self.published_by = 0
         self.ttl = None
         self.expires_at = NEVER
         self._fingerprint = None
@@ -341,13 +341,11 @@ def run_content(symbols: Symbols, node: Node, begin: int, end: int) -> Content:
 
 def _tokens_before(node: Node, index: int, count: int) -> Int32Array:
     """At least `count` tokens before one of a node, on the path to it, or all there are."""
-    parts = [node.tokens[max(0, index - count) : index]]
-    found = len(parts[0])
-    while found < count and node.parent is not node.root:
+    before = node.tokens[:index]
+    while len(before) < count and node.parent is not node.root:
         node = node.parent
-        parts.append(node.tokens[-(count - found) :])
-        found += len(parts[-1])
-    return np.concatenate(parts[::-1])
+        before = np.concatenate((node.tokens, before))
+    return before
 
 
 def numbers_in_tree(nodes: Iterable[Node]) -> set[int]:

@@ -73,7 +73,7 @@ class Allocator:
             if taken is None:
                 self._copy_partial(row, match)
                 if plan.evicts:
-                    self.windows.hold_source(match, -1)
+                    self.windows.hold_source(match, False)
                     # It was copied from, as it is where nothing had to be evicted
                     self.readers.release(partial, used=False)
             note_sessions(handle, partial.sessions)
@@ -108,7 +108,7 @@ class Allocator:
         held = self.windows.hold(tip, plan.num_hit_tokens) if self.context.windowed else _NOTHING
         if copies and source is not None:
             self.readers.hold(source)
-            self.windows.hold_source(plan.match, +1)
+            self.windows.hold_source(plan.match, True)
         for pool in state.gpu_pools:
             missing = plan.needs[pool.index] - pool.num_free
             if missing > 0:

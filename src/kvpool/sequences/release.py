@@ -44,7 +44,7 @@ class Releaser:
             root = tip
             if not keep and handle.publishes:
                 final = self.rows.token_ids(row)[: self.rows.committed_of[row]]
-                tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), root)
+                tip = next(reversed(self.tree.match(handle.scope, final).path), root)
             self.release_host(handle)
             self.readers.release(root)
         else:
@@ -109,7 +109,7 @@ class Releaser:
     def _pass_on(self, handle: KVCacheHandle, tip: Node) -> None:
         """What was said about a request holds for the runs that it published, or for the last one that it read."""
         tip.hint = handle.hint
-        while tip.published_by == handle.serial and tip is not tip.root:
+        while tip is not tip.root and tip.published_by == handle.serial:
             tip.hint = handle.hint
             tip = tip.parent
 

@@ -213,7 +213,7 @@ class Swapper:
         final = min(rows.committed_of[row], rows.known_of[row]) // size * size
         if limit is not None:
             final = min(final, limit * size)
-        return self.tree.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
+        return self.tree.match(handle.scope, rows.token_ids(row)[:final], only_tier=Tier.GPU)
 
     def _missing(self, handles: Sequence[KVCacheHandle], num_resident: list[int]) -> list[list[Int32Array]]:
         """Host ids to bring back per group and row (-1: not needed)."""
@@ -375,7 +375,7 @@ class RunMover:
     def onboard(self, tokens: Int32Array, scope: ReuseScope) -> int:
         """Brings the cached prefix of `tokens` up to the GPU; returns how many blocks move."""
         state, cache = self.state, self.cache
-        match = self.tree.match(scope, tokens, partial=False)
+        match = self.tree.match(scope, tokens)
         if not match.path or match.path[-1].tier == GPU:
             return 0
         needs, supply = [0] * len(state.pools), state.supply(scope.tenant)

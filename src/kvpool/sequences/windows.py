@@ -52,8 +52,8 @@ class RowWindows:
         for group, ids in held:
             self.readers.leave(tip, group, 0, 0, ids)
 
-    def hold_source(self, match: Match, change: int) -> None:
-        """Protects (`change` 1) or lets go of (-1) the windowed blocks of the block that is about to be copied."""
+    def hold_source(self, match: Match, holds: bool) -> None:
+        """Protects (`holds`) or lets go of the windowed blocks of the block that is about to be copied."""
         source = match.partial
         assert source is not None
         if source.tier != GPU:
@@ -61,7 +61,7 @@ class RowWindows:
         index = match.num_blocks - source.start
         for group in self.context.windowed:
             ids = source.ids[group.index][index : index + 1]
-            if change > 0:
+            if holds:
                 self.readers.enter(source.root, group, ids)
             else:
                 self.readers.leave(source, group, match.num_blocks, match.num_blocks, ids)
