@@ -94,40 +94,42 @@ TARGET static void pack_columns(const void *given, long first, long last) {
             }
 }
 
-/* Two tiles from one part of a step */
-#define LOAD(one, other, from, part)                       \
-    _tile_loadd(one, (from) + (part) * 2 * TILE, 64);      \
-    _tile_loadd(other, (from) + (part) * 2 * TILE + TILE, 64)
-#define LOAD_ROWS(part) LOAD(4, 5, rows, part)
-#define LOAD_COLUMNS(part) LOAD(6, 7, columns, part)
-#define MULTIPLY()             \
-    _tile_dpbf16ps(0, 4, 6);   \
-    _tile_dpbf16ps(1, 4, 7);   \
-    _tile_dpbf16ps(2, 5, 6);   \
-    _tile_dpbf16ps(3, 5, 7)
+/* Tiles 4 and 5 have one part of the rows, 6 and 7 one of the columns, 0 to 3 the sums. A tile is loaded as soon as the
+   products that read it have begun, before other products: while another thread runs on the core, it does not begin loads
+   early by itself, and waits for each that is needed at once. */
+#define ROWS(tile, part) _tile_loadd(tile, rows + (part) * 2 * TILE + (tile - 4) * TILE, 64)
+#define COLUMNS(tile, part) _tile_loadd(tile, columns + (part) * 2 * TILE + (tile - 6) * TILE, 64)
+#define ADD(sum, row, column) _tile_dpbf16ps(sum, row, column)
+
+/* Asks for a sixth of the next step, into the first cache. */
+INLINE void ask(const uint16_t *rows, const uint16_t *columns, int sixth) {
+    for (int line = sixth * LINES / 6; line < (sixth + 1) * LINES / 6; line++) {
+        __builtin_prefetch((const char *)rows + line * LINE, 0, 3);
+        __builtin_prefetch((const char *)columns + line * LINE, 0, 3);
+    }
+}
 
 /* SIDE rows times SIDE columns. Each pair of parts has one in common with the pair before. Meanwhile some lines of memory
    that are needed next are asked for. */
 INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long steps, const char *next, long lines, float *sums) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long step = 0; step < steps; step++, rows += STEP, columns += STEP) {
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    ROWS(4, 2); ROWS(5, 2); COLUMNS(6, 0); COLUMNS(7, 0);
+    for (long step = 1; step <= steps; step++) {
+        const long ahead = step < steps ? STEP : 0; /* the last step has none behind it, and loads its own again */
         for (long i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
-        LOAD_ROWS(2);
-        LOAD_COLUMNS(0);
-        MULTIPLY();
-        LOAD_ROWS(1);
-        MULTIPLY();
-        LOAD_COLUMNS(1);
-        MULTIPLY();
-        LOAD_ROWS(0);
-        MULTIPLY();
-        LOAD_COLUMNS(2);
-        MULTIPLY();
-        LOAD_COLUMNS(0);
-        MULTIPLY();
+        ask(rows + ahead, columns + ahead, 0);
+        ADD(0, 4, 6); ADD(1, 4, 7); ROWS(4, 1); ADD(2, 5, 6); ADD(3, 5, 7); ROWS(5, 1);
+        ask(rows + ahead, columns + ahead, 1);
+        ADD(0, 4, 6); ADD(1, 4, 7); ADD(2, 5, 6); COLUMNS(6, 1); ADD(3, 5, 7); COLUMNS(7, 1);
+        ask(rows + ahead, columns + ahead, 2);
+        ADD(0, 4, 6); ADD(2, 5, 6); ADD(1, 4, 7); ROWS(4, 0); ADD(3, 5, 7); ROWS(5, 0);
+        ask(rows + ahead, columns + ahead, 3);
+        ADD(0, 4, 6); ADD(1, 4, 7); ADD(2, 5, 6); COLUMNS(6, 2); ADD(3, 5, 7); COLUMNS(7, 2);
+        ask(rows + ahead, columns + ahead, 4);
+        ADD(0, 4, 6); ADD(2, 5, 6); COLUMNS(6, 0); ADD(1, 4, 7); ADD(3, 5, 7); COLUMNS(7, 0);
+        ask(rows + ahead, columns + ahead, 5);
+        rows += ahead, columns += ahead;
+        ADD(0, 4, 6); ADD(2, 5, 6); COLUMNS(6, 0); ADD(1, 4, 7); ROWS(4, 2); ADD(3, 5, 7); COLUMNS(7, 0); ROWS(5, 2);
     }
     _tile_stored(0, sums, SIDE * sizeof(float));
     _tile_stored(1, sums + SIDE / 2, SIDE * sizeof(float));
