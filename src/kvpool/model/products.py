@@ -1,8 +1,12 @@
-"""Matrix products on a CPU, each in the way that a short measurement finds fastest for its shape and number of rows.
+"""Matrix products on a CPU, each in the way that is best for its shape and number of rows.
 
 The library that torch uses for a product, and its speed, depend on the processor, the type and the order of the factors. For
 sixteen rows the plain order can take 1.4 times as long as the other one, and for many rows the other way round. 16-bit types
 without instructions for them can take two hundred times as long as float32.
+
+One way is expected to be the best (`_expected`). A short measurement at the start finds another one only if that is clearly
+faster. The measurement alone would choose by chance: while another program has the other thread of a core, everything takes
+twice as long, and AMX four times.
 
 Each of these libraries copies the weight into the order of its loops, in every call. For few rows that takes longer than the
 product. `packed` has a copy in that order, and code in C (`kernels/_products.c`) that reads it. `split` has a copy of which
@@ -12,9 +16,10 @@ are copied where all copies together take at most a quarter of the memory that i
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import truediv
 from types import ModuleType
 from typing import Any, TypeAlias, TypeGuard
 
@@ -25,17 +30,18 @@ from torch.nn.functional import linear
 from kvpool.kernels import compiled_products, compiled_split_products
 from kvpool.storage.memory import free_bytes
 
+log = logging.getLogger("kvpool")
+
 Way: TypeAlias = Callable[[Tensor, Any], Tensor]  # x [rows, in] and a weight [out, in], maybe packed, give [rows, out]
 
-_ROWS = (1, 4, 16, 64, 256)  # rows of x that are measured; other numbers use the nearest of these
-_MANY_ROWS = 256  # from here on, ...
-_MANY_ROWS_BYTES = 2**22  # ... so much of a weight is measured, which need not come from memory
+# Rows of x that are measured, with so many bytes of different weights. Few rows: weights come from memory as in a step, not
+# from a cache. Other numbers of rows use the way of the next one here, more that of the last.
+_BYTES = {1: 2**24, 4: 2**24, 16: 2**24, 64: 2**22, 256: 2**22}
+_ROWS = tuple(_BYTES)
 _SMALLEST = 2**16  # elements of a weight; with fewer, the call costs more than the product
-_COLD_BYTES = 2**24  # of different weights, so that they come from memory as in a step, not from a cache
-_MOST_SECONDS = 0.75  # of CPU time, for one shape
-_GAIN = 0.93  # another way is used if it takes at most this share of the plain product's time
+_TURNS = 5  # in which all ways are measured, one after the other
+_GAIN = 0.8  # another way is used if it takes at most this share of the expected one's time, in every turn
 _SLOW = 3.0  # a way that takes so many times as long as the best is not tried with more rows
-_SPLIT_ROWS = 64  # from here on `split` is tried: it multiplies 32 rows at a time
 _PART = 2**18  # elements of a weight that are converted at a time, so that they stay in a core's cache
 _COPIES = 0.25  # of the free memory, for packed weights
 
@@ -159,6 +165,8 @@ def choose_products(model: nn.Module) -> int:
         if key not in _measured:
             _measured[key] = _fastest([module.weight for module in modules], copied)
         ways = _measured[key]
+        names = " ".join(f"{rows}:{way.__name__}" for rows, way in zip(_ROWS, ways, strict=True))
+        log.debug("%d products with [%d, %d] in %s, by rows: %s", len(modules), *shape[:3], names)
         if any(way is not plain for way in ways):
             changed += len(modules)
             for module in modules:
@@ -199,35 +207,34 @@ def _is_plain(module: nn.Linear) -> bool:
 
 
 def _place(num_rows: int) -> int:
-    """The index of the nearest number in `_ROWS`, by ratio."""
+    """The index of the first number in `_ROWS` that is not smaller, or of the last."""
     return min((max(num_rows, 1) * 2 - 1).bit_length() // 2, len(_ROWS) - 1)
 
 
+def _expected(rows: int, ways: Sequence[Way]) -> Way:
+    """The best way as far as is known. AMX multiplies 32 rows at a time. One row takes as long as reading the weight."""
+    order = [split] * (rows > 64) + [packed] * (rows > 1) + [plain, *ways]
+    return next(way for way in order if way in ways)
+
+
 def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...]:
-    """The fastest way for each number of rows. When the time is up, larger numbers use the way of the last measured one."""
+    """The way for each number of rows: the expected one, or another if that is clearly faster."""
     first = weights[0]
-    row = first[0].nbytes
-    # Columns of the product cost the same, so a part of a large weight stands for all of it
-    cold = [weight[: max(1, _COLD_BYTES // row)] for weight in weights[: max(1, _COLD_BYTES // first.nbytes)]]
-    part = [first[: max(1, _MANY_ROWS_BYTES // row)]]
     ways: list[Way] = [plain, swapped, *(copied if first.dtype == torch.float32 else [in_float32])]
     chosen: list[Way] = []
-    began = time.process_time()
-    rate = 0.0  # seconds for a multiplication, as far as is known
     for rows in _ROWS:
-        start = time.process_time()
-        used = cold if rows < _MANY_ROWS else part
-        work = rows * sum(weight.numel() for weight in used)
-        if chosen and start - began + rate * work > _MOST_SECONDS:
-            chosen.append(chosen[-1])
-            continue
+        expected = _expected(rows, ways)
+        tried = [way for way in ways if way is not split or way is expected]
+        # Columns of the product cost the same, so a part of a large weight stands for all of it
+        size = _BYTES[rows]
+        some = [weight[: max(1, size // first[0].nbytes)] for weight in weights[: max(1, size // first.nbytes)]]
         x = torch.ones(rows, first.shape[1], dtype=first.dtype)
-        tried = [way for way in ways if way is not split or rows >= _SPLIT_ROWS]
-        seconds = {way: min(times) for way, times in zip(tried, _interleaved(x, used, tried), strict=True)}
-        rate = (time.process_time() - start) / work
-        best = min(seconds, key=seconds.__getitem__)
-        chosen.append(plain if seconds[best] >= _GAIN * seconds.get(plain, math.inf) else best)
-        ways = [way for way in ways if seconds.get(way, 0.0) <= _SLOW * seconds[best]]
+        seconds = dict(zip(tried, _interleaved(x, some, tried), strict=True))
+        shares = {way: max(map(truediv, seconds[way], seconds[expected])) for way in tried}
+        best = min(shares, key=shares.__getitem__)
+        chosen.append(best if shares[best] <= _GAIN else expected)
+        least = min(map(min, seconds.values()))
+        ways = [way for way in ways if min(seconds.get(way, [0.0])) <= _SLOW * least]
     return tuple(chosen)
 
 
@@ -236,7 +243,7 @@ def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> l
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in ways]
     given = [[_copies(weight, [way]).get(way, weight) for weight in weights] for way in ways]
-    for turn in range(4):
+    for turn in range(_TURNS + 1):
         for way, operands, list_of_times in zip(ways, given, times, strict=True):
             start = clock()
             for operand in operands if turn else operands[:1]:  # the first call of a shape initialises things
