@@ -73,7 +73,7 @@ class Directory:
 
     def unlock(self) -> None:
         """Lets another process write."""
-        if self._lock_fd >= 0:
+        if self._lock_fd != -1:
             _locked_here.discard(_file_id(self._lock_fd))
             os.close(self._lock_fd)
             self._lock_fd = -1

@@ -57,15 +57,13 @@ class Loading:
             finished = call.next() if call.num_pending else None
             if finished is None:  # the deadline
                 break
-            read = in_flight.pop(finished.number)
-            outcome = finished.outcome
-            if finished.buffer is not None:
-                outcome = _taken(read, finished.buffer) if outcome == Outcome.OK else outcome
-                self._workers.give_buffer(finished.buffer)
-            if outcome == Outcome.FAILED and finished.outcome == Outcome.OK:
+            read, outcome = in_flight.pop(finished.number), finished.outcome
+            assert finished.buffer is not None
+            if outcome == Outcome.OK and not _taken(read, finished.buffer):
                 outcome = self._doubted(read)
                 if outcome == Outcome.LATE:
                     waiting.appendleft(read._replace(attempt=read.attempt + 1))
+            self._workers.give_buffer(finished.buffer)
             outcomes[read.number] = outcome
             if outcome == Outcome.OK:
                 self._left_unfilled(out[read.number].nbytes - read.out.nbytes)
@@ -158,16 +156,16 @@ class Loading:
             state.end_job(slab)
 
 
-def _taken(read: _Read, buffer: Buffer) -> Outcome:
-    """Checks a value, and copies it to the caller unless it was read straight into its memory."""
+def _taken(read: _Read, buffer: Buffer) -> bool:
+    """Checks a value, and copies it to the caller unless it was read straight into its memory; False if it is damaged."""
     if read.keeper is not None:
-        return Outcome.OK if is_whole(buffer.view(HEADER_BYTES), read.key, read.out) else Outcome.FAILED
+        return is_whole(buffer.view(HEADER_BYTES), read.key, read.out)
     memory = buffer.view(PAGE + pages(read.out.nbytes))
     data = memory[PAGE : PAGE + read.out.nbytes]
     if not is_whole(memory[:HEADER_BYTES], read.key, data):
-        return Outcome.FAILED
+        return False
     np.copyto(np.frombuffer(read.out, np.uint8), np.frombuffer(data, np.uint8))  # lets other threads run
-    return Outcome.OK
+    return True
 
 
 def _is_aligned(view: memoryview) -> bool:

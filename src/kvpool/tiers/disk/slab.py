@@ -316,7 +316,7 @@ class Slab:
     def close(self) -> None:
         """Closes its files."""
         for fd in (self.data_fd, self.index_fd):
-            if fd >= 0:
+            if fd != -1:
                 os.close(fd)
         self.data_fd = self.index_fd = -1
 

@@ -86,13 +86,11 @@ class Region:
         records_bytes = self._first + self.num_slabs * self._per_slab * _RECORD.size
         self.fd = _opened(directory / REGION, self.num_bytes)
         try:
-            os.posix_fallocate(self.fd, 0, self.num_bytes)  # a page that cannot be had later would kill an engine
+            _allocate(self.fd, directory, self.num_bytes)
             records = _opened(directory / SLOTS, records_bytes)
-        except OSError as error:
+        except BaseException:
             os.close(self.fd)
-            raise ConfigError(
-                f"{directory} has no room for {self.num_bytes:,} bytes ({error.strerror}); take a smaller --bytes"
-            ) from None
+            raise
         self.memory = map_region(self.fd, self.num_bytes)
         self._records = mmap.mmap(records, records_bytes)
         os.close(records)
@@ -176,13 +174,27 @@ def _opened(path: Path, num_bytes: int) -> int:
             os.close(fd)
             path.unlink()
             fd = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, num_bytes)
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
     except NotPlainError as error:
         raise ConfigError(f"{path} is {error.strerror}; remove it, and the node makes its own") from None
     except OSError as error:
         raise ConfigError(f"cannot make {path} ({error.strerror}); name a directory that you can write to") from None
     return fd
+
+
+def _allocate(fd: int, directory: Path, num_bytes: int) -> None:
+    """Takes the memory of a region now: a page that cannot be had later would kill an engine."""
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} has no room for {num_bytes:,} bytes ({error.strerror}); take a smaller --bytes"
+        ) from None
 
 
 def available_memory() -> int:

@@ -69,16 +69,16 @@ class NodeServer:
         check_int(num_bytes, "bytes", MIN_BYTES, MAX_BYTES, ConfigError)
         self.directory = directory
         self._silence = silence_seconds
-        self._lock = _locked(directory)
-        try:
+        with contextlib.ExitStack() as after_errors:
+            self._lock = _locked(directory)
+            after_errors.callback(os.close, self._lock)
             check_room(directory, num_bytes)
             region = Region(directory, num_bytes)
+            after_errors.callback(region.close)
             self.is_warm = region.is_warm
             self.index = NodeIndex(region, policy, quotas)
             self._listener = _listening(directory / wire.SOCKET)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            after_errors.pop_all()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self.service = NodeService(self.index, Behind(tiers, self._post))
@@ -291,10 +291,14 @@ def _check_private(directory: Path) -> None:
 
 def _listening(path: Path) -> socket.socket:
     """A socket that only this user may connect to."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path.unlink(missing_ok=True)  # of a node that was killed: this one has the lock
-    listener.bind(str(path))  # in a directory that nobody else can enter
-    os.chmod(path, 0o600)
-    listener.listen(128)
-    listener.setblocking(False)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(str(path))  # in a directory that nobody else can enter
+        os.chmod(path, 0o600)
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
     return listener

@@ -1,0 +1,563 @@
+"""A node and its engines where something is not as usual: other users, nodes that lie, sockets that fail, full memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nodes import MEGABYTE, RawClient, needs_linux, node_folder, node_thread
+from servers import eventually
+
+from kvpool.errors import ConfigError
+from kvpool.testing import VALUE_BYTES, key, load, store, value
+from kvpool.tiers import Fingerprint, KeySpace, MemoryTier, NodeTier, Outcome
+from kvpool.tiers.contract import Worth
+
+pytestmark = needs_linux
+
+if hasattr(os, "eventfd"):
+    from kvpool.tiers.node import connection as connection_module
+    from kvpool.tiers.node import lending, node_tier, ranking, region, server, wire
+    from kvpool.tiers.node.connection import Connection, LostNodeError
+    from kvpool.tiers.node.index import NodeIndex
+    from kvpool.tiers.node.region import Region
+    from kvpool.tiers.node.values import Holder, Quotas
+    from kvpool.tiers.node.wire import Verb
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with node_folder() as found:
+        yield found
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- a node that is not what it should be ----------------------------------------------------------------------------
+
+
+@contextmanager
+def liar(folder: Path, answer: Callable[[socket.socket], None]) -> Iterator[None]:
+    """Something that listens where a node should, hears one message and answers as a test wants."""
+    folder.mkdir()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / wire.SOCKET))
+    listener.listen(1)
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            if connection.recv(wire.MAX_MESSAGE):
+                answer(connection)
+                connection.settimeout(SECONDS)
+                connection.recv(1)  # until the client leaves
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    thread.join(SECONDS)
+    listener.close()
+
+
+def says(packet: bytes, *sizes: int) -> Callable[[socket.socket], None]:
+    """Sends a packet, and memory of these sizes with it."""
+
+    def send(connection: socket.socket) -> None:
+        fds = [os.memfd_create("memory") for _ in sizes]
+        for fd, size in zip(fds, sizes, strict=True):
+            os.ftruncate(fd, size)
+        socket.send_fds(connection, [packet], fds)
+        for fd in fds:
+            os.close(fd)
+
+    return send
+
+
+def hello(number: int) -> bytes:
+    return wire.message(Verb.HELLO, 0, number)
+
+
+LIES: list[tuple[Callable[[], Callable[[socket.socket], None]], str]] = [
+    (lambda: lambda connection: connection.shutdown(socket.SHUT_RDWR), "the node ended the connection"),
+    (lambda: says(b"short"), "a message has at least 12 bytes, and this one 5"),
+    (
+        lambda: says(bytes([99]) + hello(4096)[1:], 4096),
+        "it speaks version 99 of the protocol, and this kvpool version 1",
+    ),
+    (lambda: says(wire.message(Verb.REFUSED, 0, 0, b"too many")), "the node refused: too many"),
+    (lambda: says(wire.message(Verb.STATS), 4096), "the node answered 12 to 1"),
+    (lambda: says(hello(4096)), "the node sent no memory"),
+    (lambda: says(hello(8192), 4096), "the node promised 8192 bytes of memory and sent 4096"),
+    (lambda: says(hello(0), 4096), "the node promised 0 bytes of memory and sent 4096"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LIES)))
+def test_given_a_node_that_lies_then_nothing_is_used_of_it_and_the_reason_is_told(folder: Path, number: int) -> None:
+    make, problem = LIES[number]
+    files = open_files()
+    with (
+        liar(folder / "n", make()),
+        pytest.raises(LostNodeError, match=problem),
+    ):
+        Connection(folder / "n", "engine", (), SECONDS)
+    assert open_files() == files
+
+
+def test_given_a_node_of_another_user_then_nobody_talks_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_thread(folder, MEGABYTE):
+        monkeypatch.setattr(connection_module.wire, "peer_of", lambda _: (1, os.getuid() + 1))
+        with pytest.raises(LostNodeError, match=f"the node in {folder} belongs to another user"):
+            Connection(folder, "engine", (), SECONDS)
+
+
+def test_given_a_node_that_says_nothing_then_its_client_waits_only_so_long(folder: Path) -> None:
+    with liar(folder / "n", lambda _: None), pytest.raises(TimeoutError):
+        Connection(folder / "n", "engine", (), 0.02)
+
+
+def test_given_a_place_outside_the_memory_then_it_is_not_read(folder: Path) -> None:
+    with node_thread(folder, MEGABYTE):
+        node = Connection(folder, "engine", (), SECONDS)
+        assert node.slot((MEGABYTE - 10, 10, 0)).nbytes == 10
+        with pytest.raises(LostNodeError, match="the node named a place outside its memory"):
+            node.slot((MEGABYTE - 10, 11, 0))
+        assert node.is_quiet()
+        node.close()
+        assert not node.is_quiet()
+
+
+def test_given_two_connections_then_the_memory_is_mapped_once_in_this_process(folder: Path) -> None:
+    with node_thread(folder, MEGABYTE):
+        one, two = (Connection(folder, "engine", (), SECONDS) for _ in range(2))
+        assert one.region is two.region
+        one.close()
+        two.close()
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+class Introduced(MemoryTier):
+    """Behind a node: notes whose keys will come."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.prefixes: list[bytes] = []
+
+    def introduce(self, space: KeySpace) -> None:
+        self.prefixes.append(space.prefix)
+
+
+def test_given_a_model_then_a_node_hears_of_it_also_if_it_is_started_later(folder: Path) -> None:
+    space, long = (KeySpace(Fingerprint(name, "weights", 16, ())) for name in ("model", "m" * wire.MAX_MESSAGE))
+    behind = Introduced()
+    with NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
+        tier.introduce(long)  # no message could hold it
+        tier.introduce(space)
+        assert list(tier._spaces) == [space.prefix]
+        with node_thread(folder, MEGABYTE, tiers=[behind]):
+            assert tier.contains([key(1)]) == [False]
+            (connection,) = tier._idle
+            tier.introduce(space)  # the next call has a connection that tells it
+            assert connection not in tier._idle
+            assert store(tier, [1]) == [Outcome.OK]
+        assert behind.prefixes == [space.prefix]
+
+
+def test_given_a_deadline_that_passed_meanwhile_then_what_is_not_copied_is_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node_thread(folder, MEGABYTE), NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
+        store(tier, [1])
+        now, lease = time.monotonic, lending.lease
+
+        def slow(*given: Any) -> Any:
+            found = lease(*given)
+            monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * SECONDS)
+            return found
+
+        for where, call in ((node_tier, "load"), (lending, "lend")):
+            monkeypatch.setattr(where, "lease", slow)
+            if call == "load":
+                assert load(tier, [1, 2])[0] == [Outcome.LATE, Outcome.MISS]
+            else:
+                loan = tier.lend([key(1), key(2)], [VALUE_BYTES] * 2)
+                assert loan is not None
+                assert (loan.outcomes, [len(view) for view in loan.views]) == ([Outcome.LATE, Outcome.MISS], [0, 0])
+                loan.release()
+            monkeypatch.undo()
+        assert load(tier, [1]) == ([Outcome.OK], [value(1)])
+
+
+def test_given_a_loan_that_ends_after_its_tier_was_closed_then_its_connection_ends_too(folder: Path) -> None:
+    with node_thread(folder, MEGABYTE) as node:
+        tier = NodeTier(f"node:{folder}?timeout={SECONDS}")
+        store(tier, [1])
+        loan = tier.lend([key(1)], [VALUE_BYTES])
+        assert loan is not None
+        tier.close()
+        eventually(lambda: node.call(node.stats, SECONDS)["num_clients"] == 1, "the loan keeps its connection")
+        assert bytes(loan.views[0]) == value(1)
+        loan.release()
+        eventually(lambda: node.call(node.stats, SECONDS)["num_clients"] == 0, "the connection has ended")
+        assert (tier._num_lent, len(tier._idle)) == (0, 0)
+
+
+def test_given_a_process_that_was_forked_then_it_leaves_the_connections_to_its_parent(folder: Path) -> None:
+    with node_thread(folder, MEGABYTE), NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
+        store(tier, [1])
+        (connection,) = list(tier._idle)
+        tier._pid = -1  # as in the child
+        assert tier._take() is None
+        assert tier._pid == os.getpid()
+        assert connection.is_quiet()  # not closed
+        assert load(tier, [1]) == ([Outcome.OK], [value(1)])
+        connection.close()
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_given_a_probe_then_its_connection_is_used_unless_the_tier_was_closed(folder: Path, is_closed: bool) -> None:
+    tier = NodeTier(f"node:{folder}?timeout={SECONDS}")
+    tier._breaker.failed("down")
+    tier._probe()
+    assert (tier._breaker.allows(), list(tier._idle)) == (False, [])
+    with node_thread(folder, MEGABYTE) as node:
+        tier._breaker._open_until = 0.0
+        assert tier._breaker.claim_probe()
+        tier._closed = is_closed
+        tier._probe()
+        assert (tier._breaker.allows(), len(tier._idle)) == (True, 0 if is_closed else 1)
+        tier._closed = False
+        tier.close()
+        eventually(lambda: node.call(node.stats, SECONDS)["num_clients"] == 0, "the connection has ended")
+
+
+# --- the node's side -------------------------------------------------------------------------------------------------
+
+
+def test_given_an_answer_from_behind_that_cannot_be_used_then_it_is_logged_and_the_node_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a mistake")
+
+    with node_thread(folder, MEGABYTE) as node:
+        node._post(fails)
+        assert node.call(lambda: 7, SECONDS) == 7
+    assert "node: what tiers behind it brought was not used" in caplog.text
+    assert "RuntimeError: a mistake" in caplog.text
+
+
+def refused(folder: Path) -> str:
+    """What a client hears that is not let in."""
+    client = RawClient(folder, b"")
+    found = client.heard()
+    assert (found.verb, client.socket.recv(1)) == (Verb.REFUSED, b"")
+    return bytes(found.body).decode()
+
+
+@pytest.mark.parametrize(("most", "of_process"), [(2, 100), (100, 2)])
+def test_given_as_many_clients_as_may_be_then_the_next_is_refused_until_one_leaves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, of_process: int
+) -> None:
+    monkeypatch.setattr(server, "MAX_CLIENTS", most)
+    monkeypatch.setattr(server, "MAX_OF_PROCESS", of_process)
+    with node_thread(folder, MEGABYTE) as node:
+        clients = [RawClient(folder), RawClient(folder)]
+        said = refused(folder)
+        assert said == f"process {os.getpid()} has 2 connections, and all processes 2"
+        clients.pop().socket.close()
+        eventually(lambda: len(node._peers) == 1, "a client has left")
+        clients.append(RawClient(folder))
+        for client in clients:
+            client.socket.close()
+        eventually(lambda: not node._of_process, "nobody is left")
+
+
+def test_given_a_client_of_another_user_then_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_thread(folder, MEGABYTE):
+        uid = os.getuid()
+        monkeypatch.setattr(server.wire, "peer_of", lambda _: (77, uid + 1))
+        assert refused(folder) == f"this node belongs to user {uid}, and process 77 to user {uid + 1}"
+
+
+class Broken:
+    """A socket that cannot do one thing any more."""
+
+    def __init__(self, honest: socket.socket, name: str, error: OSError) -> None:
+        self._honest, self._name, self._error = honest, name, error
+
+    def __getattr__(self, name: str) -> Any:
+        return self._fail if name == self._name else getattr(self._honest, name)
+
+    def _fail(self, *_: Any) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "stays"),
+    [
+        ("send", OSError(errno.EMSGSIZE, "Message too long"), False),
+        ("recv_into", ConnectionResetError(), False),
+        ("recv_into", BlockingIOError(), True),
+    ],
+)
+def test_given_a_socket_that_fails_then_its_client_is_gone_and_others_go_on(
+    folder: Path, name: str, error: OSError, stays: bool
+) -> None:
+    with node_thread(folder, MEGABYTE) as node, NodeTier(f"node:{folder}?timeout={SECONDS}") as other:
+        client = RawClient(folder)
+        store(other, [1])
+
+        def spoil() -> Any:
+            peer = next(peer for peer in node._peers.values() if peer.name == "raw")
+            honest, peer.socket = peer.socket, Broken(peer.socket, name, error)
+            node._read(peer) if name == "recv_into" else node._send(peer, b"answer")
+            peer.socket = honest
+            return peer
+
+        peer = node.call(spoil, SECONDS)
+        assert (peer.is_gone, any(each is peer for each in node._peers.values())) == (not stays, stays)
+        assert node.call(node.stats, SECONDS)["cut_off"] == 0
+        assert load(other, [1]) == ([Outcome.OK], [value(1)])
+        client.socket.close()
+
+
+def test_given_a_client_that_leaves_before_it_is_greeted_then_it_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise BrokenPipeError
+
+    with node_thread(folder, MEGABYTE) as node:
+        monkeypatch.setattr(server.socket, "send_fds", fails)
+        client = RawClient(folder, b"")
+        client.socket.send(wire.message(Verb.HELLO, 0, 0, b"early"))
+        assert client.socket.recv(1) == b""
+        eventually(lambda: not node._peers, "nobody is left")
+
+
+def test_given_a_listener_that_fails_then_the_node_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_thread(folder, MEGABYTE) as node:
+        honest = node._listener
+
+        def accept() -> Any:
+            node._listener = Broken(honest, "accept", OSError(errno.EMFILE, "Too many open files"))  # type: ignore[assignment]
+            node._accept()
+            node._listener = honest
+            return len(node._peers)
+
+        assert node.call(accept, SECONDS) == 0
+        assert RawClient(folder).ask(wire.message(Verb.STATS)).verb == Verb.STATS
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "cgroup", "available"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable:   100 kB\n", None, 102_400),
+        ("MemTotal: 9 kB\nMemAvailable:   100 kB\n", ("70000", "20000"), 50_000),
+        ("MemTotal: 9 kB\nMemAvailable:   100 kB\n", ("900000", "20000"), 102_400),
+        ("MemTotal: 9 kB\nMemAvailable:   100 kB\n", ("20000", "70000"), 0),
+        ("MemTotal: 9 kB\nMemAvailable:   100 kB\n", ("max", "70000"), 102_400),
+        ("MemTotal: 9 kB\n", None, 2**62),
+        (None, ("70000", "20000"), 50_000),
+    ],
+)
+def test_given_a_machine_or_a_control_group_then_the_smaller_of_what_they_can_give_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str | None, cgroup: tuple[str, str] | None, available: int
+) -> None:
+    if meminfo is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+    for name, text in zip(("memory.max", "memory.current"), cgroup or (), strict=False):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(region, "Path", lambda path: tmp_path / path.rpartition("/")[2])
+    monkeypatch.setattr(region, "open", lambda path, **_: (tmp_path / path.rpartition("/")[2]).open(), raising=False)
+    assert region.available_memory() == available
+
+
+def test_given_a_region_larger_than_the_machine_or_its_file_system_then_it_is_refused_and_what_is_held_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(region.os, "statvfs", lambda _: SimpleNamespace(f_bavail=2, f_frsize=4096))
+    region.check_room(tmp_path, 8192)
+    with pytest.raises(
+        ConfigError, match=r"10,000 bytes of memory are free, and .* has room for 8,192; take a smaller"
+    ):
+        region.check_room(tmp_path, 8193)
+    (tmp_path / wire.REGION).write_bytes(bytes(1))
+    held = (tmp_path / wire.REGION).stat().st_blocks * 512
+    region.check_room(tmp_path, 8192 + held)
+    with pytest.raises(ConfigError, match="more than this machine can give"):
+        region.check_room(tmp_path, 8193 + held)
+    monkeypatch.setattr(region, "available_memory", lambda: 8000)
+    with pytest.raises(ConfigError, match="more than this machine can give"):
+        region.check_room(tmp_path, 8001 + held)
+
+
+def fill_up(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+def put_a_fifo(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    return lambda _, folder: os.mkfifo(folder / name)
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (fill_up, r"has no room for 1,048,576 bytes \(No space left on device\); take a smaller --bytes"),
+        (put_a_fifo("region"), "region is not a plain file but a FIFO; remove it, and the node makes its own"),
+        (put_a_fifo("slots"), "slots is not a plain file but a FIFO; remove it, and the node makes its own"),
+        (forbid, r"cannot make .*region \(Operation not permitted\); name a directory that you can write to"),
+    ],
+)
+def test_given_files_that_a_node_cannot_have_then_it_is_refused_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, problem: str
+) -> None:
+    files = open_files()
+    with monkeypatch.context() as patch:
+        spoil(patch, tmp_path)
+        with pytest.raises(ConfigError, match=problem):
+            Region(tmp_path, MEGABYTE)
+    assert open_files() == files
+
+
+@pytest.mark.parametrize("spoil", ["policy", "bind", "listen"])
+def test_given_a_node_that_cannot_begin_then_it_leaves_nothing_open_and_the_next_can(folder: Path, spoil: str) -> None:
+    class Spoilt(socket.socket):
+        def bind(self, _: object) -> None:
+            raise OSError(errno.EACCES, "Permission denied")
+
+    class Deaf(socket.socket):
+        def listen(self, _: object = 0) -> None:
+            raise OSError(errno.EACCES, "Permission denied")
+
+    files = open_files()
+    with pytest.MonkeyPatch.context() as patch:
+        if spoil != "policy":
+            patch.setattr(server.socket, "socket", Spoilt if spoil == "bind" else Deaf)
+        with pytest.raises((ConfigError, OSError)):
+            server.NodeServer(folder, MEGABYTE, policy="nobody's" if spoil == "policy" else "lru")
+    assert open_files() == files
+    with node_thread(folder, MEGABYTE), NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
+        assert store(tier, [1]) == [Outcome.OK]
+
+
+@pytest.mark.parametrize("share", [0, 0.0, -1, 1.01, True, "all", None])
+@pytest.mark.parametrize("whose", ["engine", "tenant", "tenants"])
+def test_given_a_quota_that_is_no_share_then_it_is_refused(whose: str, share: Any) -> None:
+    with pytest.raises(ConfigError, match=f"a share above 0 and up to 1, got {share!r}"):
+        Quotas(**{whose: {b"ab": share} if whose == "tenants" else share})
+
+
+def test_given_quotas_then_only_who_has_one_has_a_shelf() -> None:
+    quotas = Quotas(tenants={b"ab": 0.5})
+    assert [quotas.shelf(7, tenant) for tenant in (b"ab", b"cd")] == [(0, b"ab"), (0, b"")]
+    assert Quotas(engine=0.5, tenant=0.5, tenants={b"ab": 1}).shelf(7, b"ab") == (7, b"")
+    assert Quotas(engine=1, tenant=0.5).shelf(7, b"cd") == (0, b"cd")
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+def put(index: NodeIndex, holder: Holder, *numbers: int, worth: Worth | None = None, length: int = 3000) -> list[Any]:
+    wanted = [(key(number), length, worth or Worth()) for number in numbers]
+    reservation, slots = index.reserve(holder, wanted)
+    taken = [slot for slot in slots if slot is not None]
+    return index.commit(holder, reservation, [0] * len(taken)) if taken else []
+
+
+def test_given_values_whose_priorities_end_at_one_moment_then_they_end_together(folder: Path) -> None:
+    now = [100.0]
+    index, holder = NodeIndex(Region(folder, MEGABYTE), "priority", clock=lambda: now[0]), Holder(1)
+    values = put(index, holder, *range(5), worth=Worth(90, 0, 8.0))
+    assert len({each.created for each in values}) == 5
+    assert [each.priority for each in values] == [90] * 5
+    now[0] = 107.9
+    index._ranking.next_victim(4096)
+    assert [each.priority for each in values] == [90] * 5
+    now[0] = 108.0
+    index._ranking.next_victim(4096)
+    assert [each.priority for each in values] == [35] * 5
+    assert [record.worth for record in index.region.records()] == [Worth()] * 5
+
+
+def test_given_terms_of_values_that_are_gone_then_they_are_forgotten_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranking, "_FEW_TERMS", 4)
+    terms = ranking.Terms()
+    values: list[Any] = [SimpleNamespace(created=number, is_gone=number % 4 > 0) for number in range(40)]
+    sizes = []
+    for number, each in enumerate(values):
+        terms.add(float(number), each)
+        sizes.append(len(terms._ends))
+    assert sizes[:6] == [1, 2, 3, 4, 2, 3]  # of five, the first and the last are left
+    assert max(sizes) <= 2 * 10 + 4
+    assert terms.ended(19.0) == [each for each in values[:20] if not each.is_gone]
+    assert terms.ended(100.0) == [each for each in values[20:] if not each.is_gone]
+
+
+def test_given_two_records_of_one_key_then_the_one_used_last_stays(folder: Path) -> None:
+    memory = Region(folder, MEGABYTE)
+    index, holder = NodeIndex(memory), Holder(1)
+    first, second = put(index, holder, 1, 2)
+    record = next(each for each in memory.records() if each.key == key(2))
+    memory.write(record._replace(key=key(1), used=memory._uses[memory.row(first.slab, first.slot)] + 10))
+    again = NodeIndex(memory)
+    assert len(again) == 1
+    assert again._values[key(1)].slot == second.slot
+    assert [each.slot for each in memory.records()] == [second.slot]
+
+
+def test_given_a_tenant_whose_values_are_all_held_then_it_gets_no_more_than_its_quota(folder: Path) -> None:
+    tenant = key(1)[8:10]
+    index = NodeIndex(Region(folder, MEGABYTE), quotas=Quotas(tenants={tenant: 0.01}))
+    holder = Holder(1)
+    names = [key(1)[:10] + bytes([number]) * 22 for number in range(4)]
+    number, slots = index.reserve(holder, [(name, 3000, Worth()) for name in names])
+    assert [slot is not None for slot in slots] == [True, True, False, False]  # 10,485 bytes: two slots
+    index.commit(holder, number, [0, 0])
+    lease, hits = index.lease(holder, index.find(b"".join(names[:2])))
+    assert hits == 2
+    assert index.reserve(holder, [(names[3], 3000, Worth())])[1] == [None]
+    index.release(holder, lease)
+    assert index.reserve(holder, [(names[3], 3000, Worth())])[1] != [None]
+
+
+def test_given_a_doubt_or_a_release_then_their_messages_say_only_what_they_mean() -> None:
+    told: list[bytes] = []
+    node: Any = SimpleNamespace(tell=lambda packet, deadline: told.append(packet))
+    lending.doubt(node, [key(1), key(2)])
+    lending.release(node, 7)
+    lending.doubt(node, [])
+    lending.release(node, None)
+    assert told == [wire.message(Verb.DOUBT, 2, 0, key(1) + key(2)), wire.message(Verb.RELEASE, 0, 7)]
