@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
+from kvpool.kernels import write  # noqa: E402
+from kvpool.kernels.layout import LayerCache  # noqa: E402
 from kvpool.kernels.quantization import dequantize, quantize  # noqa: E402
-from kvpool.kernels.write import read_slots, write_slots_reference  # noqa: E402
+from kvpool.kernels.rows import CompiledRows  # noqa: E402
+from kvpool.kernels.write import read_slots, write_slots, write_slots_reference  # noqa: E402
 from kvpool.kernels.write_triton import write_slots_triton  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
+from tool_files import compiled_module  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POISON = 0xA5
@@ -65,6 +70,58 @@ def test_given_written_slots_when_read_then_they_hold_the_quantised_values_and_n
         assert torch.equal(dequantize(stored, kind, dim, factor), dequantize(expected, kind, dim, factor))
     changed = (data != POISON).sum().item()
     assert 0 < changed <= len(kept) * layout.group.bytes_per_token // 2
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    return compiled_module("_rows", tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture
+def compiled(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "code", lambda: CompiledRows(module))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("slots_type", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [d.value for d in DType])
+def test_given_compiled_code_when_it_writes_then_every_byte_is_the_reference_s(
+    dtype: str, shape: dict[str, Any], slots_type: Any
+) -> None:
+    layout = make_layout(dtype, shape)
+    values = random_kv(layout, 2 * len(SLOTS))
+    turned = [None if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in values]
+    for k, v in (values, turned):  # heads one after another, and elements of all heads side by side
+        k, v = k[::2], None if v is None else v[::2]
+        expected, data = poisoned(layout, "cpu"), poisoned(layout, "cpu")
+        write_slots_reference(layout.layer_cache(expected, 1), torch.tensor(SLOTS), k, v)
+        write_slots(layout.layer_cache(data, 1), torch.tensor(SLOTS, dtype=slots_type), k, v)
+        assert torch.equal(data, expected)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_given_a_layout_of_heads_before_tokens_then_compiled_code_writes_to_the_right_places() -> None:
+    k, v = torch.randn(2, 3, 2, 8)
+    stores = torch.zeros(2, NUM_BLOCKS, 2, BLOCK_SIZE, 8).transpose(2, 3)
+
+    write_slots(LayerCache(DType.FLOAT32, stores[0], stores[1]), torch.tensor([5, -1, 2]), k, v)
+
+    assert torch.equal(stores[0, 1, 1], k[0])
+    assert torch.equal(stores[1, 0, 2], v[2])
+    assert stores.count_nonzero() == 2 * k[[0, 2]].numel()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("slot", [NUM_BLOCKS * BLOCK_SIZE, 2**40])
+def test_given_a_slot_outside_the_store_then_compiled_code_raises_and_writes_nothing(slot: int) -> None:
+    layout = make_layout("float32", SHAPES["two heads of 8"])
+    data = poisoned(layout, "cpu")
+
+    with pytest.raises(IndexError, match=f"slot {slot} is not one of the 24"):
+        write_slots(layout.layer_cache(data, 0), torch.tensor([0, slot]), *random_kv(layout, 2))
+
+    assert (data == POISON).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

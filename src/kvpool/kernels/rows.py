@@ -71,6 +71,16 @@ class CompiledRows:
         self._module.rotate(*work, (x.data_ptr(), token * each), head * each, *angles, rotated_to, heads)
         return out.transpose(1, 2)
 
+    def put(self, rows: Tensor, slots: Tensor, target: Tensor) -> None:
+        """Copies row i [head, element], or [head], into `target[block, token]` of slot `slots[i]`; skips slots below 0."""
+        rows = rows if rows.ndim == 2 or rows.stride(2) == 1 else rows.contiguous()
+        slots = slots.long().contiguous()
+        each = target.element_size()
+        size = each * rows.shape[2:].numel()
+        given = rows.data_ptr(), *(each * stride for stride in rows.stride()[:2])
+        blocks = target.data_ptr(), *target.shape[:2], *(each * stride for stride in target.stride()[:3])
+        self._module.put(given, rows.shape[1], size, (slots.data_ptr(), slots.numel()), blocks)
+
     def _work(self, x: Tensor) -> tuple[str, int, int, int, int]:
         size = x.shape[-1]
         return self._instructions, _KINDS[x.dtype], x.numel() // size, size, torch.get_num_threads()

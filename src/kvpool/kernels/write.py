@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvpool.kernels.layout import LayerCache, current, widest_view
 from kvpool.kernels.quantization import Quantized, dequantize, quantize
+from kvpool.kernels.rows import code
 
 _FIELDS = {"k": ("k", "k_scale"), "v": ("v", "v_scale", "v_zero")}
 
@@ -24,8 +26,11 @@ def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -
 
         with current(k.device):
             write_slots_triton(cache, slots, k, v)
-    else:
+    elif (compiled := code()) is None:
         write_slots_reference(cache, slots, k, v)
+    else:
+        for target, rows in _stored(cache, k, v):
+            compiled.put(rows, slots, target)
 
 
 def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
@@ -36,13 +41,18 @@ def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor
     if not len(slots):
         return
     places = _Places.of(slots, cache.block_size)
+    for target, rows in _stored(cache, k, v):
+        _put_rows(target, places, rows)
+
+
+def _stored(cache: LayerCache, k: Tensor, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors of a layer, each with the rows that are stored in it."""
     sides = (("k", k, cache.dtype.of_keys, cache.k_factor), ("v", v, cache.dtype, cache.v_factor))
     for side, values, dtype, factor in sides:
         if values is not None:
-            stored = quantize(values, dtype, factor)
-            for field, rows in zip(_FIELDS[side], stored, strict=False):
+            for field, rows in zip(_FIELDS[side], quantize(values, dtype, factor), strict=False):
                 if rows is not None:
-                    _put_rows(getattr(cache, field), places, rows)
+                    yield getattr(cache, field), rows
 
 
 def read_slots(cache: LayerCache, slots: Tensor) -> tuple[Quantized, Quantized | None]:
