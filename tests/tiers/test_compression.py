@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from kvpool.testing import TierContract, key, value
 from kvpool.tiers import (
     CompressedTier,
     DiskTier,
+    Fingerprint,
     KeyedTier,
+    KeySpace,
     MemoryTier,
     Outcome,
     open_tier,
@@ -336,3 +340,92 @@ def test_given_a_group_of_values_then_its_scale_is_the_smallest_at_which_none_ex
     exponents = table(dtype).exponents(every[:, None]).astype(np.float64)
     assert (largest <= 448 * 2.0**exponents).all()
     assert (largest > 448 * 2.0 ** (exponents - 1)).all()
+
+
+def test_given_a_model_then_the_inner_tier_hears_of_it() -> None:
+    told: list[Any] = []
+    inner = MemoryTier(2**20)
+    inner.introduce = told.append  # type: ignore[method-assign]
+    space = KeySpace(Fingerprint("model", "weights", 16, ()))
+    CompressedTier(inner, "zstd").introduce(space)
+    assert told == [space]
+
+
+@pytest.mark.parametrize("method", ["zstd", "lz4"])
+def test_given_encoded_planes_that_were_changed_then_they_cannot_be_read(method: str) -> None:
+    codec, data = Planes("float32", method), bytes(range(256)) * 4 + b"end"
+    encoded = b"".join(codec.encode(memoryview(data)))
+    length = int.from_bytes(encoded[:8], "little")
+    assert 0 < length < 256
+
+    def decoded(changed: bytes, size: int = len(data)) -> bytes:
+        out = bytearray(size)
+        codec.decode(memoryview(changed), memoryview(out))
+        return bytes(out)
+
+    assert decoded(encoded) == data
+    for wrong, size in (
+        (encoded[:-1], len(data)),
+        (encoded + b"x", len(data)),
+        (encoded, len(data) - 1),
+        (encoded, len(data) + 4),
+        (encoded[:8] + encoded[9:], len(data)),
+        ((length + 1).to_bytes(8, "little") + encoded[8:], len(data)),
+        (b"", len(data)),
+    ):
+        with pytest.raises(Exception):  # noqa: B017,PT011  # of the codec, or of the library below it
+            decoded(wrong, size)
+
+
+def test_given_a_plane_of_another_length_then_zstd_says_so() -> None:
+    codec = Planes("bfloat16", "zstd")
+    with pytest.raises(UnreadableValueError, match="a plane of another length"):
+        codec._decompress(memoryview(codec._compress(np.zeros(100, np.uint8))), 99)
+    with pytest.raises(UnreadableValueError, match="cut short, or too long"):
+        codec.decode(memoryview(bytes(16) + b"xy"), memoryview(bytearray(1)))
+    with pytest.raises(UnreadableValueError, match="a plane of 1 bytes where 2 belong"):
+        Planes.decode(_Short(codec), memoryview((9).to_bytes(8, "little") + bytes(9)), memoryview(bytearray(4)))  # type: ignore[arg-type]
+
+
+class _Short:
+    """A codec whose library brings too little."""
+
+    def __init__(self, codec: Planes) -> None:
+        self._item = codec._item
+
+    def _decompress(self, packed: object, length: int) -> bytes:
+        return bytes(length - 1)
+
+
+def test_given_a_value_that_is_longer_than_its_buffer_then_it_is_failed_and_nothing_is_written() -> None:
+    inner = MemoryTier(2**20)
+    tier = CompressedTier(inner, "zstd")
+    tier.store([key(1)], [bytes(200)])
+    out = bytearray(b"x" * 199)
+    assert tier.load([key(1)], [out]) == [Outcome.FAILED]
+    assert out == b"x" * 199
+    assert tier.stats().load_failures == 1
+
+
+@pytest.mark.parametrize(("method", "most"), [("zstd", 19), ("lz4", 12)])
+def test_given_a_level_then_it_is_what_the_library_takes(method: str, most: int) -> None:
+    for level in (1, most):
+        codec = Planes("bfloat16", method, level)
+        assert codec.identity == f"planes 2 {method}"
+        packed = codec._compress(np.zeros(1000, np.uint8))
+        assert bytes(codec._decompress(memoryview(packed), 1000)) == bytes(1000)
+    for wrong in (0, most + 1):
+        with pytest.raises(ConfigError, match=f"level={wrong}"):
+            Planes("bfloat16", method, wrong)
+
+
+def test_given_a_method_or_a_library_that_is_not_there_then_it_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="method='zip' must be zstd or lz4"):
+        Planes("bfloat16", "zip")
+    for name, module in (("zstd", "zstandard"), ("lz4", "lz4.block")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(ConfigError, match=f"compression by {name} needs {module}: pip install"):
+                Planes("bfloat16", name)

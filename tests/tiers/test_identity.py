@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import enum
 import io
@@ -371,3 +372,40 @@ def test_given_any_head_of_a_gguf_file_then_the_offsets_of_its_tensors_are_found
     if tensors:
         with pytest.raises(ValueError, match="the file ends in its head"):
             gguf_offsets(io.BytesIO(head[:-1]))
+
+
+class Slotted:
+    """Has no fields that could be listed; its text may hold an address in memory."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Dims(ctypes.Structure):
+    _fields_ = (("heads", ctypes.c_int), ("size", ctypes.c_int))
+
+
+class Struct:
+    """As msgspec makes them."""
+
+    __struct_fields__ = ("heads",)
+    __slots__ = ("heads",)
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+
+def test_given_objects_without_a_dictionary_then_their_fields_or_their_text_count_and_no_address_does() -> None:
+    told = [Slotted("float16"), Slotted("float32"), Dims(1, 2), Dims(1, 3), Dims(2, 2), Struct(1), Struct(2), Plain]
+    assert len({settings_id({"a": each}) for each in told}) == len(told)
+    assert settings_id({"a": Slotted("<x at 0x7f01>")}) == settings_id({"a": Slotted("<x at 0x7f02>")})
+    assert settings_id({"a": Slotted("<x at 0x7f01>")}) == settings_id({"a": "Slotted"})
+    assert settings_id({"a": Dims(1, 2)}) == settings_id({"a": {"heads": 1, "size": 2}})
+    assert settings_id({"a": Struct(4)}) == settings_id({"a": {"heads": 4}})
+    assert settings_id({"a": Kind.A}) == settings_id({"a": "Kind.A"})
+    assert settings_id({"a": len}) == settings_id({"a": "builtins.len"})

@@ -15,8 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from models import tiny_model  # noqa: E402
 
+from kvpool import KVCacheConfig, LayerSpec  # noqa: E402
+from kvpool.errors import ConfigError  # noqa: E402
+from kvpool.tiers import DiskTier, KeySpace, MemoryTier  # noqa: E402
 from kvpool.tiers.identity import OF_TRANSFORMERS  # noqa: E402
-from kvpool.tiers.model_tiers import model_id, weights_id  # noqa: E402
+from kvpool.tiers.keys import Shard  # noqa: E402
+from kvpool.tiers.model_tiers import ModelTiers, model_id, weights_id  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +84,141 @@ def test_given_adapters_in_the_layers_of_a_model_then_which_are_active_and_how_t
     assert len(found) == 6
     del layer.merged_adapters
     assert model_id(adapted) == model_id(model)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+)
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3), (2, 3, 4)])
+def test_given_a_tensor_of_any_type_and_shape_then_every_number_and_its_place_count(dtype: Any, shape: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer(
+                "numbers", torch.arange(24)[: max(1, torch.Size(shape).numel())].reshape(shape).to(dtype)
+            )
+
+    model = Model()
+    found = {weights_id(model)}
+    flat = model.numbers.view(-1)
+    for place in range(len(flat)):
+        flat[place] += 1
+        found.add(weights_id(model))
+        flat[place] -= 1
+    assert len(found) == len(flat) + 1
+    if len(shape) > 1:
+        for axis in range(len(shape)):
+            model.numbers = model.numbers.flip(axis).contiguous()
+            found.add(weights_id(model))
+        assert len(found) == len(flat) + 1 + len(shape)
+    model.numbers = model.numbers.reshape(-1, 1)
+    found.add(weights_id(model))
+    assert len(found) == len(flat) + 2 + (len(shape) if len(shape) > 1 else 0)
+
+
+def test_given_a_model_without_tensors_then_it_has_an_id_too() -> None:
+    assert weights_id(torch.nn.Module()) == weights_id(torch.nn.Identity())
+
+
+CONFIG = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8)
+
+
+class Introduced(MemoryTier):
+    """Notes whose keys will come."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.prefixes: list[bytes] = []
+
+    def introduce(self, space: KeySpace) -> None:
+        self.prefixes.append(space.prefix)
+
+
+def made(tiers: Any = None, disk: Any = None, disk_bytes: Any = None, **more: Any) -> ModelTiers:
+    return ModelTiers.of(tiers, disk, disk_bytes, **{"tier_timeout": 2.0, "tier_min_uses": 1, **more})
+
+
+def test_given_keywords_then_tiers_have_the_addresses_that_they_mean(tmp_path: Path) -> None:
+    mine = MemoryTier(2**20)
+    assert made([mine]) == ModelTiers((mine,), None, None, 2.0, 1)
+    assert (
+        made(None, tmp_path)
+        == made(None, str(tmp_path))
+        == ModelTiers((), f"disk:{tmp_path}?bytes={10 * 2**30}", None, 2.0, 1)
+    )
+    assert made((), "d", 2**21, remote="redis://h", tier_timeout=0.5, tier_min_uses=3) == ModelTiers(
+        (), "disk:d?bytes=2097152", "redis://h", 0.5, 3
+    )
+    assert made((), "disk:d?bytes=5MB", remote="redis://h").disk == "disk:d?bytes=5MB"
+    assert made((), "disk:d?bytes=5MB", remote="redis://h").remote == "redis://h"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tiers": "redis://h"}, "tiers must be a list of KeyedTier, fastest first, got 'redis://h'"),
+        ({"tiers": MemoryTier(2**20)}, "tiers must be a list of KeyedTier, fastest first, got "),
+        ({"tiers": [7]}, "tiers must be a list of KeyedTier, fastest first; 7 is no KeyedTier"),
+        (
+            {"disk": "disk:d", "disk_bytes": 5},
+            "disk_bytes=5 beside the address of a disk tier: write ?bytes= in the address",
+        ),
+    ],
+)
+def test_given_wrong_keywords_then_they_are_refused_by_name(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(**given)
+    assert str(caught.value).startswith(said)
+
+
+def test_given_tiers_then_they_are_opened_in_order_and_hear_whose_keys_come(model: Any, tmp_path: Path) -> None:
+    assert made().open(model, CONFIG) is None
+    mine = Introduced()
+    opened = made([mine], tmp_path / "d", 2**20, tier_timeout=0.5, tier_min_uses=3).open(model, CONFIG)
+    assert opened is not None
+    with opened.tiers[1] as disk:
+        assert isinstance(disk, DiskTier)
+        assert (list(opened.tiers), list(opened.owned)) == ([mine, disk], [disk])
+        assert (opened.timeout, opened.min_uses) == (0.5, 3)
+        prefix = opened.keys.space.prefix
+        assert mine.prefixes == [prefix]
+        described = disk.directory.descriptions()[prefix]
+        assert (described["model"], described["weights"]) == (model_id(model), weights_id(model))
+    uncached = KVCacheConfig(
+        [LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8, enable_prefix_caching=False
+    )
+    with pytest.raises(ConfigError, match="tiers need enable_prefix_caching, because loaded blocks are found"):
+        made([mine]).open(model, uncached)
+
+
+def test_given_a_draft_a_rotation_or_ranks_then_keys_are_others_and_each_rank_has_its_own_folder(
+    model: Any, tmp_path: Path
+) -> None:
+    mine = MemoryTier(2**20)
+
+    def space(**how: Any) -> Any:
+        found = made([mine]).open(model, CONFIG, **how)
+        assert found is not None
+        return found.keys.space
+
+    plain, draft, rotated = space(), space(draft=model), space(are_rotated=True)
+    assert draft.fingerprint.model == f"{plain.fingerprint.model} {plain.fingerprint.model}"
+    assert draft.fingerprint.weights == f"{weights_id(model)} {weights_id(model)}"
+    assert rotated.fingerprint.model == f"{plain.fingerprint.model} with rotated keys and values"
+    asked: list[str] = []
+
+    def exchange(own: str) -> list[str]:
+        asked.append(own)
+        return [own, "other"]
+
+    ranks = [space(shard=Shard(rank, 2), exchange=exchange) for rank in range(2)]
+    assert asked == [weights_id(model)] * 2
+    assert ranks[0].fingerprint.weights == ranks[1].fingerprint.weights != weights_id(model)
+    assert len({each.prefix for each in (plain, draft, rotated, *ranks)}) == 5
+    opened = made((), f"disk:{tmp_path}/d?bytes=1MB&threads=1").open(
+        model, CONFIG, shard=Shard(1, 2), exchange=exchange
+    )
+    assert opened is not None
+    with opened.tiers[0] as disk:
+        assert isinstance(disk, DiskTier)
+        assert disk.directory.path == tmp_path / "d" / "rank-1-of-2"

@@ -561,3 +561,14 @@ def test_given_a_doubt_or_a_release_then_their_messages_say_only_what_they_mean(
     lending.doubt(node, [])
     lending.release(node, None)
     assert told == [wire.message(Verb.DOUBT, 2, 0, key(1) + key(2)), wire.message(Verb.RELEASE, 0, 7)]
+
+
+def test_given_a_slab_that_is_divided_anew_then_nothing_is_left_of_what_its_records_said(folder: Path) -> None:
+    memory = Region(folder, 2 * MEGABYTE)
+    for slab in range(2):
+        memory.divide(slab, 4096)
+        memory.write(region.Record(slab, 3, key(slab), 100, 7, 8, 9))
+    assert [each.slab for each in memory.records()] == [0, 1]
+    memory.divide(1, 8192)
+    assert [each.slab for each in memory.records()] == [0]
+    assert (memory.slot_bytes(0), memory.slot_bytes(1)) == (4096, 8192)
