@@ -231,6 +231,19 @@ def test_the_buffer_is_bounded_by_blocks_too() -> None:
         assert len(subscription.poll().events) == 1, "one event larger than the bound is still delivered"
 
 
+def test_a_log_keeps_events_of_a_million_blocks_unless_told_otherwise(
+    log: EventLog, subscription: Subscription
+) -> None:
+    half = [A] * 2**19
+    for _ in range(2):
+        log.updated(half, group=0, old_priority=35, new_priority=80)
+    reprioritise(log)
+    assert subscription.poll().missed == 1
+    for _ in range(2):
+        log.updated(half, group=0, old_priority=35, new_priority=80)
+    assert subscription.poll().missed == 0
+
+
 def test_events_that_everybody_has_read_are_released(log: EventLog) -> None:
     tokens = np.zeros(2, dtype=np.int32)
     kept = weakref.ref(tokens)
@@ -290,6 +303,27 @@ def test_a_snapshot_includes_removals_that_are_still_being_merged() -> None:
         manager.remove(A)
         with manager.log.subscribe() as late:
             assert late.poll().events == [Created(2, POOLS)]
+
+
+def test_a_new_snapshot_includes_removals_that_are_still_being_merged() -> None:
+    manager = FakeManager()
+    with manager.log.subscribe() as subscription:
+        manager.store(None, A)
+        manager.remove(A)
+        assert subscription.resync() == ([Created(2, POOLS)], 0, 3)
+        assert subscription.poll() == ([], 0, 3)
+
+
+def test_removals_that_nobody_read_are_forgotten_with_the_last_subscription(log: EventLog) -> None:
+    with log.subscribe(snapshot=False) as subscription:
+        store(log, None, A)
+        subscription.poll()
+        remove(log, A)
+    with log.subscribe(snapshot=False) as subscription:
+        assert subscription.poll() == ([], 0, 2)
+        remove(log, B)
+        [event] = subscription.poll().events
+        assert (event.event_id, event.digests) == (2, (B,))
 
 
 def test_after_a_gap_resync_replaces_all_unread_events() -> None:

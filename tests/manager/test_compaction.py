@@ -136,6 +136,26 @@ def test_windowed_groups_and_their_pins_move_too() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_given_a_request_that_decodes_past_its_window_then_what_it_left_moves_with_its_run(forked: bool) -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=60)
+    first = running(manager, "first", 32)
+    handle = manager.allocate("a", list(range(100, 104)))
+    manager.commit(handle)
+    handles = [handle, *manager.fork(handle, "b")] if forked else [handle]
+    for token in range(24):
+        manager.extend_batch(handles)
+        manager.commit_batch(handles, [token + number for number in range(len(handles))])
+    manager.free(first, keep=False)
+    manager.cache.evict(2)
+    assert manager.cache.defragment() > 8
+    manager.check()
+    assert used_ids(manager) == list(range(len(used_ids(manager))))
+    manager.free_batch(handles)
+    manager.check()
+    assert manager.match_prefix([*range(100, 104), *range(24), 1]).num_tokens == 28
+
+
 def test_host_blocks_of_swapped_requests_and_cached_runs_move_on_the_host() -> None:
     manager = make_manager(host_blocks=16)
     first, second = running(manager, "a", 10), running(manager, "b", 10, first=100)

@@ -51,6 +51,22 @@ def test_given_an_observer_then_it_is_told_of_each_operation_once_and_in_order()
     assert notes.told[-1] == (7.0, 1, ())
 
 
+def test_given_images_in_a_commit_then_an_observer_is_told_of_those_that_begin_there() -> None:
+    manager, notes = make_manager(), Notes()
+    handle = manager.allocate("a", [1, 9, 9, 2, 9, 9, 9], multimodal=[(1, 2, "cat"), (4, 3, "dog")], lookahead=4)
+    manager.observe(notes)
+    manager.commit(handle, [1, 9, 9])
+    manager.commit(handle, [2, 9, 9, 9])
+    manager.extend(handle, 4)
+    notes.told.pop()
+    manager.commit(handle, [8, 8, 5], multimodal=[(0, 2, "bird")])
+    manager.commit_batch([handle], None, [1])
+    items = [
+        [tuple(item) for item in arguments[-1]] if arguments[-1] is not None else None for _, _, arguments in notes.told
+    ]
+    assert items == [[(1, 2, "cat")], [(1, 3, "dog")], [(0, 2, "bird")], None]
+
+
 def test_given_every_operation_that_changes_a_manager_then_an_observer_is_told_of_it() -> None:
     layers = (managers.FULL, StateSpec((StatePart("state", (4,), DType.FLOAT32),)))
     manager, notes = make_manager(*layers, host_blocks=8), Notes()

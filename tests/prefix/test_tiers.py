@@ -229,6 +229,18 @@ def test_windowed_runs_move_what_they_still_have() -> None:
     manager.check()
 
 
+def test_given_the_first_block_of_a_pool_outside_the_window_then_it_does_not_move_down_either() -> None:
+    manager = make_manager(LayerSpec(1, 8), LayerSpec(1, 16, window=4), gpu_blocks=(8, 8), host_blocks=(8, 8))
+    handle = manager.allocate("a", list(range(16)))
+    assert handle.block_ids(1).tolist() == [0, 1, 2, 3]
+    manager.commit(handle, 16)
+    manager.free(handle)
+    assert manager.cache.offload(4) == 4
+    assert manager.stats().pool(1, Tier.HOST).cached == 1  # the last window
+    assert manager.stats().pool(1).free == 8
+    manager.check()
+
+
 def test_unread_windowed_blocks_above_an_offloaded_part_can_still_be_evicted() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=40, host_blocks=40)
     whole = manager.allocate("whole", list(range(40)))

@@ -104,3 +104,36 @@ def test_can_allocate_says_what_allocate_reuses_also_below_the_watermark(lookahe
     commit_all(manager, manager.allocate("a", [1, 1, *[0] * 15]))
     answer = manager.can_allocate([1, 0], lookahead=lookahead)
     assert manager.allocate("b", [1, 0], lookahead=lookahead).num_cached_tokens == answer.num_cached_tokens == 1
+
+
+def test_given_a_cached_prefix_that_a_request_reuses_then_it_is_no_room_for_the_rest_of_it() -> None:
+    manager = make_manager(gpu_blocks=6)
+    live = manager.allocate("live", num_tokens=8)
+    prompt = cached(manager, 8, first=50)
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate("longer", [*prompt, *range(100, 112)])  # three more blocks, and two are free
+    manager.check()
+    assert manager.match_prefix([*prompt, 1]).num_blocks == 2
+    manager.free(live)
+    assert manager.allocate("longer", [*prompt, *range(100, 112)]).num_cached_tokens == 8
+
+
+def test_given_a_prompt_that_shares_part_of_a_block_then_it_goes_without_where_that_block_is_the_room_it_needs() -> (
+    None
+):
+    manager = make_manager(gpu_blocks=6)
+    manager.allocate("live", num_tokens=8)
+    prompt = cached(manager, 8, first=50)
+    tokens = [*prompt[:3], *range(100, 109)]
+    assert manager.match_prefix(tokens).num_tokens == 3
+    handle = manager.allocate("other", tokens)  # three blocks: two are free, one must be evicted
+    assert handle.num_cached_tokens == 0
+    manager.check()
+    assert manager.stats().evictions["capacity"] == 1
+
+
+def test_given_exactly_as_many_free_blocks_as_a_request_needs_then_nothing_is_evicted() -> None:
+    manager = make_manager(gpu_blocks=6)
+    cached(manager, 8, first=50)
+    manager.allocate("all", num_tokens=16)
+    assert sum(manager.stats().evictions.values()) == 0
