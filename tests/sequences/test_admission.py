@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from kvpool import AllocStatus, CopyKind, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError
+from kvpool.eviction import LRUPolicy, Run
 from managers import FULL, cached, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -360,6 +361,22 @@ def test_a_partial_source_stays_while_others_make_room_for_its_copy(
     copies = [op for op in manager.take_copies() if op.kind is CopyKind.PARTIAL_REUSE]
     assert len(copies) == per_position
     assert manager.match_prefix([*tokens, 1]).num_blocks == 2
+    manager.check()
+
+
+def test_a_partial_source_keeps_its_place_in_the_order_while_others_make_room() -> None:
+    class Counted(LRUPolicy):
+        taken_out: ClassVar[list[int]] = []  # the numbers of runs
+
+        def remove(self, run: Run) -> None:
+            self.taken_out.append(run.created)
+            super().remove(run)
+
+    manager = make_manager(gpu_blocks=4, policy=Counted)
+    cached(manager, 8, first=50)
+    tokens = cached(manager, 8)
+    assert manager.allocate("a", [*tokens[:2], *range(90, 96)]).num_cached_tokens == 2
+    assert Counted.taken_out == [1]
     manager.check()
 
 

@@ -72,6 +72,7 @@ class PrefixCache:
             self._evictable_below,
             self._make_room_below,
         )
+        self._spared: Node | None = None  # what `evict` must hold before it could leave
         pools = range(len(context.pools))
         self.blocks_per_position = [max(1, sum(group.pool == i for group in context.cached)) for i in pools]
         self.has_full = [any(group.pool == i for group in context.full) for i in pools]
@@ -114,6 +115,9 @@ class PrefixCache:
         has_leftovers = self.context.windowed and pool.tier == GPU
         while pool.num_free < goal:
             victim = self.orders.victim(pool, tenant)
+            if victim is not None and victim is self._spared:
+                self._hold_spared(victim)
+                continue
             wanted = goal - pool.num_free
             if has_leftovers:
                 until = math.inf if victim is None else victim.last_access
@@ -128,6 +132,25 @@ class PrefixCache:
                 length = self._above_guarantee(victim.root.quota, length, pool, tenant)
             self._evict_tail(victim, length, reason)
         return pool.num_free - before
+
+    def spare(self, node: Node) -> None:
+        """Evicts nothing of a run, and nothing above it, until `spare_no_more`.
+
+        One on the GPU has a place in an order of eviction, or its children have. It keeps the place until it is its turn.
+        """
+        self._spared = node
+        if node.tier != GPU:
+            self._hold_spared(node)
+
+    def _hold_spared(self, node: Node) -> None:
+        self.readers.hold(node)
+        self._spared = None
+
+    def spare_no_more(self, node: Node) -> None:
+        """Ends `spare`. That it was spared was no use of it."""
+        if self._spared is None:
+            self.readers.release(node, used=False)
+        self._spared = None
 
     def _tail_for(self, node: Node, pool: BlockPool, num_blocks: int) -> int:
         """How many positions of a run hold its last `num_blocks` of a pool: all of them if it has fewer."""

@@ -74,8 +74,7 @@ class Allocator:
                 self._copy_partial(row, match)
                 if plan.evicts:
                     self.windows.hold_source(match, False)
-                    # It was copied from, as it is where nothing had to be evicted
-                    self.readers.release(partial, used=False)
+                    self.cache.spare_no_more(partial)
             note_sessions(handle, partial.sessions)
         present = hit_tokens + match.num_recomputed
         rows.reserved_of[row] = num_tokens if num_tokens > present else present
@@ -107,7 +106,7 @@ class Allocator:
         source, state = plan.match.partial, self.state
         held = self.windows.hold(tip, plan.num_hit_tokens) if self.context.windowed else _NOTHING
         if copies and source is not None:
-            self.readers.hold(source)
+            self.cache.spare(source)
             self.windows.hold_source(plan.match, True)
         for pool in state.gpu_pools:
             missing = plan.needs[pool.index] - pool.num_free
