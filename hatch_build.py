@@ -21,6 +21,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SETUP = """
 import os
 
+import numpy
 from mypyc.build import mypycify
 from setuptools import Extension, setup
 
@@ -32,7 +33,7 @@ threads = ["-pthread"] if os.name == "posix" else []
 for source in {sources!r}:
     name = source.removesuffix(".c").replace("/", ".")
     arguments = dict(extra_compile_args=["-O3", *threads], extra_link_args=threads, optional=True)
-    modules.append(Extension(name, [source], **arguments))
+    modules.append(Extension(name, [source], include_dirs=[numpy.get_include()], **arguments))
 setup(name="kvpool-compiled", ext_modules=modules)
 """
 

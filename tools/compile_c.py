@@ -15,6 +15,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -45,8 +47,8 @@ def compile_module(source: Path, folder: Path, flags: Sequence[str] = ("-O3",)) 
         return built
     new = folder / f"{source.stem}.{os.getpid()}.new"
     dynamic = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    include = f"-I{sysconfig.get_path('include')}"
-    command = ["cc", *flags, "-shared", "-fPIC", "-pthread", include, str(source), "-o", str(new), "-lm", *dynamic]
+    include = [f"-I{headers}" for headers in (sysconfig.get_path("include"), numpy.get_include())]
+    command = ["cc", *flags, "-shared", "-fPIC", "-pthread", *include, str(source), "-o", str(new), "-lm", *dynamic]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
         new.replace(built)  # who runs the old one keeps it

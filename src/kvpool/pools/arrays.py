@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +17,55 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
 _INT32 = np.dtype(np.int32)
+
+
+# --- short arrays: from C where that was compiled --------------------------------------------------------------------
+
+
+def _are_ids(given: Any) -> bool:
+    return (
+        isinstance(given, np.ndarray)
+        and given.dtype is _INT32
+        and given.ndim == 1
+        and given.size > 0
+        and smallest(given) >= 0
+        and given.flags.c_contiguous
+    )
+
+
+def _copied(array: Int32Array, start: int, stop: int) -> Int32Array:
+    return array[start:stop].copy()
+
+
+def _put(target: Int32Array, at: int, source: Int32Array, start: int, stop: int) -> None:
+    target[at : at + stop - start] = source[start:stop]
+
+
+def _as_bytes(array: Int32Array, start: int, stop: int) -> bytes:
+    return array[start:stop].tobytes()
+
+
+def _compiled(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of this name in `_short_arrays.c`, which does the same as `otherwise`, if it was compiled."""
+    try:
+        from kvpool.pools import _short_arrays
+    except ImportError:
+        return otherwise
+    found: Callable[..., Any] = getattr(_short_arrays, name)
+    return found
+
+
+are_ids: Callable[[Any], bool] = _compiled("are_ids", _are_ids)
+"""Whether an object is an array of token ids as `as_token_array` returns them, with one at least."""
+
+copied: Callable[[Int32Array, int, int], Int32Array] = _compiled("copied", _copied)
+"""A copy of the elements `start..stop` of an array."""
+
+put: Callable[[Int32Array, int, Int32Array, int, int], None] = _compiled("put", _put)
+"""Writes the elements `start..stop` of a second array into a first one, from its element `at` on."""
+
+as_bytes: Callable[[Int32Array, int, int], bytes] = _compiled("as_bytes", _as_bytes)
+"""The bytes of the elements `start..stop` of an array."""
 
 
 def smallest(array: npt.NDArray[Any]) -> int:
@@ -51,9 +101,9 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     >>> as_token_array([1, 2, 3]).dtype
     dtype('int32')
     """
+    if are_ids(tokens):
+        return tokens  # type: ignore[no-any-return]
     array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
-    if array.dtype is _INT32 and array.ndim == 1 and array.size and array.item(array.argmin()) >= 0:
-        return array if array.flags.c_contiguous else array.copy()
     if array.ndim != 1:
         raise InvalidArgumentError(f"{name} must be one-dimensional, got {show(tokens)} of shape {array.shape}")
     if array.size == 0:

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, copied, put
 
 # Read on hot paths, where a global is many times cheaper than a member of an enum
 GPU: Final = Tier.GPU
@@ -83,18 +83,23 @@ class BlockPool:
 
     def take(self, num_blocks: int) -> Int32Array:
         """Hands out `num_blocks` free ids to a single owner. The caller made sure that they exist."""
-        return self.take_view(num_blocks).copy()
+        top = self._hand_out(num_blocks)
+        return copied(self._free, top, top + num_blocks)
 
-    def take_view(self, num_blocks: int) -> Int32Array:
-        """`take` for who copies the ids at once: they stand here until other ones come back."""
+    def take_into(self, table: Int32Array, at: int, num_blocks: int) -> None:
+        """`take`, with the ids written into a table, from its place `at` on."""
+        top = self._hand_out(num_blocks)
+        put(table, at, self._free, top, top + num_blocks)
+
+    def _hand_out(self, num_blocks: int) -> int:
+        """Takes ids off the free stack, which stand there until others come back; returns where the first of them is."""
         num_free = self.num_free
         if num_blocks > num_free:
             raise OutOfBlocksError(
                 f"pool {self.index} on {self.tier.name} has {num_free} free blocks, {num_blocks} were asked for"
             )
-        top = self.num_blocks - num_free
         self.num_free = num_free - num_blocks
-        return self._free[top : top + num_blocks]
+        return self.num_blocks - num_free
 
     def take_counted(self, num_blocks: int) -> Int32Array:
         """`take` for blocks whose holders are all counted: each starts with one."""
@@ -102,12 +107,15 @@ class BlockPool:
         self.refs[ids] = 1
         return ids
 
-    def give(self, ids: Int32Array) -> None:
-        """Puts unreferenced ids back on the free stack; the first of them is handed out first."""
-        num_given = len(ids)
-        self.num_free = num_free = self.num_free + num_given
-        top = self.num_blocks - num_free
-        self._free[top : top + num_given] = ids
+    def give(self, ids: Int32Array, start: int = 0, stop: int = -1) -> None:
+        """Puts unreferenced ids, or the part `start..stop` of them, back on the free stack.
+
+        The first of them is handed out first.
+        """
+        if stop < 0:
+            stop = len(ids)
+        self.num_free = num_free = self.num_free + stop - start
+        put(self._free, self.num_blocks - num_free, ids, start, stop)
 
     def share(self, ids: Int32Array) -> None:
         """One more sequence holds these private blocks, which were handed out by `take`."""

@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy as np
 
 from kvpool.checks import as_count
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, copied, put
 from kvpool.pools.groups import Group
 from kvpool.pools.symbols import Symbols
 
@@ -89,7 +89,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self._view_arrays()
 
     def _view_arrays(self) -> None:
-        """Makes the memoryviews that numbers of single rows are read and written through."""
+        """Makes the views that single rows are read and written through."""
         self.reserved_of = self.reserved.data
         self.written_of = self.written.data
         self.committed_of = self.committed.data
@@ -98,6 +98,14 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.num_history_of = self.num_history.data
         self.present_of = self.present.data
         self.grows_alone_of = self.grows_alone.data
+        self._view_tables()
+
+    def _view_tables(self) -> None:
+        self.first_table = self.tables[0].reshape(-1)  # of the first group, one row behind the other
+        self.recent_ids = self.recent.reshape(-1)
+        self._unwritable = [table.view() for table in self.tables]
+        for table in self._unwritable:
+            table.setflags(write=False)
 
     @property
     def num_rows(self) -> int:
@@ -201,6 +209,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             grown = np.full((table.shape[0], wider), -1, np.int32)
             grown[:, :columns] = table
             self.tables[group] = grown
+        self._view_tables()
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
@@ -208,13 +217,16 @@ class SequenceRows(Generic[TipT, HandleT]):
         return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
-        """A row's block ids in one group, -1 where a block left its window."""
+        """A row's block ids in one group, -1 where a block left its window. Nobody may write them."""
+        table = self._unwritable[group]
         if not self.windowed[group] and self.all_grow:
-            return self.tables[group][row, : self.num_blocks_of[row]]
-        ids = self.all_blocks(group, row)
+            return table[row, : self.num_blocks_of[row]]
+        ids = table[row, : len(self.all_blocks(group, row))]
         if not self.windowed[group]:
             return ids
-        return self.groups[group].visible(ids, int(self.window_start[group, row]))
+        ids = self.groups[group].visible(ids, int(self.window_start[group, row]))
+        ids.setflags(write=False)
+        return ids
 
     # --- token ids ---------------------------------------------------------------------------------------------------
 
@@ -271,26 +283,27 @@ class SequenceRows(Generic[TipT, HandleT]):
         """Ids `start..stop` for a node that outlives the row, whose `num_history` is `have`: no larger than it must be."""
         history, base = self.history[row], self.history_start[row]
         if stop <= have:
+            if start == base and stop - base == len(history):
+                return history
             ids = history[start - base : stop - base]
             return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
+        recent = row * RECENT_TOKENS  # where those of this row begin
         if stop - base <= len(history):
-            history[have - base : stop - base] = self.recent[row, : stop - have]
+            put(history, have - base, self.recent_ids, recent, recent + stop - have)
             return history[start - base : stop - base]
         if start >= have:
-            return self.recent[row, start - have : stop - have].copy()
+            return copied(self.recent_ids, recent + start - have, recent + stop - have)
         ids = np.empty(stop - start, np.int32)
-        ids[: have - start] = history[start - base : have - base]
-        ids[have - start :] = self.recent[row, : stop - have]
+        put(ids, 0, history, start - base, have - base)
+        put(ids, have - start, self.recent_ids, recent, recent + stop - have)
         return ids
 
     def set_token_ids(self, row: int, tokens: Int32Array, num_cached: int) -> None:
         """Starts a row with the ids of its prompt: a copy, but for the first `num_cached`, which its path holds."""
-        if not num_cached:
-            self.history[row] = tokens.copy()
-        else:
-            self.history[row] = tokens[num_cached:].copy() if num_cached < len(tokens) else _NO_TOKENS
+        known = len(tokens)
+        self.history[row] = copied(tokens, num_cached, known) if num_cached < known else _NO_TOKENS
         self.history_start[row] = num_cached
-        self.known_of[row] = self.num_history_of[row] = len(tokens)
+        self.known_of[row] = self.num_history_of[row] = known
 
     def share_token_ids(self, source: int, target: int) -> None:
         """The target starts with the ids of the source; whoever appends first makes its own copy."""

@@ -239,12 +239,11 @@ class PrefixCache:
         counters.idle_before_eviction.add(context.now - node.last_access_at, num_blocks)
         if node.digests and context.events.listening:
             self.announcer.removed(node, keep, node.num_blocks, reason)
-        leaving = [ids[keep:] for ids in node.ids] if keep else node.ids
         for group in context.full:
-            group.tiers[node.tier].give(leaving[group.index])
+            group.tiers[node.tier].give(node.ids[group.index], keep)
         self.ledger.count_positions(node, -num_blocks)
         for group in context.windowed:
-            self.windows.free(node, group, leaving[group.index])
+            self.windows.free(node, group, node.ids[group.index][keep:])
         node.num_blocks = keep
         if not keep:
             self._unlink(node)

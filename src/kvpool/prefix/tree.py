@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, as_bytes
 from kvpool.pools.symbols import Fresh
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import Node, Root
@@ -128,13 +128,14 @@ class RunTree:
         if root is None or root.scope is not scope:
             root = self.roots.get(scope)
             if root is None:
-                first = tokens[: self.context.block_size].tobytes() if len(tokens) >= self.context.block_size else None
+                size = self.context.block_size
+                first = as_bytes(tokens, 0, size) if len(tokens) >= size else None
                 return Match(None, path, 0, None, 0, first)
             self._last_found = root
         size = self.context.block_size
         position, total = 0, len(tokens)
         node: Node = root
-        key = tokens[:size].tobytes()
+        key = as_bytes(tokens, 0, size)
         while node.children is not None and total - position >= size:
             child = node.children.get(key)
             if child is None or (only_tier is not None and child.tier != only_tier):
@@ -151,7 +152,7 @@ class RunTree:
             if position == total:
                 return Match(root, path, position // size)
             node = child
-            key = tokens[position : position + size].tobytes()
+            key = as_bytes(tokens, position, position + size)
         next_key = key if len(key) == 4 * size else None
         if node.children is not None and position < total:
             near, shared = node.nearest_child(key)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Final
 
 from kvpool.config import Tier
+from kvpool.pools.arrays import copied, put
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.cache import CAPACITY
 from kvpool.prefix.node import Node, path_ids
@@ -30,6 +32,7 @@ INHERITED = (  # what a fork has in common with its parent
     "family",
 )
 
+PARTIAL_REUSE: Final = CopyKind.PARTIAL_REUSE  # a global is several times cheaper than a member of an enum
 _NOTHING: Held = []
 
 
@@ -154,11 +157,11 @@ class Allocator:
                 table[row, hit_blocks] = block
         new = num_blocks - first
         if state.is_simple:
-            table = rows.tables[0]
+            table, place = rows.first_table, row * rows.num_columns
             if hit_blocks:
-                table[row, :hit_blocks] = path_ids(path, hit_blocks, 0)
+                put(table, place, path_ids(path, hit_blocks, 0), 0, hit_blocks)
             if new:
-                table[row, first:num_blocks] = state.gpu_pools[0].take_view(new)
+                state.gpu_pools[0].take_into(table, place + first, new)
             state.counters.blocks_allocated += new
             return
         for group in state.growing:
@@ -196,12 +199,12 @@ class Allocator:
     def _copy_partial(self, row: int, match: Match) -> None:
         source = match.partial
         assert source is not None
-        at = match.num_blocks
+        at, first = match.num_blocks, match.num_blocks - source.start
         for group in self.state.growing:
-            src = source.ids[group.index][at - source.start : at - source.start + 1].copy()
-            dst = self.rows.tables[group.index][row, at : at + 1].copy()
+            src = copied(source.ids[group.index], first, first + 1)
+            dst = copied(self.rows.tables[group.index][row], at, at + 1)
             if src[0] >= 0:
-                op = CopyOp(CopyKind.PARTIAL_REUSE, group.index, source.tier, GPU, src, dst, match.num_partial)
+                op = CopyOp(PARTIAL_REUSE, group.index, source.tier, GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
     def _count_request(self, handle: KVCacheHandle, promoted: dict[Tier, int] | None, match: Match) -> None:

@@ -176,9 +176,7 @@ class KVCacheHandle:
         if type(group) is not int or group:  # 0 always exists
             group = rows.group(group).index
         row = self.row if self.row >= 0 else self._live_row()
-        view = rows.visible_blocks(group, row)
-        view.setflags(write=False)
-        return view
+        return rows.visible_blocks(group, row)
 
     def block_table(self, group: int = 0) -> BlockTable:
         """The block table as plain Python values."""

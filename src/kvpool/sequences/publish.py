@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, copied
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
@@ -381,7 +381,8 @@ class Publisher:
         node.num_blocks = end - start
         node.tokens = rows.final_token_ids(row, start * size, end * size, rows.num_history_of[row])
         if self.has_one_group:
-            node.ids = [rows.tables[0][row, start:end].copy()]
+            place = row * rows.num_columns
+            node.ids = [copied(rows.first_table, place + start, place + end)]
         else:
             node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
         rows.grows_alone_of[row] = False

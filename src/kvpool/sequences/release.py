@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.pools.pool import HOST
 from kvpool.prefix.node import NEVER, Node
 from kvpool.prefix.retention import Retention
@@ -98,8 +98,11 @@ class Releaser:
         if keep_remainder:
             tip = self.publisher.publish_remainder(row, handle, tip)
         used, published = rows.num_blocks_of[row], tip.start + tip.num_blocks
-        if used > published or not self.state.is_simple:
+        if not self.state.is_simple or handle.family is not None:
             self._release_groups(handle, row, tip, used, published)
+        elif used > published:
+            place = row * rows.num_columns
+            self.state.gpu_pools[0].give(rows.first_table, place + published, place + used)
         if handle.retention is not None and tip is not tip.root:
             self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
         if handle.hint:
@@ -214,6 +217,7 @@ class Releaser:
 
     def _give_tails(self, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
         """Frees what each row of `table` has between its published blocks and its end."""
-        column = np.arange(table.shape[1])
-        tails = (column >= published[:, None]) & (column < used[:, None])
-        self.state.gpu_pools[0].give(table[tails])
+        counts = np.maximum(used - published, 0)
+        if counts.any():
+            columns = np.repeat(published, counts) + within(counts)
+            self.state.gpu_pools[0].give(table[np.repeat(np.arange(len(counts)), counts), columns])
