@@ -217,6 +217,10 @@ class KVCacheManager:
     def _allocate_given(self, request: dict[str, Any]) -> KVCacheHandle:
         """`allocate` inside an operation, with arguments by their names."""
         given: dict[str, Any] = request  # said again: compiled, parameters of this module have no types
+        if len(given) == 2 and "tokens" in given:  # the usual one: looking up what it does not say takes long
+            prompt, places = self._request(given["tokens"], None, DEFAULT_SCOPE, None, 0, None)
+            self._checked(prompt, places, 0, None, None, None, None)
+            return self._admit(given["request_id"], prompt, places, 0, None, None, None, False, None, None, None)
         num_tokens, reserve, lease = given.get("num_tokens"), given.get("reserve"), given.get("lease", False)
         if lease is not False:
             lease = as_flag(lease, "lease")
