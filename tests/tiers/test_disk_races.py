@@ -112,6 +112,18 @@ def test_given_a_write_that_ends_after_its_caller_left_then_the_value_is_there(
     assert tier.stats().num_values == 1
 
 
+def test_given_no_buffer_until_the_deadline_then_that_value_and_all_behind_it_are_late(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store(tier, [1]) == [Outcome.OK]
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._workers, "take_buffer", lambda deadline: None)
+        assert store(tier, [1, 2, 3, 1]) == [Outcome.OK, Outcome.LATE, Outcome.LATE, Outcome.LATE]
+        assert load(tier, [1, 9])[0] == [Outcome.LATE, Outcome.MISS]
+    assert all(not slab.num_writing and not slab.num_jobs for slab in tier._state.catalog.slabs.values())
+    assert store(tier, [2, 3]) == [Outcome.OK] * 2
+
+
 # --- while a value is read -----------------------------------------------------------------------------------------------
 
 

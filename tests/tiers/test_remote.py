@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from servers import eventually
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.testing import key, load, store, value
@@ -26,6 +28,7 @@ from kvpool.tiers.remote.remote_tier import (
 from kvpool.tiers.upkeep import listed, store_figures, verify_store
 
 Behaviour = Callable[[Share[StoreNode]], None]
+SECONDS = 60.0
 
 
 class Puppet(RemoteTier[StoreNode]):
@@ -151,6 +154,31 @@ def test_given_threads_that_are_busy_then_shares_that_wait_in_vain_are_late_and_
         assert tier.load(keys, [bytearray(1)] * 2, timeout=0.01) == [Outcome.LATE] * 2
         release.set()
     assert tier.shares == []
+
+
+def test_given_a_node_that_leaves_its_cluster_then_a_call_that_waits_for_it_ends_at_once() -> None:
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def hang() -> None:
+        begun.release()
+        gate.wait(SECONDS)
+
+    with Puppet(works) as tier:
+        left = tier.nodes[0]
+        for _ in range(2):  # both of its threads
+            left.threads.submit(hang)
+            assert begun.acquire(timeout=SECONDS)
+        numbers = [LEFT[0], RIGHT[0]]
+        found: list[Any] = []
+        out = [bytearray(8) for _ in numbers]
+        keys = [key(number) for number in numbers]
+        thread = threading.Thread(target=lambda: found.append(tier.load(keys, out, timeout=3600.0)), daemon=True)
+        thread.start()
+        eventually(lambda: tier.shares and left.threads._work_queue.qsize(), "one share is served, the other waits")
+        left.close()
+        thread.join(SECONDS)
+        assert found == [[Outcome.LATE, Outcome.OK]]
+        gate.set()
 
 
 def test_given_a_node_that_is_down_when_a_probe_is_due_then_it_runs_in_the_background_and_closes_the_breaker() -> None:

@@ -12,8 +12,8 @@ import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -326,7 +326,9 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     @staticmethod
     def _await(waiting: list[Future[None]], deadline: float) -> None:
         """Waits for all shares. Running ones end by the deadline; shares that are still queued then do not begin."""
-        wait(waiting, max(0.0, deadline - time.monotonic()))
+        for future in waiting:  # `futures.wait` would not hear of those that a node drops when it is closed
+            with suppress(Exception):
+                future.result(max(0.0, deadline - time.monotonic()))
         for future in waiting:
             if not future.cancel():
                 future.result()
