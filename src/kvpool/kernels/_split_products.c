@@ -65,14 +65,12 @@ INLINE void split(const float *numbers, long count, uint16_t *first, uint16_t *s
 
 /* Rows of x in steps [start, end), in the order in which tiles are loaded. Rows beyond the last are 0. */
 TARGET static void pack_rows(const Product *product, long row, long count, long start, long end, uint16_t *packed) {
-    for (long block = 0; block < blocks_of(count); block++)
-        for (long step = start; step < end; step++, packed += STEP)
-            for (long i = 0; i < SIDE; i++) {
-                const long number = block * SIDE + i, column = step * SIDE;
-                const float *from = product->x + (row + number) * product->x_stride + column;
-                uint16_t *to = packed + i * SIDE;
-                split(from, number < count ? product->depth - column : 0, to, to + 2 * TILE, to + 4 * TILE);
-            }
+    for (long number = 0; number < blocks_of(count) * SIDE; number++) {
+        const float *from = product->x + (row + number) * product->x_stride;
+        uint16_t *to = packed + number / SIDE * (end - start) * STEP + number % SIDE * SIDE;
+        for (long step = start; step < end; step++, to += STEP)
+            split(from + step * SIDE, number < count ? product->depth - step * SIDE : 0, to, to + 2 * TILE, to + 4 * TILE);
+    }
 }
 
 /* The same of columns. Tiles of the second factor have pairs of elements of all their columns side by side. */
@@ -109,14 +107,30 @@ INLINE void ask(const uint16_t *rows, const uint16_t *columns, int sixth) {
     }
 }
 
-/* SIDE rows times SIDE columns. Each pair of parts has one in common with the pair before. Meanwhile some lines of memory
-   that are needed next are asked for. */
-INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long steps, const char *next, long lines, float *sums) {
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+/* The four tiles of sums: what is done to each, with its place. */
+#define SUMS(operation)                                                 \
+    operation(0, out, stride * (long)sizeof(float));                    \
+    operation(1, out + SIDE / 2, stride * (long)sizeof(float));         \
+    operation(2, out + SIDE / 2 * stride, stride * (long)sizeof(float)); \
+    operation(3, out + SIDE / 2 * stride + SIDE / 2, stride * (long)sizeof(float))
+
+/* SIDE rows times SIDE columns, `adds` to what is in `out`. Each pair of parts has one in common with the pair before.
+   Meanwhile memory that is needed next is asked for, and that which will be written. */
+INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long steps, const char *next, long lines, int adds,
+                           float *out, long stride) {
+    if (adds) {
+        SUMS(_tile_loadd);
+    } else {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    }
     ROWS(4, 2); ROWS(5, 2); COLUMNS(6, 0); COLUMNS(7, 0);
     for (long step = 1; step <= steps; step++) {
         const long ahead = step < steps ? STEP : 0; /* the last step has none behind it, and loads its own again */
         for (long i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
+        for (long i = 2 * step - 2; i < smaller(2 * step, SIDE); i++) {
+            __builtin_prefetch(out + i * stride, 1, 3);
+            __builtin_prefetch(out + i * stride + SIDE / 2, 1, 3);
+        }
         ask(rows + ahead, columns + ahead, 0);
         ADD(0, 4, 6); ADD(1, 4, 7); ROWS(4, 1); ADD(2, 5, 6); ADD(3, 5, 7); ROWS(5, 1);
         ask(rows + ahead, columns + ahead, 1);
@@ -131,10 +145,7 @@ INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long s
         rows += ahead, columns += ahead;
         ADD(0, 4, 6); ADD(2, 5, 6); COLUMNS(6, 0); ADD(1, 4, 7); ROWS(4, 2); ADD(3, 5, 7); COLUMNS(7, 0); ROWS(5, 2);
     }
-    _tile_stored(0, sums, SIDE * sizeof(float));
-    _tile_stored(1, sums + SIDE / 2, SIDE * sizeof(float));
-    _tile_stored(2, sums + SIDE * SIDE / 2, SIDE * sizeof(float));
-    _tile_stored(3, sums + SIDE * SIDE / 2 + SIDE / 2, SIDE * sizeof(float));
+    SUMS(_tile_stored);
 }
 
 /* `count` rows from `row` on, packed, times steps [start, end) of all columns. */
@@ -145,18 +156,17 @@ TARGET static void multiply_rows(const Product *product, const uint16_t *packed,
     for (long block = 0; block < num_blocks; block++)
         for (long part = 0; part < num_parts; part++) {
             const long height = smaller(SIDE, count - part * SIDE), width = smaller(SIDE, product->columns - block * SIDE);
+            const long lines = block + 1 < num_blocks ? LINES / num_parts : 0;
             const uint16_t *columns = product->packed + (block * steps + start) * STEP;
             const char *next = (const char *)(columns + steps * STEP) + part * each * 2 / num_parts;
             float *out = product->out + (row + part * SIDE) * product->columns + block * SIDE;
-            multiply_block(packed + part * each, columns, end - start, next, block + 1 < num_blocks ? LINES / num_parts : 0, sums);
-            for (long i = 0; i < height; i++, out += product->columns) {
-                float *of_row = sums + i * SIDE;
-                for (long j = 0; j < (start > 0 ? width : 0); j++) of_row[j] += out[j];
-                if (width == SIDE)
-                    memcpy(out, of_row, SIDE * sizeof(float));
-                else
-                    memcpy(out, of_row, (size_t)width * sizeof(float));
+            if (height == SIDE && width == SIDE) {
+                multiply_block(packed + part * each, columns, end - start, next, lines, start > 0, out, product->columns);
+                continue;
             }
+            multiply_block(packed + part * each, columns, end - start, next, lines, 0, sums, SIDE);
+            for (long i = 0; i < height; i++, out += product->columns)
+                for (long j = 0; j < width; j++) out[j] = sums[i * SIDE + j] + (start > 0 ? out[j] : 0.0f);
         }
 }
 
