@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Way, int], floa
     """Products take so long, from now on; the list fills with what is measured."""
     asked: list[tuple[int, list[Way]]] = []
 
-    def times(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
-        asked.append((len(x), list(ways)))
-        return [[seconds(way, len(x))] for way in ways]
+    def times(x: Tensor, operands: Mapping[Way, object]) -> dict[Way, list[float]]:
+        asked.append((len(x), list(operands)))
+        return {way: [seconds(way, len(x))] for way in operands}
 
     monkeypatch.setattr(products, "_interleaved", times)
     monkeypatch.setattr(products, "_measured", {})
@@ -205,10 +206,9 @@ def test_given_amx_and_no_clear_winner_then_it_is_used_for_more_than_64_rows(mon
 def test_given_a_way_that_is_not_faster_in_every_turn_then_the_expected_one_stays(
     turns: list[float], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def times(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
+    def times(x: Tensor, operands: Mapping[Way, object]) -> dict[Way, list[float]]:
         pace = [1.0, 2.0, 1.0, 4.0, 1.0]  # what else runs on the core changes from turn to turn
-        shares = {swapped: turns}
-        return [[one * each for one, each in zip(pace, shares.get(way, [1.0] * 5), strict=True)] for way in ways]
+        return {way: list(map(mul, pace, turns if way is swapped else [1.0] * 5)) for way in operands}
 
     measured(monkeypatch, lambda way, rows: 1.0)
     monkeypatch.setattr(products, "_interleaved", times)

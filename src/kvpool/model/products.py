@@ -34,10 +34,11 @@ log = logging.getLogger("kvpool")
 
 Way: TypeAlias = Callable[[Tensor, Any], Tensor]  # x [rows, in] and a weight [out, in], maybe packed, give [rows, out]
 
-# Rows of x that are measured, with so many bytes of different weights. Few rows: weights come from memory as in a step, not
-# from a cache. Other numbers of rows use the way of the next one here, more that of the last.
-_BYTES = {1: 2**24, 4: 2**24, 16: 2**24, 64: 2**22, 256: 2**22}
-_ROWS = tuple(_BYTES)
+# Rows of x that are measured, with so many pieces of weights. With few rows, pieces come from memory as in a step, not from a
+# cache of the core. Other numbers of rows use the way of the next one here, more that of the last.
+_PIECES = {1: 8, 4: 8, 16: 8, 64: 4, 256: 4}
+_ROWS = tuple(_PIECES)
+_PIECE_BYTES = 2**20
 _SMALLEST = 2**16  # elements of a weight; with fewer, the call costs more than the product
 _TURNS = 5  # in which all ways are measured, one after the other
 _GAIN = 0.8  # another way is used if it takes at most this share of the expected one's time, in every turn
@@ -220,16 +221,18 @@ def _expected(rows: int, ways: Sequence[Way]) -> Way:
 def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...]:
     """The way for each number of rows: the expected one, or another if that is clearly faster."""
     first = weights[0]
+    # Columns of the product cost the same, so a part of a weight stands for all of it
+    height = max(1, _PIECE_BYTES // first[0].nbytes)
+    most = max(_PIECES.values())
+    pieces = [piece for weight in weights[:most] for piece in torch.split(weight, height)][:most]
     ways: list[Way] = [plain, swapped, *(copied if first.dtype == torch.float32 else [in_float32])]
+    operands = {way: [_copies(piece, [way]).get(way, piece) for piece in pieces] for way in ways}
     chosen: list[Way] = []
     for rows in _ROWS:
         expected = _expected(rows, ways)
         tried = [way for way in ways if way is not split or way is expected]
-        # Columns of the product cost the same, so a part of a large weight stands for all of it
-        size = _BYTES[rows]
-        some = [weight[: max(1, size // first[0].nbytes)] for weight in weights[: max(1, size // first.nbytes)]]
         x = torch.ones(rows, first.shape[1], dtype=first.dtype)
-        seconds = dict(zip(tried, _interleaved(x, some, tried), strict=True))
+        seconds = _interleaved(x, {way: operands[way][: _PIECES[rows]] for way in tried})
         shares = {way: max(map(truediv, seconds[way], seconds[expected])) for way in tried}
         best = min(shares, key=shares.__getitem__)
         chosen.append(best if shares[best] <= _GAIN else expected)
@@ -238,16 +241,15 @@ def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...
     return tuple(chosen)
 
 
-def _interleaved(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
-    """The seconds of each way for all weights, measured several times in turns; CPU time if there is one thread."""
+def _interleaved(x: Tensor, operands: Mapping[Way, Sequence[Any]]) -> dict[Way, list[float]]:
+    """The seconds of each way for all its operands, measured several times in turns; CPU time if there is one thread."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    times: list[list[float]] = [[] for _ in ways]
-    given = [[_copies(weight, [way]).get(way, weight) for weight in weights] for way in ways]
+    times: dict[Way, list[float]] = {way: [] for way in operands}
     for turn in range(_TURNS + 1):
-        for way, operands, list_of_times in zip(ways, given, times, strict=True):
+        for way, given in operands.items():
             start = clock()
-            for operand in operands if turn else operands[:1]:  # the first call of a shape initialises things
+            for operand in given if turn else given[:1]:  # the first call of a shape initialises things
                 way(x, operand)
             if turn:
-                list_of_times.append(clock() - start)
+                times[way].append(clock() - start)
     return times
