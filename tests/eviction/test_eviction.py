@@ -751,10 +751,14 @@ def test_a_name_is_registered_once_but_its_own_class_may_be_redefined(monkeypatc
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: S3FIFOPolicy(small_fraction=1.5),
+        lambda: S3FIFOPolicy(small_fraction=1.0),
+        lambda: S3FIFOPolicy(small_fraction=0.0),
         lambda: S3FIFOPolicy(promote_hits=4),
+        lambda: S3FIFOPolicy(promote_hits=0),
         lambda: TwoQueuePolicy(in_fraction=0),
-        lambda: TwoQueuePolicy(out_fraction=2),
+        lambda: TwoQueuePolicy(out_fraction=0),
+        lambda: TwoQueuePolicy(in_fraction=1.01),
+        lambda: TwoQueuePolicy(out_fraction=1.01),
         lambda: CostAwarePolicy(base_cost=0),
         lambda: CostAwarePolicy(depth_cost=-1),
     ],
@@ -762,6 +766,27 @@ def test_a_name_is_registered_once_but_its_own_class_may_be_redefined(monkeypatc
 def test_parameters_out_of_range_raise(build: Callable[[], EvictionPolicy]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"must|counted"):
         build()
+
+
+def test_parameters_are_taken_up_to_their_limits() -> None:
+    for policy in (
+        *(S3FIFOPolicy(small_fraction=0.99, promote_hits=hits) for hits in (1, 3)),
+        TwoQueuePolicy(in_fraction=1.0, out_fraction=1.0),
+        CostAwarePolicy(base_cost=0.1, depth_cost=0.0),
+    ):
+        policy.add(StandInRun())
+        assert len(evict_all(policy)) == 1
+
+
+def test_s3fifo_promotes_a_run_after_so_many_hits() -> None:
+    for hits in (1, 2, 3):
+        policy = S3FIFOPolicy(small_fraction=0.1, promote_hits=hits)
+        fewer = StandInRun(created=1, fingerprint=1, hits=hits - 1)
+        enough = StandInRun(created=2, fingerprint=2, hits=hits)
+        later = StandInRun(created=3, fingerprint=3)
+        for run in (fewer, enough, later):
+            policy.add(run)
+        assert evict_all(policy) == [fewer, later, enough]
 
 
 def test_the_example_registers_a_policy_that_keeps_reused_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,13 +97,14 @@ def test_kinds_are_told_apart_by_place_fan_out_hint_turn_and_size() -> None:
     assert {key: fan for key, fan in fans.items() if key[0] < 2 and fan} == {}
     assert [fans[2, out] for out in range(5)] == [1, 1, 2, 2, 3]
     assert [place(kind_of(2, 0, turn, 0))[2] for turn in (0, 2, 3, 4, 9)] == [0, 2, 3, 3, 3]
-    assert [place(kind_of(2, 0, 0, new))[3] for new in (0, 1, 2, 3, 4, 511, 512, 1023, 5000)] == [
+    assert [place(kind_of(2, 0, 0, new))[3] for new in (0, 1, 2, 3, 4, 511, 512, 1023, 1024, 5000)] == [
         0,
         1,
         2,
         2,
         3,
         9,
+        10,
         10,
         10,
         10,

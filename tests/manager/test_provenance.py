@@ -74,6 +74,23 @@ def test_given_lost_window_blocks_when_a_session_brings_them_back_then_the_run_g
     manager.check()
 
 
+@pytest.mark.parametrize("num_lost", [1, 2, 3, 4])
+def test_given_lost_window_blocks_inside_a_run_behind_another_when_they_are_back_then_it_is_cut_there(
+    num_lost: int,
+) -> None:
+    windowed = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
+    manager, prompt = make_manager(FULL, windowed, gpu_blocks=80), list(range(32))
+    manager.free(computed(manager, manager.allocate("before", prompt[:8])))
+    one, other = manager.allocate("one", prompt), manager.allocate("other", prompt, session="s")
+    computed(manager, one)
+    assert manager.cache.evict(num_lost) == num_lost  # from the window backwards
+    manager.free(one)
+    manager.free(computed(manager, other))
+    assert manager.cache.invalidate(session="s") == 2 + num_lost
+    assert manager.match_prefix([*prompt, 1]).num_tokens == 24 - 4 * num_lost
+    manager.check()
+
+
 def test_given_a_run_computed_again_when_the_shorter_time_to_live_ends_then_it_is_gone() -> None:
     for ttls in ((None, 5.0), (5.0, None), (5.0, 60.0)):
         clock = Clock()
