@@ -28,6 +28,7 @@ from kvpool.eviction import (
 )
 from kvpool.eviction.classic import GhostPolicy
 from kvpool.eviction.policy import _MAX_CHECKPOINTS
+from kvpool.eviction.run import RunQueue
 
 BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
 
@@ -776,6 +777,20 @@ def test_parameters_are_taken_up_to_their_limits() -> None:
     ):
         policy.add(StandInRun())
         assert len(evict_all(policy)) == 1
+
+
+def test_a_queue_passes_over_what_left_its_front_once_and_cuts_it_off() -> None:
+    queue = RunQueue()
+    items = [queue.push(number, StandInRun(created=number)) for number in range(200)]
+    for number, item in enumerate(items[:99], start=1):
+        queue.discard(item)
+        assert queue.head() is items[number].run
+        assert queue._front == number
+    assert len(queue._ordered) == 200
+    for item in items[99:101]:
+        queue.discard(item)
+    assert queue.head() is items[101].run
+    assert (queue._front, len(queue._ordered), queue._stale) == (0, 99, 0)
 
 
 def test_s3fifo_promotes_a_run_after_so_many_hits() -> None:

@@ -59,6 +59,20 @@ def set_attribute(find: Callable[[KVCacheManager], Any], name: str, change: int)
     return damage
 
 
+def mark_a_place_behind_the_end_otherwise(manager: KVCacheManager) -> None:
+    manager._state.rows.tables[0][live_row(manager), -1] = -2
+
+
+def mark_a_lost_block_of_a_window_otherwise(manager: KVCacheManager) -> None:
+    cached_nodes(manager)[0].ids[1][0] = -2
+
+
+def mark_a_lost_block_of_a_swapped_request_otherwise(manager: KVCacheManager) -> None:
+    swapped = manager.get("swapped").swapped
+    assert swapped is not None
+    swapped.ids[0][-1] = -2
+
+
 def lose_a_free_block(manager: KVCacheManager) -> None:
     manager._state.gpu_pools[0].take(1)
 
@@ -237,6 +251,9 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (leave_a_hole, "a hole in group 0"),
     (point_elsewhere, "differs from the tree"),
     (write_behind_the_end, "behind its end"),
+    (mark_a_place_behind_the_end_otherwise, "behind its end"),
+    (mark_a_lost_block_of_a_window_otherwise, "a hole in group 1"),
+    (mark_a_lost_block_of_a_swapped_request_otherwise, "-2 is no host block"),
     (commit_more_than_is_written, "committed 99"),
     (give_a_swapped_request_a_gpu_block, "is swapped out but has GPU blocks"),
     (forget_a_request, "rows for"),

@@ -91,8 +91,9 @@ class Checker:
         handle = self.rows.handles[row]
         assert handle is not None and handle.swapped is not None
         for group, table in enumerate(self.rows.tables):
-            self.expect(bool((table[row] < 0).all()), f"{name}: is swapped out but has GPU blocks in group {group}")
+            self.expect(bool((table[row] == -1).all()), f"{name}: is swapped out but has GPU blocks in group {group}")
         for group, ids in enumerate(handle.swapped.ids):
+            self.expect(bool((ids >= -1).all()), f"{name}: {ids.min(initial=-1)} is no host block, and not -1 for none")
             for block in ids[ids >= 0].tolist():
                 self.private[self.state.groups[group].pool, Tier.HOST, block] += 1
 
@@ -107,7 +108,9 @@ class Checker:
         for group in self.state.groups:
             table = rows.tables[group.index]
             first, end = group.follows((tip.end, used), (0, cross))
-            self.expect(bool((table[row, end:] < 0).all()), f"{name}: block ids behind its end in group {group.index}")
+            self.expect(
+                bool((table[row, end:] == -1).all()), f"{name}: block ids behind its end in group {group.index}"
+            )
             ids = table[row, :end]
             if group.slides:
                 self.check_windowed_table(row, group, path, name)
@@ -193,8 +196,8 @@ class Checker:
                 len(ids) == node.num_blocks,
                 f"{name}: {len(ids)} ids in group {group.index} for {node.num_blocks} blocks",
             )
-            if not group.slides:
-                self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group.index}")
+            least = -1 if group.slides else 0
+            self.expect(bool((ids >= least).all()), f"{name}: a hole in group {group.index}: {ids.tolist()}")
             for block in ids[ids >= 0].tolist():
                 key = (pool, int(node.tier), block)
                 self.expect(key not in self.published, f"block {block} of pool {pool} belongs to two nodes")
