@@ -118,7 +118,8 @@ def test_given_no_buffer_until_the_deadline_then_that_value_and_all_behind_it_ar
     assert store(tier, [1]) == [Outcome.OK]
     with monkeypatch.context() as patch:
         patch.setattr(tier._workers, "take_buffer", lambda deadline: None)
-        assert store(tier, [1, 2, 3, 1]) == [Outcome.OK, Outcome.LATE, Outcome.LATE, Outcome.LATE]
+        keys, data = [key(number) for number in (1, 2, 3, 1)], [value(number) for number in (1, 2, 3, 1)]
+        assert tier.store(keys, data, timeout=0.02) == [Outcome.OK, Outcome.LATE, Outcome.LATE, Outcome.LATE]
         assert load(tier, [1, 9])[0] == [Outcome.LATE, Outcome.MISS]
     assert all(not slab.num_writing and not slab.num_jobs for slab in tier._state.catalog.slabs.values())
     assert store(tier, [2, 3]) == [Outcome.OK] * 2
