@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool.pools import arrays
 from tool_files import compiled_module
 
-NAMES = ("are_ids", "copied", "put", "as_bytes")
+NAMES = ("are_ids", "copied", "put", "as_bytes", "num_common")
 TOKENS = np.arange(10, 18, dtype=np.int32)
 
 
@@ -118,6 +120,25 @@ def test_in_c_what_is_no_part_of_an_int32_array_is_refused(
 def test_in_c_what_is_no_int32_array_is_not_written(in_c: Any, target: Any) -> None:
     with pytest.raises(TypeError):
         in_c.put(target, 0, TOKENS, 0, 1)
+
+
+@given(st.binary(max_size=12), st.binary(max_size=12))
+def test_the_common_beginning_of_bytes_equals_brute_force(left: bytes, right: bytes) -> None:
+    expected = 0
+    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
+        expected += 1
+    assert arrays._num_common(left, right) == expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [(b"", b""), (b"", b"a"), (b"abc", b"abd"), (b"ab", b"abd"), (b"abd", b"ab"), (b"\x00", b"\xff")]
+)
+def test_in_c_the_common_beginning_is_the_same(in_c: Any, left: bytes, right: bytes) -> None:
+    assert in_c.num_common(left, right) == arrays._num_common(left, right)
+    with pytest.raises(TypeError):
+        in_c.num_common(left, bytearray(right))
+    with pytest.raises(TypeError):
+        in_c.num_common(left)
 
 
 def test_an_array_that_is_not_aligned_is_taken_as_ids() -> None:

@@ -10,7 +10,7 @@ from parts import add_run, make_context, make_tree
 
 from kvpool.config import Tier
 from kvpool.eviction.run import checksum
-from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node, Root, SortedKeys, common_prefix_length
+from kvpool.prefix.node import DEFAULT_PRIORITY, MOST_KEYS, NEVER, Node, Root, SortedKeys
 from kvpool.prefix.tree import divide_logits, trim_logits
 from kvpool.scope import ReuseScope
 
@@ -176,12 +176,12 @@ def test_thousands_of_keys_are_kept_sorted_in_chunks_of_bounded_length(num_keys:
     keys = SortedKeys([strings[:1]])
     for string in strings[1:]:
         keys.add(string)
-    assert [string for chunk in keys for string in chunk] == sorted(strings)
-    assert max(map(len, keys)) <= SortedKeys.CHUNK
-    assert (len(keys) > 1) == (num_keys > SortedKeys.CHUNK)
+    assert [string for chunk in keys.chunks for string in chunk] == sorted(strings)
+    assert max(map(len, keys.chunks)) <= MOST_KEYS
+    assert (len(keys.chunks) > 1) == (num_keys > MOST_KEYS)
     for string in strings:
         keys.remove(string)
-    assert keys == []
+    assert keys.chunks == []
 
 
 def test_the_neighbours_of_a_string_may_stand_in_two_chunks() -> None:
@@ -232,14 +232,6 @@ def test_the_nearest_child_equals_brute_force_after_any_additions_and_removals(
     assert (node is None) == (best == 0)
     if node is not None:
         assert shared_tokens(node.key, query) == best
-
-
-@given(st.binary(max_size=12), st.binary(max_size=12))
-def test_the_common_prefix_of_bytes_equals_brute_force(left: bytes, right: bytes) -> None:
-    expected = 0
-    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
-        expected += 1
-    assert common_prefix_length(left, right) == expected
 
 
 def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_their_prompts() -> None:

@@ -1,4 +1,4 @@
-/* Four operations on arrays of 32-bit integers, most of which are short: token ids and block ids.
+/* Operations on arrays of 32-bit integers, most of which are short: token ids and block ids. One is on their bytes.
 
    numpy does the same (`arrays.py`), and takes ten times as long before it begins: it makes views, looks for a way to convert
    what needs no conversion, and asks whether memory overlaps. Arrays are contiguous; `start` and `stop` count their elements
@@ -98,11 +98,27 @@ static PyObject *as_bytes(PyObject *module, PyObject *const *args, Py_ssize_t nu
     return PyBytes_FromStringAndSize(source + start, stop - start);
 }
 
+static PyObject *num_common(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (!has_arguments(num_args, 2)) return NULL;
+    if (!PyBytes_Check(args[0]) || !PyBytes_Check(args[1])) {
+        PyErr_Format(PyExc_TypeError, "expected two strings of bytes, got %R and %R", args[0], args[1]);
+        return NULL;
+    }
+    const char *left = PyBytes_AS_STRING(args[0]), *right = PyBytes_AS_STRING(args[1]);
+    const Py_ssize_t of_left = PyBytes_GET_SIZE(args[0]), of_right = PyBytes_GET_SIZE(args[1]);
+    const Py_ssize_t length = of_left < of_right ? of_left : of_right;
+    Py_ssize_t common = 0;
+    while (common < length && left[common] == right[common]) common++;
+    return PyLong_FromSsize_t(common);
+}
+
 static PyMethodDef METHODS[] = {
     {"are_ids", are_ids, METH_O, "Whether an object is a one-dimensional array that has token ids, and needs no change."},
     {"copied", (PyCFunction)(void (*)(void))copied, METH_FASTCALL, "A new array of the elements start..stop of another."},
     {"put", (PyCFunction)(void (*)(void))put, METH_FASTCALL, "Writes the elements start..stop of an array into another."},
     {"as_bytes", (PyCFunction)(void (*)(void))as_bytes, METH_FASTCALL, "The bytes of the elements start..stop of an array."},
+    {"num_common", (PyCFunction)(void (*)(void))num_common, METH_FASTCALL, "How many leading bytes two strings share."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -45,6 +45,15 @@ def _as_bytes(array: Int32Array, start: int, stop: int) -> bytes:
     return array[start:stop].tobytes()
 
 
+def _num_common(left: bytes, right: bytes) -> int:
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    # The highest differing byte of the big-endian difference is the first differing byte of the strings.
+    difference = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
+    return length - (difference.bit_length() + 7) // 8
+
+
 def _compiled(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The function of this name in `_short_arrays.c`, which does the same as `otherwise`, if it was compiled."""
     try:
@@ -66,6 +75,9 @@ put: Callable[[Int32Array, int, Int32Array, int, int], None] = _compiled("put", 
 
 as_bytes: Callable[[Int32Array, int, int], bytes] = _compiled("as_bytes", _as_bytes)
 """The bytes of the elements `start..stop` of an array."""
+
+num_common: Callable[[bytes, bytes], int] = _compiled("num_common", _num_common)
+"""How many leading bytes two strings share."""
 
 
 def smallest(array: npt.NDArray[Any]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import Run, checksum
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, num_common
 from kvpool.pools.pool import GPU
 from kvpool.pools.symbols import Symbols, is_first, numbers_in
 from kvpool.scope import MultimodalItem, ReuseScope
@@ -21,6 +21,7 @@ Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
+MOST_KEYS: Final = 512  # in a chunk
 NEVER: Final = float("inf")  # the deadline of what has none
 
 
@@ -196,7 +197,7 @@ class Node(Run):
             del self._keys[first]
         else:
             keys.remove(key)
-            if not keys:
+            if not keys.chunks:
                 del self._keys[first]
         if child.tier == self.tier:
             self.same_tier_children -= 1
@@ -210,7 +211,7 @@ class Node(Run):
             keys = self._keys.get(query[:4])
             if keys is not None:
                 for key in (keys,) if isinstance(keys, bytes) else keys.neighbours(query):
-                    common = common_prefix_length(key, query)
+                    common = num_common(key, query)
                     if common > shared:
                         best, shared = self.children[key], common
         return best, shared
@@ -258,43 +259,45 @@ class Root(Node):
         self.ids = []
 
 
-@mypyc_attr(native_class=False)
-class SortedKeys(list[list[bytes]]):
+@mypyc_attr(acyclic=True)
+class SortedKeys:
     """Sorted strings in chunks, so that a step costs O(log n) comparisons and moves a bounded number of pointers."""
 
-    __slots__ = ()
+    __slots__ = ("chunks",)
 
-    CHUNK = 512
+    def __init__(self, chunks: list[list[bytes]]) -> None:
+        self.chunks = chunks  # none of them empty
 
     def _chunk_of(self, key: bytes) -> int:
         """The index of the chunk that holds `key` or would hold it."""
-        if len(self) == 1:
+        chunks = self.chunks
+        if len(chunks) == 1:
             return 0
-        return min(bisect_left(self, key, key=_last), len(self) - 1)
+        return min(bisect_left(chunks, key, key=_last), len(chunks) - 1)
 
     def add(self, key: bytes) -> None:
         at = self._chunk_of(key)
-        chunk = self[at]
+        chunk = self.chunks[at]
         insort(chunk, key)
-        if len(chunk) > self.CHUNK:
+        if len(chunk) > MOST_KEYS:
             half = len(chunk) // 2
-            self[at : at + 1] = [chunk[:half], chunk[half:]]
+            self.chunks[at : at + 1] = [chunk[:half], chunk[half:]]
 
-    def remove(self, key: bytes) -> None:  # type: ignore[override]
+    def remove(self, key: bytes) -> None:
         at = self._chunk_of(key)
-        chunk = self[at]
+        chunk = self.chunks[at]
         del chunk[bisect_left(chunk, key)]
         if not chunk:
-            del self[at]
+            del self.chunks[at]
 
     def neighbours(self, query: bytes) -> list[bytes]:
         """The keys just before and just after the place of `query`."""
         at = self._chunk_of(query)
-        chunk = self[at]
+        chunk = self.chunks[at]
         place = bisect_left(chunk, query)
-        found = chunk[max(0, place - 1) : place + 1]
+        found = chunk[place - 1 if place else 0 : place + 1]
         if place == 0 and at > 0:
-            found.append(self[at - 1][-1])
+            found.append(self.chunks[at - 1][-1])
         return found
 
 
@@ -309,16 +312,6 @@ def path_ids(path: list[Node], num_blocks: int, group: int) -> Int32Array:
     if not path:
         return _NO_IDS
     return np.concatenate([node.ids[group] for node in path])[:num_blocks]
-
-
-def common_prefix_length(left: bytes, right: bytes) -> int:
-    """How many leading bytes two strings share."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    # The highest differing byte of the big-endian difference is the first differing byte of the strings.
-    difference = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
-    return length - (difference.bit_length() + 7) // 8
 
 
 def run_content(symbols: Symbols, node: Node, begin: int, end: int) -> Content:

@@ -221,7 +221,7 @@ class Allocator:
         if match.partial is not None:
             counters.hit_tokens[match.partial.tier] += match.num_partial
             counters.partial_hit_tokens += match.num_partial
-            handle.stats.partial_tokens = match.num_partial
+            handle.num_partial_tokens = match.num_partial
             if match.partial.tier != GPU:
                 handle.stats.cached_tokens_from_lower_tiers += match.num_partial
         if match.logits is not None:

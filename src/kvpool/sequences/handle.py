@@ -79,6 +79,7 @@ class KVCacheHandle:
         "num_cached_blocks",
         "num_cached_encoder_tokens",
         "num_cached_tokens",
+        "num_partial_tokens",
         "num_prompt_tokens",
         "parted_at",
         "publishes",
@@ -109,6 +110,7 @@ class KVCacheHandle:
         self.num_prompt_tokens = 0
         self.parted_at = 0  # how many of its tokens were cached by others when it came, reusable or not
         self.num_cached_tokens = 0  # that need not be computed
+        self.num_partial_tokens = 0  # of the cached ones, those of a block that was found in part
         self.num_cached_blocks = 0  # whole blocks that were found, also one whose last token is computed again
         rows.serial += 1
         self.serial = rows.serial  # a number that no other sequence has had
@@ -122,7 +124,9 @@ class KVCacheHandle:
     def stats(self) -> HandleStats:
         """What this request cost and what it got from the cache."""
         if self._stats is None:
-            self._stats = HandleStats(self.num_prompt_tokens, self.num_cached_tokens)
+            self._stats = HandleStats(
+                self.num_prompt_tokens, self.num_cached_tokens, partial_tokens=self.num_partial_tokens
+            )
         return self._stats
 
     @property
