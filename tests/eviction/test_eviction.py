@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from kvpool.eviction import (
     policy_names,
     register_policy,
 )
-from kvpool.eviction.classic import GhostPolicy
+from kvpool.eviction.classic import GhostPolicy, SievePolicy
 from kvpool.eviction.policy import _MAX_CHECKPOINTS
 from kvpool.eviction.run import RunQueue
 
@@ -836,3 +837,64 @@ def test_given_a_clock_that_rose_very_often_then_old_accesses_still_see_nearly_w
     assert (policy._ticks[-1], policy._clocks[-1]) == (rises, 2.0 * rises + 1)
     assert all(clock == 2.0 * tick for tick, clock in zip(policy._ticks[:-1], policy._clocks[:-1], strict=True))
     assert policy._ticks[-_MAX_CHECKPOINTS // 2 :] == list(range(rises - _MAX_CHECKPOINTS // 2 + 1, rises + 1))
+
+
+def choices(policy: EvictionPolicy, seed: int) -> list[int]:
+    """The runs that leave, by number, where pairs of them come, are used and used again."""
+    rng, left = Random(seed), list[int]()
+    pairs: list[tuple[StandInRun, StandInRun]] = []  # a run, and the one behind it, which leaves first
+    gone: set[StandInRun] = set()
+    for tick in range(1, 160):
+        if rng.random() < 0.6 or not pairs:
+            options: dict[str, Any] = {"last_access": tick, "last_access_at": tick / 8}
+            number = rng.choice((tick, rng.randrange(1, 20)))  # some come back
+            above = StandInRun(rng.randrange(1, 4), created=tick, fingerprint=2 * number, **options)
+            behind = StandInRun(2, created=tick, start=above.num_blocks, parent=above, **options)
+            behind.fingerprint = 2 * number + 1
+            pairs.append((above, behind))
+            policy.add(behind)
+        else:
+            above, behind = rng.choice(pairs)
+            leaf = above if behind in gone else behind
+            policy.remove(leaf)
+            for run in {above, leaf}:
+                run.last_access, run.last_access_at, run.hits = tick, tick / 8, run.hits + 1
+            policy.add(leaf)
+        while len(policy) > 8:
+            victim: Any = policy.victim()
+            policy.evicted(victim)
+            policy.remove(victim)
+            gone.add(victim)
+            left.append(victim.created * 2 + bool(victim.start))
+            if victim.start:
+                policy.add(victim.parent)
+            else:
+                pairs = [pair for pair in pairs if pair[0] is not victim]
+    return left
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_a_policy_that_was_cleared_chooses_like_a_new_one(name: str) -> None:
+    used = make_policy(name)
+    for seed in range(6):
+        expected = choices(make_policy(name), seed)
+        assert len(expected) > 60
+        assert choices(used, seed) == expected
+        used.clear()
+
+
+def test_sieve_forgets_its_rounds_when_it_is_cleared() -> None:
+    policy = SievePolicy()
+    for _ in range(2):
+        parent = StandInRun(created=1, hits=1, last_access=5)
+        child = StandInRun(created=1, start=1, parent=parent, last_access=5)
+        other = StandInRun(created=2, last_access=100)
+        policy.add(child)
+        policy.evicted(child)
+        policy.remove(child)
+        policy.add(parent)
+        policy.add(other)
+        assert policy.victim() is other  # the parent was reused since the round began
+        policy.remove(other)
+        assert policy.victim() is parent  # and in the next round no more
+        policy.clear()

@@ -187,6 +187,10 @@ class ClockPolicy(RememberingPolicy):
             self._moves += 1  # behind everything that was inserted up to now, before everything that will be
             self._move(run, record, self._queue, (self._newest, self._moves))
 
+    def clear(self) -> None:
+        super().clear()
+        self._newest = self._moves = 0
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SievePolicy(RememberingPolicy):

@@ -225,6 +225,7 @@ class CostAwarePolicy(KeyedPolicy):
 
     def clear(self) -> None:
         super().clear()
+        self._latest = 0
         self._ticks.clear()
         self._clocks.clear()
 
