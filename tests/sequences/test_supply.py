@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -137,3 +137,13 @@ def test_given_exactly_as_many_free_blocks_as_a_request_needs_then_nothing_is_ev
     cached(manager, 8, first=50)
     manager.allocate("all", num_tokens=16)
     assert sum(manager.stats().evictions.values()) == 0
+
+
+def test_given_a_prompt_that_ends_with_a_cached_block_then_its_last_token_counts_on_no_tier() -> None:
+    manager = make_manager(host_blocks=8)
+    prompt = cached(manager, 8)
+    assert manager.match_prefix(prompt).tokens_by_tier == {Tier.GPU: 7}
+    assert manager.match_prefix(prompt[:7]).tokens_by_tier == {Tier.GPU: 4}  # three more are part of a block
+    assert manager.match_prefix([*prompt, 1]).tokens_by_tier == {Tier.GPU: 8}
+    manager.cache.offload(1)
+    assert manager.match_prefix(prompt).tokens_by_tier == {Tier.GPU: 4, Tier.HOST: 3}

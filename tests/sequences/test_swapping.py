@@ -338,3 +338,23 @@ def test_requests_that_are_freed_together_leave_what_they_leave_one_by_one(
         found = [manager.match_prefix(range(first, first + 22)).num_tokens for first in (0, 50, 100)]
         left.append((found, [pool.free for pool in manager.stats().pools]))
     assert left[0] == left[1]
+
+
+def test_given_forks_and_a_stranger_that_were_swapped_out_together_then_only_the_forks_share_when_they_are_back() -> (
+    None
+):
+    manager = make_manager(gpu_blocks=16, host_blocks=16)
+    one = manager.allocate("one", list(range(6)))
+    manager.commit(one)
+    (fork,) = manager.fork(one, "fork")
+    stranger = manager.allocate("stranger", list(range(100, 106)))
+    manager.commit(stranger)
+    manager.swap_out(one, stranger, fork)
+    manager.swap_in(one, stranger, fork)
+    assert one.family == fork.family == {one.row, fork.row}
+    assert stranger.family is None
+    assert one.block_ids().tolist() == fork.block_ids().tolist()
+    manager.extend_batch([one, fork])
+    manager.commit_batch([one, fork], [7, 8])
+    assert one.block_ids()[-1] != fork.block_ids()[-1]
+    manager.check()
