@@ -134,3 +134,13 @@ def test_given_as_many_beginnings_as_the_limit_then_all_sessions_are_known_and_t
     assert [made.of_session(name) for name in ("one", "two", "three")] == [[A], [B], [C]]
     made.begin("four", D)
     assert [made.of_session(name) for name in ("one", "two", "three", "four")] == [[A], [], [C], [D]]
+
+
+def test_given_one_session_with_more_blocks_than_are_known_then_it_is_not_forgotten() -> None:
+    lineage = Lineage(2)
+    digests = [bytes([number]) * 32 for number in range(4)]
+    for digest in (*digests, digests[0]):
+        lineage.begin("long", digest)
+    assert lineage.of_session("long") == digests
+    lineage.begin("other", digests[0])
+    assert (lineage.of_session("long"), lineage.of_session("other")) == ([], digests[:1])

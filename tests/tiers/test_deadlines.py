@@ -117,6 +117,8 @@ def test_given_a_call_of_a_tier_then_its_deadline_is_the_timeout_of_the_call_or_
     call(tier, **{} if seconds is None else {"timeout": seconds})
     name, keys, *more = noted
     assert tier.calls == [(name, keys, seconds or CALL_TIMEOUT, *more)]
+    stats = tier.stats()
+    assert (stats.seconds_loading, stats.seconds_storing) == (0.0, 0.0)  # the clock stands
 
 
 def test_given_a_purge_then_it_has_a_minute_or_what_it_is_given() -> None:

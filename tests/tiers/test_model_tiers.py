@@ -116,6 +116,26 @@ def test_given_a_tensor_of_any_type_and_shape_then_every_number_and_its_place_co
     assert len(found) == len(flat) + 2 + (len(shape) if len(shape) > 1 else 0)
 
 
+def test_given_several_tensors_then_each_counts_under_its_own_name() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self, **tensors: Any) -> None:
+            super().__init__()
+            for name, tensor in tensors.items():
+                self.register_buffer(name, tensor)
+
+    one, other, third = torch.arange(6.0), torch.arange(6.0) + 1, torch.arange(6.0) + 2
+    found = {
+        weights_id(Model(a=one, b=other, c=third)),
+        weights_id(Model(a=other, b=one, c=third)),
+        weights_id(Model(a=one, b=third, c=other)),
+        weights_id(Model(a=one, b=one, c=third)),  # tied
+        weights_id(Model(a=one, b=other, d=third)),
+        weights_id(Model(a=one, b=other)),
+    }
+    assert len(found) == 6
+    assert weights_id(Model(a=one, b=one)) == weights_id(Model(a=one, b=one.clone()))
+
+
 def test_given_a_model_without_tensors_then_it_has_an_id_too() -> None:
     assert weights_id(torch.nn.Module()) == weights_id(torch.nn.Identity())
 

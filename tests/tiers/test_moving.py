@@ -369,3 +369,31 @@ def test_given_a_prompt_with_images_that_is_offered_in_parts_then_its_keys_are_t
         offers.offer(handle, tokens[:stop], progress, items)
     assert asked.keys == keys.of_prompt(tokens, handle.scope, items).keys[0]
     manager.free(handle)
+
+
+class Hung:
+    """A thread that never ends, and notes how long others wait for it."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.waits = now, list[float]()
+
+    def join(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now[0] += seconds
+
+    def is_alive(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(0.0, [0.0, 0.0]), (4.0, [4.0, 0.0])])
+def test_given_threads_that_hang_then_stopping_waits_for_all_of_them_together_only_so_long(
+    seconds: float, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    threads: Any = [Hung(now), Hung(now)]
+    pool = ThreadPool("test", 2)
+    pool._threads = threads
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: now[0])
+        assert not pool.stop(seconds)
+    assert [thread.waits for thread in threads] == [[wait] for wait in waits]
