@@ -183,6 +183,18 @@ def test_onboarding_brings_a_prefix_up_ahead_of_its_request() -> None:
     assert manager.stats().onboarded_blocks == 2
 
 
+def test_onboarding_needs_room_for_whole_blocks_also_where_a_part_of_the_next_one_is_cached() -> None:
+    manager = make_manager(gpu_blocks=4, host_blocks=8, copy_on_partial_reuse=False)
+    tokens = cached(manager, 16)
+    manager.cache.offload(4)
+    manager.take_copies()
+    manager.allocate("a", num_tokens=8)
+    with pytest.raises(OutOfBlocksError, match="onboarding"):
+        manager.cache.onboard(tokens[:14])  # three blocks, and half of a fourth
+    assert manager.stats().pool().cached == 0
+    manager.check()
+
+
 def test_onboarding_that_does_not_fit_moves_nothing() -> None:
     manager = make_manager()
     tokens = cached(manager, 16)
