@@ -477,7 +477,7 @@ def shown(capsys: pytest.CaptureFixture[str], status: int, *words: object) -> tu
 def test_given_a_directory_then_every_command_says_exactly_this(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", "400")
     path, prefix, other = tmp_path / "d", SPACE.prefix.hex(), key(0)[:8].hex()
     with DiskTier(path, CAPACITY, timeout=PATIENCE) as tier:
         tier.introduce(SPACE)

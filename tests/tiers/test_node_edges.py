@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 import threading
@@ -43,6 +44,7 @@ def folder() -> Iterator[Path]:
 
 
 def open_files() -> int:
+    gc.collect()  # maps end with their last view, also those of tests before
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -114,7 +116,7 @@ def test_given_a_node_that_lies_then_nothing_is_used_of_it_and_the_reason_is_tol
         pytest.raises(LostNodeError, match=problem),
     ):
         Connection(folder / "n", "engine", (), SECONDS)
-    assert open_files() == files
+    assert open_files() <= files
 
 
 def test_given_a_node_of_another_user_then_nobody_talks_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +449,7 @@ def test_given_files_that_a_node_cannot_have_then_it_is_refused_and_leaves_nothi
         spoil(patch, tmp_path)
         with pytest.raises(ConfigError, match=problem):
             Region(tmp_path, MEGABYTE)
-    assert open_files() == files
+    assert open_files() <= files
 
 
 @pytest.mark.parametrize("spoil", ["policy", "bind", "listen"])
@@ -466,7 +468,7 @@ def test_given_a_node_that_cannot_begin_then_it_leaves_nothing_open_and_the_next
             patch.setattr(server.socket, "socket", Spoilt if spoil == "bind" else Deaf)
         with pytest.raises((ConfigError, OSError)):
             server.NodeServer(folder, MEGABYTE, policy="nobody's" if spoil == "policy" else "lru")
-    assert open_files() == files
+    assert open_files() <= files
     with node_thread(folder, MEGABYTE), NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
         assert store(tier, [1]) == [Outcome.OK]
 
