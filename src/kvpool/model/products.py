@@ -34,11 +34,11 @@ log = logging.getLogger("kvpool")
 
 Way: TypeAlias = Callable[[Tensor, Any], Tensor]  # x [rows, in] and a weight [out, in], maybe packed, give [rows, out]
 
-# Rows of x that are measured, with so many pieces of weights. With few rows, pieces come from memory as in a step, not from a
+# Rows of x that are measured, with so many bytes of weights. With few rows, weights come from memory as in a step, not from a
 # cache of the core. Other numbers of rows use the way of the next one here, more that of the last.
-_PIECES = {1: 8, 4: 8, 16: 8, 64: 4, 256: 4}
-_ROWS = tuple(_PIECES)
-_PIECE_BYTES = 2**20
+_BYTES = {1: 2**23, 4: 2**23, 16: 2**23, 64: 2**22, 256: 2**22}
+_ROWS = tuple(_BYTES)
+_PIECE_BYTES = 2**22  # of a large weight; AMX splits x once for all columns of a piece
 _SMALLEST = 2**16  # elements of a weight; with fewer, the call costs more than the product
 _TURNS = 5  # in which all ways are measured, one after the other
 _GAIN = 0.8  # another way is used if it takes at most this share of the expected one's time, in every turn
@@ -222,8 +222,9 @@ def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...
     """The way for each number of rows: the expected one, or another if that is clearly faster."""
     first = weights[0]
     # Columns of the product cost the same, so a part of a weight stands for all of it
-    height = max(1, _PIECE_BYTES // first[0].nbytes)
-    most = max(_PIECES.values())
+    height = min(len(first), max(1, _PIECE_BYTES // first[0].nbytes))
+    counts = {rows: max(1, size // (height * first[0].nbytes)) for rows, size in _BYTES.items()}
+    most = max(counts.values())
     pieces = [piece for weight in weights[:most] for piece in torch.split(weight, height)][:most]
     ways: list[Way] = [plain, swapped, *(copied if first.dtype == torch.float32 else [in_float32])]
     operands = {way: [_copies(piece, [way]).get(way, piece) for piece in pieces] for way in ways}
@@ -232,7 +233,7 @@ def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...
         expected = _expected(rows, ways)
         tried = [way for way in ways if way is not split or way is expected]
         x = torch.ones(rows, first.shape[1], dtype=first.dtype)
-        seconds = _interleaved(x, {way: operands[way][: _PIECES[rows]] for way in tried})
+        seconds = _interleaved(x, {way: operands[way][: counts[rows]] for way in tried})
         shares = {way: max(map(truediv, seconds[way], seconds[expected])) for way in tried}
         best = min(shares, key=shares.__getitem__)
         chosen.append(best if shares[best] <= _GAIN else expected)
