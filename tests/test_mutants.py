@@ -225,6 +225,20 @@ def test_given_quick_tests_elsewhere_then_those_named_like_the_module_and_those_
     assert (outcome.killer, outcome.num_tests) == ("tests/people/test_ages.py::test_adult", 3)
 
 
+def test_given_a_function_that_an_import_calls_and_tests_call_what_it_made_then_its_change_is_noticed(
+    project: Path,
+) -> None:
+    (project / "src" / "small" / "made.py").write_text(
+        "def least(age):\n    def check(given):\n        return given >= age\n\n    return check\n\nadult = least(18)\n"
+    )
+    (project / "tests" / "test_made.py").write_text(
+        "from small.made import adult\n\ndef test_adult():\n    assert adult(18)\n"
+    )
+    [mutant] = [mutant for mutant in tool.all_mutants(project, ["made.py:5"]) if mutant.kind == "return value"]
+    [outcome] = tool.run_all(project, [mutant], processes=1)
+    assert outcome.result == "killed"
+
+
 def test_given_a_fixture_that_several_tests_share_then_all_of_them_meet_a_change_of_what_it_calls(
     project: Path,
 ) -> None:

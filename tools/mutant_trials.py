@@ -369,10 +369,10 @@ class _Trials:
         return self.within_limit(chosen, f"tests/{path.parts[2]}/", f"/test_{path.stem}.py::")
 
     def called_around(self, change: Change) -> tuple[int, int] | None:
-        """First and last line of the function that changes, if a test calls it: others may be called by an import."""
+        """First and last line of the function that changes, if a test calls it and not only one that it made on import."""
         around = function_around((self.root / change.path).read_bytes(), change.start)
         lines = [line for line, _ in self.callers.get(change.path, ())]
-        return around if around and any(around[0] <= line <= around[1] for line in lines) else None
+        return around if around and around[0] in lines else None
 
     def within_limit(self, tests: set[str], own: str, namesake: str) -> list[str]:
         """As many as a mutant may meet: those named like its module first, then quick ones, then others. Of either

@@ -13,6 +13,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import TraceError
 from kvpool.recording import TraceRecorder, operations, playback, recorder, replay_recording, writer
+from kvpool.recording.lines import Lines
 from kvpool.recording.operations import pack
 
 PROMPT = [0, 0, pack(np.arange(8, dtype=np.int32))]
@@ -226,3 +227,33 @@ def test_given_the_last_operation_that_max_bytes_allows_then_it_is_written_and_t
     assert size(two + 1) == (3, "max_bytes is reached")
     assert size(10**6) == (3, None)
     assert size(1) == (1, "max_bytes is reached")
+
+
+def test_only_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\n")
+    with Lines(tmp_path / "t") as lines:
+        assert list(lines) == [b"one\n", b"\xef\xbb\xbftwo\n"]
+
+
+def test_given_a_batch_whose_last_tokens_were_replaced_when_it_decodes_on_then_the_replay_finds_what_it_has(
+    tmp_path: Path,
+) -> None:
+    manager = make_manager()
+    with TraceRecorder(tmp_path / "t").attach(manager):
+        handles = [manager.allocate(first, [first] * 3) for first in (1, 2)]
+        for handle in handles:
+            manager.commit(handle)
+        batch = manager.batch(handles)
+        for token in (5, 6, 7):
+            manager.extend_batch(batch)
+            manager.commit_batch(batch, [token, token])
+        for handle in handles:
+            manager.rewind(handle, 2)
+            manager.extend(handle, 2)
+            manager.commit(handle, [8, 9])
+        for token in (10, 11):
+            manager.extend_batch(batch)
+            manager.commit_batch(batch, [token, token])
+        manager.free_batch(handles)
+        assert manager.allocate("again", [1, 1, 1, 5, 8, 9, 10, 11, 0]).num_cached_tokens == 8
+    assert replay_recording(tmp_path / "t").hit_tokens == manager.stats().hit_tokens
