@@ -60,7 +60,7 @@ def _compiled(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         from kvpool.pools import _short_arrays
     except ImportError:
         return otherwise
-    found: Callable[..., Any] = getattr(_short_arrays, name)
+    found: Callable[..., Any] = getattr(_short_arrays, name, otherwise)  # a checkout may have compiled an older file
     return found
 
 
