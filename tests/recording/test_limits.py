@@ -257,3 +257,23 @@ def test_given_a_batch_whose_last_tokens_were_replaced_when_it_decodes_on_then_t
         manager.free_batch(handles)
         assert manager.allocate("again", [1, 1, 1, 5, 8, 9, 10, 11, 0]).num_cached_tokens == 8
     assert replay_recording(tmp_path / "t").hit_tokens == manager.stats().hit_tokens
+
+
+@pytest.mark.parametrize("parts", [5, [5], [{}], [{"name": "conv"}]])
+def test_given_a_state_that_is_none_then_the_header_is_refused(tmp_path: Path, parts: Any) -> None:
+    with pytest.raises(TraceError, match=r"line 1 of r describes no manager: parts=.* must be a list of objects"):
+        replayed(tmp_path / "r", layers=[*LAYERS, {"parts": parts}])
+
+
+def test_given_images_of_several_sequences_in_one_commit_then_the_replay_tells_them_apart(tmp_path: Path) -> None:
+    manager = make_manager()
+    with TraceRecorder(tmp_path / "t").attach(manager) as following:
+        handles = [manager.allocate(name, num_tokens=8) for name in range(2)]
+        images = [(2, 2, "cat"), (8 + 3, 2, "dog")]
+        manager.commit_batch(handles, [9] * 16, [8, 8], multimodal=images)
+        manager.free_batch(handles)
+        for name, image in enumerate([(2, 2, "cat"), (3, 2, "dog"), (3, 2, "cat")]):
+            manager.free(manager.allocate(("again", name), [9] * 9, multimodal=[image]))
+    assert following.stopped_because is None
+    assert manager.stats().hit_tokens["GPU"] == 8 + 8 + 3
+    assert replay_recording(tmp_path / "t").hit_tokens == manager.stats().hit_tokens
