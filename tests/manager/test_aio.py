@@ -475,3 +475,9 @@ def test_given_a_thread_that_is_faster_then_nobody_overtakes_the_first_who_waits
         cache.free(await tasks[1])
 
     run(main(), cache)
+
+
+def test_private_attributes_of_the_manager_are_not_those_of_the_asynchronous_one() -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=8))
+    assert hasattr(manager, "_guard")
+    assert not hasattr(AsyncKVCacheManager(manager), "_guard")

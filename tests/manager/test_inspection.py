@@ -78,3 +78,12 @@ def _committed(manager: KVCacheManager, request_id: str, num_tokens: int, first:
     handle = manager.allocate(request_id, list(range(first, first + num_tokens)))
     manager.commit(handle)
     return handle
+
+
+def test_of_a_pinned_prefix_only_the_last_window_is_pinned_in_a_windowed_group() -> None:
+    layers = [FULL, LayerSpec(kv_heads=2, head_dim=8, window=4)]
+    manager = KVCacheManager(KVCacheConfig(layers, block_size=2, gpu_blocks=(8, 8)))
+    manager.free(_committed(manager, "a", 8))
+    manager.cache.pin(list(range(8)))
+    states = [[manager.inspect.block(block, pool=pool).state.value for block in range(4)] for pool in range(2)]
+    assert states == [["pinned"] * 4, ["cached"] * 2 + ["pinned"] * 2]
