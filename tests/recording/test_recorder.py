@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope, eviction
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import KeyedPolicy, Run, register_policy
 from kvpool.recording.lines import Lines
@@ -211,7 +211,6 @@ def test_given_tenants_and_sessions_then_the_trace_tells_them_apart_and_names_no
     assert trace.ids_of(0).tolist() == trace.ids_of(3).tolist() != trace.ids_of(2).tolist()
 
 
-@register_policy("test-recorder-hints")
 class NotesHints(KeyedPolicy):
     """LRU that notes what was said about the runs it is given."""
 
@@ -222,7 +221,11 @@ class NotesHints(KeyedPolicy):
         return run.last_access
 
 
-def test_given_hints_then_the_recording_has_them_and_a_replay_gives_them_again(tmp_path: Path) -> None:
+def test_given_hints_then_the_recording_has_them_and_a_replay_gives_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eviction, "_POLICIES", dict(eviction._POLICIES))  # other tests look at the names of policies
+    register_policy("test-recorder-hints")(NotesHints)
     manager = make_manager()
     hints = [ReuseHint("tool_calls"), ReuseHint(expected_seconds=3), ReuseHint(expected_seconds=math.inf), None]
     with TraceRecorder(tmp_path / "t").attach(manager):
