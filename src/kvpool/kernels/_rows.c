@@ -1,5 +1,5 @@
-/* What layers do to each row between their matrix products, on a CPU: RMS norms, gated activations and rotary positions, and
-   rows of K and V into their slots.
+/* What layers do to each row between their matrix products, on a CPU: RMS norms, gated activations and rotary positions.
+   And `put`, which copies rows of K and V into their slots.
 
    torch does the same in two to eight operations, each of which reads and writes everything. */
 

@@ -59,15 +59,25 @@ static PyObject *are_ids(PyObject *module, PyObject *given) {
     return PyBool_FromLong(size > 0 && signs >= 0);
 }
 
-static PyObject *copied(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+/* The first byte, and the number of bytes, of the part of an array that three arguments name; NULL, and an error, if they
+   name none. */
+static const char *read_part(PyObject *const *args, Py_ssize_t num_args, Py_ssize_t *num_bytes) {
     Py_ssize_t start, stop;
-    (void)module;
     if (!has_arguments(num_args, 3)) return NULL;
     const char *source = elements(args[0]);
     if (source == NULL || read_range(args[0], args + 1, &start, &stop) < 0) return NULL;
-    npy_intp length = (stop - start) / WIDTH;
+    *num_bytes = stop - start;
+    return source + start;
+}
+
+static PyObject *copied(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    Py_ssize_t num_bytes;
+    const char *part = read_part(args, num_args, &num_bytes);
+    (void)module;
+    if (part == NULL) return NULL;
+    npy_intp length = num_bytes / WIDTH;
     PyObject *copy = PyArray_SimpleNew(1, &length, NPY_INT32);
-    if (copy != NULL) memcpy(PyArray_DATA((PyArrayObject *)copy), source + start, (size_t)(stop - start));
+    if (copy != NULL) memcpy(PyArray_DATA((PyArrayObject *)copy), part, (size_t)num_bytes);
     return copy;
 }
 
@@ -90,12 +100,10 @@ static PyObject *put(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
 }
 
 static PyObject *as_bytes(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
-    Py_ssize_t start, stop;
+    Py_ssize_t num_bytes;
+    const char *part = read_part(args, num_args, &num_bytes);
     (void)module;
-    if (!has_arguments(num_args, 3)) return NULL;
-    const char *source = elements(args[0]);
-    if (source == NULL || read_range(args[0], args + 1, &start, &stop) < 0) return NULL;
-    return PyBytes_FromStringAndSize(source + start, stop - start);
+    return part == NULL ? NULL : PyBytes_FromStringAndSize(part, num_bytes);
 }
 
 static PyObject *num_common(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
