@@ -39,9 +39,9 @@ def test_given_a_run_when_a_prompt_leaves_it_inside_a_block_then_whole_blocks_an
     context = make_context()
     tree = make_tree(context)
     run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2, 3, 4, 5, 6)
-    match = tree.match(ReuseScope(), tokens_of(1, 2, 3, 4, 5, 9))
+    match = tree.match(ReuseScope(), tokens_of(1, 2, 3, 4, 5, 9), partial=True)
     assert (match.path, match.num_blocks, match.partial, match.num_partial) == ([run], 2, run, 1)
-    assert tree.match(ReuseScope(tenant="other"), tokens_of(1, 2)).path == []
+    assert tree.match(ReuseScope(tenant="other"), tokens_of(1, 2), partial=True).path == []
 
 
 def test_given_a_run_when_it_is_split_then_the_upper_part_is_told_and_both_are_found() -> None:

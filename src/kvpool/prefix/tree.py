@@ -121,8 +121,10 @@ class RunTree:
 
     # --- matching ----------------------------------------------------------------------------------------------------
 
-    def match(self, scope: ReuseScope, tokens: Int32Array, only_tier: Tier | None = None) -> Match:
-        """The longest run of blocks, and then of tokens inside one block, that `tokens` shares with the tree."""
+    def match(
+        self, scope: ReuseScope, tokens: Int32Array, only_tier: Tier | None = None, partial: bool = False
+    ) -> Match:
+        """The longest run of blocks, and with `partial` of tokens inside one more, that `tokens` shares with the tree."""
         path: list[Node] = []
         root = self._last_found
         if root is None or root.scope is not scope:
@@ -147,14 +149,14 @@ class RunTree:
             path.append(child)
             position += blocks * size
             if blocks < child.num_blocks:
-                extra = equal - blocks * size
+                extra = equal - blocks * size if partial else 0
                 return Match(root, path, position // size, self._source(child) if extra else None, extra)
             if position == total:
                 return Match(root, path, position // size)
             node = child
             key = as_bytes(tokens, position, position + size)
         next_key = key if len(key) == 4 * size else None
-        if node.children is not None and position < total:
+        if partial and node.children is not None and position < total:
             near, shared = node.nearest_child(key)
             if near is not None:
                 if near.open_row >= 0:

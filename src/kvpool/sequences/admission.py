@@ -113,7 +113,7 @@ class AdmissionPlanner:
         state = self.state
         if not state.caches_prefixes or not len(tokens):
             return Match(None, [], 0)
-        match = self.tree.match(scope, tokens)
+        match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
             return match
         source = None if match.partial is None else match.partial.created

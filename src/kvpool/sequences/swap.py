@@ -375,8 +375,7 @@ class RunMover:
     def onboard(self, tokens: Int32Array, scope: ReuseScope) -> int:
         """Brings the cached prefix of `tokens` up to the GPU; returns how many blocks move."""
         state, cache = self.state, self.cache
-        found = self.tree.match(scope, tokens)
-        match = Match(found.root, found.path, found.num_blocks)  # a part of one more block stays where it is
+        match = self.tree.match(scope, tokens)
         if not match.path or match.path[-1].tier == GPU:
             return 0
         needs, supply = [0] * len(state.pools), state.supply(scope.tenant)
