@@ -71,8 +71,9 @@ def test_given_no_loads_then_nothing_is_said_of_a_tiers_speed() -> None:
 def test_given_loads_that_bring_nothing_then_they_count_as_latency() -> None:
     speed = TransferSpeed()
     for _ in range(4):
-        speed.observe(1, 1.0)
-    assert speed.predict(1_000) >= 1.0
+        speed.observe(0, 1.0)
+    assert speed.predict(1_000_000) == speed.latency == 1.0
+    assert speed.bytes_per_second == 0.0
 
 
 def test_given_nothing_measured_then_the_longest_prefix_is_loaded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,28 @@ def test_given_prefixes_that_are_there_or_not_then_what_was_found_and_how_fast_i
         done[0].release()
         assert (fetcher.stats().found, lookups[-1]) == (found, number == 0)
     assert fetcher.stats().lookups == 3
+    storer.close(SECONDS)
+
+
+def test_given_blocks_that_are_gone_when_they_are_loaded_then_the_time_counts_as_latency() -> None:
+    class Forgetful(MemoryTier):
+        def _load(self, keys: Any, out: Any, deadline: float) -> list[Outcome]:
+            return [Outcome.MISS] * len(keys)
+
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    tier, memory, decider, done = Forgetful(2**20), StagingMemory(2**20), Decider(1), []
+    tier.store([key(0)], [value(0, groups[0].spec.block_bytes)])
+    chain = TierChain([tier])
+    storer = Storer(chain.watched, memory)
+    now = time.monotonic()
+    Fetcher(chain, groups, SIZE, decider, memory, storer).run(
+        Fetch(PromptKeys(SIZE + 1, ([key(0)],)), 0, now, now + SECONDS), done.append
+    )
+    assert done[0].num_blocks == 0
+    speed = decider.speeds[0]
+    assert (speed.count, speed.predict(10**9)) == (1, speed.latency)
+    assert 0 < speed.latency <= SECONDS
+    done[0].release()
     storer.close(SECONDS)
 
 

@@ -287,7 +287,7 @@ class Fetcher:
     def _count(self, index: int, fetch: Fetch, num_bytes: int, seconds: float) -> None:
         fetch.loading_seconds += seconds
         fetch.num_bytes += num_bytes
-        self.decider.observe_load(index, max(num_bytes, 1), seconds)
+        self.decider.observe_load(index, num_bytes, seconds)
 
     def _take_rows(self, fetch: Fetch, wanted: list[Int64Array]) -> list[GroupRows]:
         """Memory for all wanted columns; an empty list if there is not enough."""
