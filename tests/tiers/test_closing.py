@@ -18,6 +18,7 @@ from kvpool.errors import ConfigError
 from kvpool.testing import key, load, store
 from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, NodeTier, Outcome
 from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.node.settings import read_node
 
 pytestmark = needs_linux
 USED = [Outcome.OK] * 3
@@ -105,6 +106,19 @@ def test_given_a_tier_that_cannot_be_opened_then_it_leaves_nothing_open(tmp_path
                 raise AssertionError
             with pytest.raises(ConfigError), node_thread(tmp_path / "new", 2**50):
                 raise AssertionError
+
+
+def test_given_a_node_with_metrics_and_a_disk_that_ends_then_it_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kvpool.tiers.node import node_command, server
+
+    monkeypatch.setattr(server.NodeServer, "serve", lambda self: None)
+    monkeypatch.setattr(node_command.signal, "signal", lambda *_: None)
+    with node_folder() as folder:
+        options = {"bytes": "2MB", "disk": str(folder / "disk"), "disk_bytes": "10MB", "metrics": "127.0.0.1:0"}
+        with nothing_left():
+            node_command.run(folder / "n", read_node(None, options), quiet=True)
 
 
 def test_given_a_directory_that_was_locked_before_then_the_number_of_its_last_owner_does_not_stay(

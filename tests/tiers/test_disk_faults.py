@@ -18,6 +18,7 @@ from kvpool import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError
 from kvpool.testing import Kept, key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeySpace, Outcome
+from kvpool.tiers.disk.buffers import BUFFERS_PER_THREAD
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Upkeep
 from kvpool.tiers.transport.staging import page_aligned
@@ -89,6 +90,19 @@ def test_given_a_flipped_bit_and_memory_that_is_kept_then_the_value_is_forgotten
         assert out[1].tobytes() == value(2, 8192)
         assert tier.contains([key(1), key(2)]) == [False, True]
     assert kept.users == 0
+
+
+def test_given_a_file_that_is_cut_off_while_it_is_open_then_what_a_buffer_held_before_is_not_returned(
+    tmp_path: Path,
+) -> None:
+    with DiskTier(tmp_path, CAPACITY, io_threads=1) as tier:
+        store(tier, [1])
+        for _ in range(BUFFERS_PER_THREAD):  # each of them has it
+            assert load(tier, [1]) == ([Outcome.OK], [value(1)])
+        (slab,) = tmp_path.glob("*.kvslab")
+        os.truncate(slab, PAGE)
+        assert load(tier, [1])[0] == [Outcome.FAILED]
+        assert tier.contains([key(1)]) == [False]
 
 
 def test_given_flipped_bits_in_the_index_then_those_records_are_skipped_and_reported(filled: Path) -> None:

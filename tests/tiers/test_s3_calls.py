@@ -204,6 +204,18 @@ def test_given_a_request_that_fails_then_the_outcome_says_so_and_the_statistics_
         assert "debug" not in tier.stats().problem
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"), [("", "Base"), ("  \n", "Base"), ("\n why\ndebug", "why"), ("x" * 301, "x" * 300)]
+)
+def test_given_an_error_then_the_beginning_of_its_first_line_is_shown_or_its_kind(
+    obstore: Obstore, message: str, shown: str
+) -> None:
+    with tier_over() as tier:
+        store(tier, [1])
+        obstore.fault = failing("list", Base(message))
+        assert tier.listed().problem == shown
+
+
 @pytest.mark.parametrize("name", ["head", "get", "bytes", "put", "delete", "list", "folders"])
 def test_given_a_request_that_hangs_then_its_call_ends_at_the_deadline_and_writes_nothing_later(
     obstore: Obstore, name: str

@@ -292,8 +292,7 @@ class Slab:
         """Copies one record to the file."""
         with self._index_lock:
             self._is_synced = False
-            row = self.records[slot : slot + 1].tobytes()
-            os.pwrite(self.index_fd, row, _HEAD_BYTES + slot * RECORD_BYTES)
+            os.pwrite(self.index_fd, self.records[slot].tobytes(), _HEAD_BYTES + slot * RECORD_BYTES)
 
     def write_records(self) -> None:
         """Copies all records to the file, with the times of last use."""
