@@ -107,6 +107,37 @@ def test_given_a_packed_weight_then_the_product_is_that_of_linear(
         torch.set_num_threads(before)
 
 
+def numbers_of(parts: int, *shape: int) -> Tensor:
+    """Random numbers, each the sum of so many in bfloat16."""
+    numbers = torch.zeros(shape)
+    drawn = torch.randn(shape)
+    for _ in range(parts):
+        numbers += (drawn - numbers).bfloat16().float()
+    return numbers
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (100, 70), (47, 5000)])
+def test_given_weights_of_fewer_bits_then_their_copies_are_smaller_and_products_as_exact(
+    columns: int, depth: int
+) -> None:
+    if (code := products._code(split)) is None:
+        pytest.skip("this processor has no AMX")
+    torch.manual_seed(depth)
+    x = torch.randn(200, depth)
+    weight = torch.empty(columns, depth)
+    copy = PackedWeight(weight, code)
+    sizes = []
+    for parts in (1, 2, 3, 1):  # changed in place each time
+        weight.copy_(numbers_of(parts, columns, depth))
+        copy.pack()
+        sizes.append(products._copy_bytes(weight, code))
+        exact = linear(x.double(), weight.double())
+        assert (split(x, copy).double() - exact).norm() < 1e-6 * exact.norm()
+
+    assert [(size - 64) * 3 // (sizes[2] - 64) for size in sizes] == [1, 2, 3, 1]
+
+
 def test_given_an_arm_processor_in_an_emulator_then_products_are_those_of_plain_loops(tmp_path: Path) -> None:
     command = emulated(Path(__file__).with_name("emulated_products.c"), tmp_path)
 
@@ -138,7 +169,7 @@ class Code:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def num_bytes(self, columns: int, depth: int) -> int:
+    def num_bytes(self, address: int, columns: int, depth: int) -> int:
         return self.size
 
     def pack(self, *args: int) -> None:

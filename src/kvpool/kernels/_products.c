@@ -159,10 +159,11 @@ static PyObject *multiply(PyObject *module, PyObject *args) {
 }
 
 static PyObject *num_bytes(PyObject *module, PyObject *args) {
+    unsigned long long weight;
     long columns, depth;
     const char *name;
     (void)module;
-    if (!PyArg_ParseTuple(args, "ll", &columns, &depth)) return NULL;
+    if (!PyArg_ParseTuple(args, "Kll", &weight, &columns, &depth)) return NULL;
     const long width = chosen(&name)->width;
     return PyLong_FromLong((columns + width - 1) / width * width * depth * (long)sizeof(float));
 }
@@ -170,7 +171,7 @@ static PyObject *num_bytes(PyObject *module, PyObject *args) {
 static PyMethodDef METHODS[] = {
     {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed): addresses, and the shape of the weight."},
     {"multiply", multiply, METH_VARARGS, "multiply(x, stride of its rows, packed, out, rows, columns, depth, threads)"},
-    {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(columns, depth): of a packed weight, a whole number of panels."},
+    {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(weight, columns, depth): of its packed form, a whole number of panels."},
     {NULL, NULL, 0, NULL},
 };
 

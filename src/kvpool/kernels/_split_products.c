@@ -3,7 +3,10 @@
    AMX multiplies matrices of bfloat16, sixteen times as many numbers at a time as other instructions do of float32, and adds
    in float32. A float32 is exactly the sum of three numbers in bfloat16: its first eight bits, the next, and the last. Of
    the nine products of two such sums three are below the last bit of the result. The other six take less than half the time
-   of one product in float32, with many rows. Numbers below 2 to the power of -110 lose bits; infinite ones become NaN. */
+   of one product in float32, with many rows. Numbers below 2 to the power of -110 lose bits; infinite ones become NaN.
+
+   Many weights are the sum of fewer parts: one if they were stored in bfloat16, two if in float16 or in four bits with a
+   scale. Then three or five products give the same, and the copy is smaller. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,9 +24,12 @@
 
 #define SIDE 32            /* rows and columns that are multiplied at a time, and elements of them in a step */
 #define TILE 512           /* numbers of a tile: 16 rows of 32 */
-#define STEP (6 * TILE)    /* numbers of SIDE rows or columns in a step: three parts of two tiles each */
+#define PARTS 3            /* in bfloat16, whose sum is a number */
+#define PART (2 * TILE)    /* numbers of one part of SIDE rows or columns in a step */
+#define STEP (PARTS * PART) /* of all parts */
 #define LINE 64            /* bytes that memory gives at a time */
-#define LINES (STEP * 2 / LINE) /* of a step */
+#define LINES(numbers) ((numbers) * 2 / LINE)
+#define HEAD (LINE / 2)    /* numbers before a packed weight; the first is how many parts it has */
 #define STEPS 32           /* that are multiplied at a time, so that they stay in a core's cache; more are added */
 #define X_STEPS 200        /* blocks of rows of x times steps, which stay there, too */
 #define THREAD_WORK 4e6    /* multiplications for which another thread is started */
@@ -34,6 +40,7 @@ typedef struct {
     const uint16_t *packed;
     float *out;
     long x_stride, rows, columns, depth;
+    long parts; /* of the weight's numbers; all others are 0 */
     int failed; /* for want of memory */
 } Product;
 
@@ -63,13 +70,25 @@ INLINE void split(const float *numbers, long count, uint16_t *first, uint16_t *s
     }
 }
 
+/* How many parts the numbers of a weight have, one after another in memory. */
+TARGET static long parts_of(const float *numbers, long count) {
+    long most = 1;
+    for (long i = 0; i < count && most < PARTS; i += SIDE) {
+        uint16_t parts[PARTS][SIDE], second = 0, third = 0;
+        split(numbers + i, count - i, parts[0], parts[1], parts[2]);
+        for (int j = 0; j < SIDE; j++) second |= parts[1][j], third |= parts[2][j];
+        most = third ? 3 : second ? 2 : most;
+    }
+    return most;
+}
+
 /* Rows of x in steps [start, end), in the order in which tiles are loaded. Rows beyond the last are 0. */
 TARGET static void pack_rows(const Product *product, long row, long count, long start, long end, uint16_t *packed) {
     for (long number = 0; number < blocks_of(count) * SIDE; number++) {
         const float *from = product->x + (row + number) * product->x_stride;
         uint16_t *to = packed + number / SIDE * (end - start) * STEP + number % SIDE * SIDE;
         for (long step = start; step < end; step++, to += STEP)
-            split(from + step * SIDE, number < count ? product->depth - step * SIDE : 0, to, to + 2 * TILE, to + 4 * TILE);
+            split(from + step * SIDE, number < count ? product->depth - step * SIDE : 0, to, to + PART, to + 2 * PART);
     }
 }
 
@@ -82,29 +101,29 @@ TARGET static void pack_columns(const void *given, long first, long last) {
             for (long i = 0; i < SIDE; i++) {
                 const long column = block * SIDE + i, element = step * SIDE;
                 uint16_t parts[3][SIDE];
-                uint16_t *to = (uint16_t *)(uintptr_t)weight->packed + (block * steps + step) * STEP;
+                uint16_t *to = (uint16_t *)(uintptr_t)weight->packed + (block * steps + step) * weight->parts * PART;
                 split(weight->x + column * weight->depth + element, column < weight->columns ? weight->depth - element : 0,
                       parts[0], parts[1], parts[2]);
                 to += i / 16 * TILE + i % 16 * 2;
-                for (int part = 0; part < 3; part++)
+                for (int part = 0; part < weight->parts; part++)
                     for (long pair = 0; pair < SIDE / 2; pair++)
-                        memcpy(to + part * 2 * TILE + pair * SIDE, parts[part] + 2 * pair, 2 * sizeof(uint16_t));
+                        memcpy(to + part * PART + pair * SIDE, parts[part] + 2 * pair, 2 * sizeof(uint16_t));
             }
 }
 
 /* Tiles 4 and 5 have one part of the rows, 6 and 7 one of the columns, 0 to 3 the sums. A tile is loaded as soon as the
    products that read it have begun, before other products: while another thread runs on the core, it does not begin loads
    early by itself, and waits for each that is needed at once. */
-#define ROWS(tile, part) _tile_loadd(tile, rows + (part) * 2 * TILE + (tile - 4) * TILE, 64)
-#define COLUMNS(tile, part) _tile_loadd(tile, columns + (part) * 2 * TILE + (tile - 6) * TILE, 64)
+#define ROWS(tile, part) _tile_loadd(tile, rows + (part) * PART + (tile - 4) * TILE, 64)
+#define COLUMNS(tile, part) _tile_loadd(tile, columns + (part) * PART + (tile - 6) * TILE, 64)
 #define ADD(sum, row, column) _tile_dpbf16ps(sum, row, column)
 
-/* Asks for a sixth of the next step, into the first cache. */
-INLINE void ask(const uint16_t *rows, const uint16_t *columns, int sixth) {
-    for (int line = sixth * LINES / 6; line < (sixth + 1) * LINES / 6; line++) {
+/* Asks for one of `count` shares of the next step, into the first cache. */
+INLINE void ask(const uint16_t *rows, const uint16_t *columns, long parts, int share, int count) {
+    for (int line = share * LINES(STEP) / count; line < (share + 1) * LINES(STEP) / count; line++)
         __builtin_prefetch((const char *)rows + line * LINE, 0, 3);
+    for (int line = share * LINES(parts * PART) / count; line < (share + 1) * LINES(parts * PART) / count; line++)
         __builtin_prefetch((const char *)columns + line * LINE, 0, 3);
-    }
 }
 
 /* The four tiles of sums: what is done to each, with its place. */
@@ -116,8 +135,9 @@ INLINE void ask(const uint16_t *rows, const uint16_t *columns, int sixth) {
 
 /* SIDE rows times SIDE columns, `adds` to what is in `out`. Each pair of parts has one in common with the pair before.
    Meanwhile memory that is needed next is asked for, and that which will be written. */
-INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long steps, const char *next, long lines, int adds,
-                           float *out, long stride) {
+INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, const int parts, long steps, const char *next,
+                           long lines, int adds, float *out, long stride) {
+    const int pairs = parts == 3 ? 6 : parts == 2 ? 5 : 3;
     if (adds) {
         SUMS(_tile_loadd);
     } else {
@@ -126,48 +146,65 @@ INLINE void multiply_block(const uint16_t *rows, const uint16_t *columns, long s
     ROWS(4, 2); ROWS(5, 2); COLUMNS(6, 0); COLUMNS(7, 0);
     for (long step = 1; step <= steps; step++) {
         const long ahead = step < steps ? STEP : 0; /* the last step has none behind it, and loads its own again */
+        const uint16_t *next_rows = rows + ahead, *next_columns = columns + ahead / PARTS * parts;
         for (long i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
         for (long i = 2 * step - 2; i < smaller(2 * step, SIDE); i++) {
             __builtin_prefetch(out + i * stride, 1, 3);
             __builtin_prefetch(out + i * stride + SIDE / 2, 1, 3);
         }
-        ask(rows + ahead, columns + ahead, 0);
+        ask(next_rows, next_columns, parts, 0, pairs);
         ADD(0, 4, 6); ADD(1, 4, 7); ROWS(4, 1); ADD(2, 5, 6); ADD(3, 5, 7); ROWS(5, 1);
-        ask(rows + ahead, columns + ahead, 1);
-        ADD(0, 4, 6); ADD(1, 4, 7); ADD(2, 5, 6); COLUMNS(6, 1); ADD(3, 5, 7); COLUMNS(7, 1);
-        ask(rows + ahead, columns + ahead, 2);
-        ADD(0, 4, 6); ADD(2, 5, 6); ADD(1, 4, 7); ROWS(4, 0); ADD(3, 5, 7); ROWS(5, 0);
-        ask(rows + ahead, columns + ahead, 3);
-        ADD(0, 4, 6); ADD(1, 4, 7); ADD(2, 5, 6); COLUMNS(6, 2); ADD(3, 5, 7); COLUMNS(7, 2);
-        ask(rows + ahead, columns + ahead, 4);
-        ADD(0, 4, 6); ADD(2, 5, 6); COLUMNS(6, 0); ADD(1, 4, 7); ADD(3, 5, 7); COLUMNS(7, 0);
-        ask(rows + ahead, columns + ahead, 5);
-        rows += ahead, columns += ahead;
+        ask(next_rows, next_columns, parts, 1, pairs);
+        if (parts == 1) {
+            ADD(0, 4, 6); ADD(1, 4, 7); ROWS(4, 0); ADD(2, 5, 6); ADD(3, 5, 7); ROWS(5, 0);
+        } else {
+            ADD(0, 4, 6); ADD(1, 4, 7); ADD(2, 5, 6); COLUMNS(6, 1); ADD(3, 5, 7); COLUMNS(7, 1);
+            ask(next_rows, next_columns, parts, 2, pairs);
+            ADD(0, 4, 6); ADD(2, 5, 6); ADD(1, 4, 7); ROWS(4, 0); ADD(3, 5, 7); ROWS(5, 0);
+            ask(next_rows, next_columns, parts, 3, pairs);
+            if (parts == 3) {
+                ADD(0, 4, 6); ADD(1, 4, 7); ADD(2, 5, 6); COLUMNS(6, 2); ADD(3, 5, 7); COLUMNS(7, 2);
+                ask(next_rows, next_columns, parts, 4, pairs);
+            }
+            ADD(0, 4, 6); ADD(2, 5, 6); COLUMNS(6, 0); ADD(1, 4, 7); ADD(3, 5, 7); COLUMNS(7, 0);
+        }
+        ask(next_rows, next_columns, parts, pairs - 1, pairs);
+        rows = next_rows, columns = next_columns;
         ADD(0, 4, 6); ADD(2, 5, 6); COLUMNS(6, 0); ADD(1, 4, 7); ROWS(4, 2); ADD(3, 5, 7); COLUMNS(7, 0); ROWS(5, 2);
     }
     SUMS(_tile_stored);
 }
 
 /* `count` rows from `row` on, packed, times steps [start, end) of all columns. */
-TARGET static void multiply_rows(const Product *product, const uint16_t *packed, long row, long count, long start, long end) {
-    const long steps = blocks_of(product->depth);
-    const long num_blocks = blocks_of(product->columns), num_parts = blocks_of(count), each = (end - start) * STEP;
+INLINE void multiply_parts(const Product *product, const int parts, const uint16_t *packed, long row, long count, long start,
+                           long end) {
+    const long steps = blocks_of(product->depth), num_blocks = blocks_of(product->columns), num_parts = blocks_of(count);
+    const long each = (end - start) * STEP, each_columns = (end - start) * parts * PART;
     float sums[SIDE * SIDE];
     for (long block = 0; block < num_blocks; block++)
         for (long part = 0; part < num_parts; part++) {
             const long height = smaller(SIDE, count - part * SIDE), width = smaller(SIDE, product->columns - block * SIDE);
-            const long lines = block + 1 < num_blocks ? LINES / num_parts : 0;
-            const uint16_t *columns = product->packed + (block * steps + start) * STEP;
-            const char *next = (const char *)(columns + steps * STEP) + part * each * 2 / num_parts;
+            const long lines = block + 1 < num_blocks ? LINES(parts * PART) / num_parts : 0;
+            const uint16_t *columns = product->packed + (block * steps + start) * parts * PART;
+            const char *next = (const char *)(columns + steps * parts * PART) + part * each_columns * 2 / num_parts;
             float *out = product->out + (row + part * SIDE) * product->columns + block * SIDE;
             if (height == SIDE && width == SIDE) {
-                multiply_block(packed + part * each, columns, end - start, next, lines, start > 0, out, product->columns);
+                multiply_block(packed + part * each, columns, parts, end - start, next, lines, start > 0, out,
+                               product->columns);
                 continue;
             }
-            multiply_block(packed + part * each, columns, end - start, next, lines, 0, sums, SIDE);
+            multiply_block(packed + part * each, columns, parts, end - start, next, lines, 0, sums, SIDE);
             for (long i = 0; i < height; i++, out += product->columns)
                 for (long j = 0; j < width; j++) out[j] = sums[i * SIDE + j] + (start > 0 ? out[j] : 0.0f);
         }
+}
+
+TARGET static void multiply_rows(const Product *product, const uint16_t *packed, long row, long count, long start, long end) {
+    switch (product->parts) {
+        case 1: multiply_parts(product, 1, packed, row, count, start, end); break;
+        case 2: multiply_parts(product, 2, packed, row, count, start, end); break;
+        default: multiply_parts(product, 3, packed, row, count, start, end);
+    }
 }
 
 /* All eight tiles have 16 rows of 64 bytes. A constant: GCC takes what a function writes here for unused. */
@@ -218,6 +255,7 @@ static void multiply_all(Product *product, long threads) {
 #else
 
 static int is_available(void) { return 0; }
+static long parts_of(const float *numbers, long count) { return (void)numbers, (void)count, PARTS; }
 static void pack_all(const Product *weight) { (void)weight; }
 static void multiply_all(Product *product, long threads) { (void)product, (void)threads; }
 
@@ -230,8 +268,11 @@ static PyObject *pack(PyObject *module, PyObject *args) {
     Product given = {0};
     (void)module;
     if (!PyArg_ParseTuple(args, "KllK", &weight, &given.columns, &given.depth, &packed)) return NULL;
-    given.x = (const float *)(uintptr_t)weight, given.packed = (const uint16_t *)(uintptr_t)packed;
+    uint16_t *head = (uint16_t *)(uintptr_t)packed;
+    given.x = (const float *)(uintptr_t)weight, given.packed = head + HEAD;
     Py_BEGIN_ALLOW_THREADS
+    given.parts = parts_of(given.x, given.columns * given.depth);
+    *head = (uint16_t)given.parts;
     pack_all(&given);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -245,7 +286,8 @@ static PyObject *multiply(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KlKKllll", &x, &product.x_stride, &packed, &out, &product.rows, &product.columns,
                           &product.depth, &threads))
         return NULL;
-    product.x = (const float *)(uintptr_t)x, product.packed = (const uint16_t *)(uintptr_t)packed;
+    const uint16_t *head = (const uint16_t *)(uintptr_t)packed;
+    product.x = (const float *)(uintptr_t)x, product.packed = head + HEAD, product.parts = *head;
     product.out = (float *)(uintptr_t)out;
     Py_BEGIN_ALLOW_THREADS
     multiply_all(&product, threads);
@@ -255,10 +297,14 @@ static PyObject *multiply(PyObject *module, PyObject *args) {
 }
 
 static PyObject *num_bytes(PyObject *module, PyObject *args) {
-    long columns, depth;
+    unsigned long long weight;
+    long columns, depth, parts;
     (void)module;
-    if (!PyArg_ParseTuple(args, "ll", &columns, &depth)) return NULL;
-    return PyLong_FromLong(blocks_of(columns) * blocks_of(depth) * STEP * (long)sizeof(uint16_t));
+    if (!PyArg_ParseTuple(args, "Kll", &weight, &columns, &depth)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    parts = parts_of((const float *)(uintptr_t)weight, columns * depth);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong((HEAD + blocks_of(columns) * blocks_of(depth) * parts * PART) * (long)sizeof(uint16_t));
 }
 
 static PyObject *available(PyObject *module, PyObject *unused) {
@@ -269,7 +315,7 @@ static PyObject *available(PyObject *module, PyObject *unused) {
 static PyMethodDef METHODS[] = {
     {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed): addresses, and the shape of the weight."},
     {"multiply", multiply, METH_VARARGS, "multiply(x, stride of its rows, packed, out, rows, columns, depth, threads)"},
-    {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(columns, depth): of a packed weight."},
+    {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(weight, columns, depth): of its packed form."},
     {"available", available, METH_NOARGS, "Whether this processor has AMX."},
     {NULL, NULL, 0, NULL},
 };

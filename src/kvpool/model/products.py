@@ -10,8 +10,8 @@ twice as long, and AMX four times.
 
 Each of these libraries copies the weight into the order of its loops, in every call. For few rows that takes longer than the
 product. `packed` has a copy in that order, and code in C (`kernels/_products.c`) that reads it. `split` has a copy of which
-every number is the sum of three in bfloat16, and multiplies these by AMX (`kernels/_split_products.c`). Weights in float32
-are copied where all copies together take at most a quarter of the memory that is free.
+every number is the sum of up to three in bfloat16, and multiplies these by AMX (`kernels/_split_products.c`). Weights in
+float32 are copied where all copies together take at most a quarter of the memory that is free.
 """
 
 from __future__ import annotations
@@ -87,12 +87,15 @@ class PackedWeight:
         self._weight = weight.detach()
         self._code = code
         self.num_columns, self.depth = weight.shape
-        self._copy = torch.empty(code.num_bytes(*weight.shape), dtype=torch.uint8)
+        self._copy = torch.empty(0, dtype=torch.uint8)
         self.pack()
 
     def pack(self) -> None:
         """Copies the numbers that the weight has now."""
         weight = self._weight.contiguous()
+        size = _copy_bytes(weight, self._code)
+        if size != len(self._copy):  # other numbers may have other parts
+            self._copy = torch.empty(size, dtype=torch.uint8)
         self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._copy.data_ptr())
 
     def multiplied(self, x: Tensor) -> Tensor:
@@ -110,13 +113,19 @@ def packed(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def split(x: Tensor, weight: PackedWeight) -> Tensor:
-    """By kvpool's own code for AMX, with a copy of the weight in three parts."""
+    """By kvpool's own code for AMX, with a copy of the weight in parts."""
     return weight.multiplied(x)
 
 
 def _code(way: Way) -> ModuleType | None:
     """The C code of a way that has copies of weights; None where there is none."""
     return compiled_products() if way is packed else compiled_split_products()
+
+
+def _copy_bytes(weight: Tensor, code: Any) -> int:
+    """The size of the copy of a weight that C code reads. It depends on its numbers, too."""
+    size: int = code.num_bytes(weight.contiguous().data_ptr(), *weight.shape)
+    return size
 
 
 def _copies(weight: Tensor, ways: Iterable[Way]) -> dict[Way, PackedWeight]:
@@ -184,7 +193,7 @@ def _that_fit(weights: Sequence[Tensor]) -> tuple[Way, ...]:
     fitting: list[Way] = []
     for way in (packed, split):
         code = _code(way)
-        size = 0 if code is None else sum(code.num_bytes(*weight.shape) for weight in weights)
+        size = 0 if code is None else sum(_copy_bytes(weight, code) for weight in weights)
         if code is not None and size <= left:
             fitting.append(way)
             left -= size
