@@ -502,12 +502,13 @@ def test_iteration_waits_for_every_event_until_another_thread_closes(log: EventL
     assert [event.event_id for event in seen] == list(range(1, 41))
 
 
-def test_a_closed_subscription_refuses_to_read(subscription: Subscription) -> None:
+def test_a_closed_subscription_refuses_to_read() -> None:
+    subscription = FakeManager().log.subscribe()
     subscription.close()
     assert subscription.closed
     assert not subscription.wait(timeout=None)
     for read in (subscription.poll, subscription.resync):
-        with pytest.raises(InvalidArgumentError, match="closed"):
+        with pytest.raises(InvalidArgumentError, match="this subscription is closed"):
             read()
 
 

@@ -103,6 +103,14 @@ def test_given_a_run_older_than_every_bin_then_it_is_worth_what_the_last_bin_say
     assert row.value == worth.of(0)[-1]
 
 
+def test_what_a_kind_is_worth_lies_on_the_line_between_the_edges_of_its_bin() -> None:
+    rates = np.random.default_rng(0).uniform(1.0, 2.0, len(EDGES)).tolist()
+    order = RowOrder(rising_and_falling(0))
+    for age in {max(0, edge + off) for edge in EDGES for off in (-1, 0, 1)}:
+        assert order._rate(rates, age) == pytest.approx(np.interp(age, EDGES, rates), rel=1e-9)
+    assert order._rate(rates, -1) == rates[0]  # it was used after the rows were put in order
+
+
 def test_given_an_item_that_lost_blocks_then_its_row_counts_what_is_left() -> None:
     order = RowOrder(rising_and_falling(0))
     row = order.row(35, 0, 0)

@@ -231,3 +231,20 @@ def test_two_ids_that_cannot_be_told_apart_are_refused(method: str) -> None:
         manager.fork(manager.get("live"), Raises(method), Raises(method))
     manager.check()
     assert len(manager.handles) == 2
+
+
+@pytest.mark.parametrize("counts", [[], [1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("method", ["extend_batch", "mark_written", "commit_batch", "commit_batch with ids"])
+def test_counts_that_are_not_one_for_each_sequence_are_refused(method: str, counts: list[int]) -> None:
+    manager = new_manager()
+    batch = [manager.allocate(name, [7, 8, 9]) for name in ("first", "second")]
+    calls: dict[str, Callable[[], Any]] = {
+        "extend_batch": lambda: manager.extend_batch(batch, counts),
+        "mark_written": lambda: manager.mark_written(batch, counts),
+        "commit_batch": lambda: manager.commit_batch(batch, None, counts),
+        "commit_batch with ids": lambda: manager.commit_batch(batch, [7] * len(counts), counts),
+    }
+    with pytest.raises(KVPoolError, match=f"^got {len(counts)} counts for a batch of 2 sequences$"):
+        calls[method]()
+    assert [(each.num_reserved, each.num_written, each.num_committed) for each in batch] == [(3, 0, 0)] * 2
+    manager.check()

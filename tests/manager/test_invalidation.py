@@ -128,6 +128,26 @@ def test_logits_behind_a_shared_prefix_go_with_the_block_that_they_lie_in() -> N
     assert not manager.match_prefix(prompt).has_last_logits
 
 
+@pytest.mark.parametrize("how", ["reset", "scope", "tenant"])
+def test_logits_of_a_prompt_shorter_than_a_block_go_with_all_of_its_scope(how: str) -> None:
+    manager, scope, prompt = make_manager(cache_unfilled_blocks=True), ReuseScope(tenant="t", salt="s"), [1, 2, 3]
+    for name, in_scope in (("a", scope), ("b", ReuseScope(tenant="other"))):
+        handle = commit_all(manager, manager.allocate(name, prompt, scope=in_scope))
+        manager.store_last_logits(handle, name)
+        manager.free(handle)
+        assert manager.match_prefix(prompt, in_scope).last_logits == name
+    manager.allocate("live", [7], scope=scope)  # keeps the scope in use
+    if how == "reset":
+        manager.cache.reset()
+    elif how == "scope":
+        manager.cache.invalidate(scope=scope)
+    else:
+        manager.cache.invalidate(tenant="t")
+    manager.free(commit_all(manager, manager.allocate("again", prompt, scope=scope)))
+    assert manager.match_prefix(prompt, scope).last_logits is None
+    assert manager.match_prefix(prompt, ReuseScope(tenant="other")).last_logits == (None if how == "reset" else "b")
+
+
 def test_logits_of_a_short_prompt_stay_when_the_end_of_a_longer_one_is_evicted() -> None:
     manager = make_manager()
     short, long = list(range(8)), list(range(16))

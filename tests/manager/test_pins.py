@@ -233,3 +233,13 @@ def test_pinned_runs_are_not_offloaded() -> None:
     manager = make_manager(host_blocks=8)
     manager.cache.pin(cached(manager, 8))
     assert manager.cache.offload(2) == 0
+
+
+def test_a_pin_of_a_request_takes_the_images_of_that_request_and_no_others() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", [9] * 8, multimodal=[(0, 8, "cat")])
+    manager.commit(handle)
+    with pytest.raises(InvalidArgumentError, match="multimodal items of a request are known"):
+        manager.cache.pin(handle, multimodal=[(0, 8, "dog")])
+    assert pinned(manager) == 0
+    assert manager.cache.pin(handle).num_tokens == 8

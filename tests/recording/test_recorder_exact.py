@@ -294,6 +294,25 @@ def test_given_a_prompt_that_is_committed_by_ids_when_replayed_then_it_is_found_
     assert counted(replay_recording(tmp_path / "ids.kvtrace")) == counted(manager.stats())
 
 
+def test_given_a_fork_of_a_batch_that_decodes_when_replayed_then_what_the_fork_computes_is_found_again(
+    tmp_path: Path,
+) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=32))
+    with TraceRecorder(tmp_path / "fork.kvtrace").attach(manager):
+        pair = [manager.allocate(name, list(range(start, start + 8))) for name, start in (("a", 0), ("b", 20))]
+        for handle in pair:
+            manager.commit(handle)
+        batch = manager.batch(pair)
+        for token in (100, 101, 102):
+            manager.extend_batch(batch)
+            manager.commit_batch(batch, [token, token + 50])
+        (fork,) = manager.fork(pair[0], "fork")
+        manager.extend(fork)
+        manager.commit(fork, [103])
+        assert manager.allocate("again", [*range(8), 100, 101, 102, 103, 0]).num_cached_tokens == 12
+    assert counted(replay_recording(tmp_path / "fork.kvtrace")) == counted(manager.stats())
+
+
 def test_given_requests_that_begin_empty_or_name_an_empty_session_when_replayed_then_all_counters_agree(
     tmp_path: Path,
 ) -> None:

@@ -260,6 +260,23 @@ def test_places_that_were_not_written_can_be_given_back() -> None:
     assert manager.state_places([handle], 6, 7).sources == live
 
 
+def test_a_state_behind_published_blocks_stays_the_rows_own_when_places_behind_them_are_given_back() -> None:
+    manager = make()
+    handle = manager.allocate("a", list(range(12)), reserve=0)
+    manager.extend(handle, 10)
+    state = manager.state_places([handle], 0, 8).targets
+    manager.commit(handle, 8)  # publishes two blocks; the state behind them lies in the third column
+    manager.rewind(handle, 2)
+    assert handle.num_blocks == 3
+    manager.check()
+    manager.extend(handle, 2)
+    following = manager.state_places([handle], 8, 10)
+    assert following.sources == following.targets == state
+    manager.free(handle)
+    assert manager.match_prefix(list(range(12))).num_tokens == 0
+    manager.check()
+
+
 def test_swapping_brings_the_live_state_back() -> None:
     manager = make(host_blocks=(16, 4))
     handle = manager.allocate("a", list(range(10)), reserve=0)
