@@ -16,6 +16,7 @@ from kvpool.scheduling import SchedulerConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 
+from adapter_files import merged, write_adapter
 from fake_graphs import FakeRecorder, ReplanningBackend
 from hybrids import HYBRIDS, VOCABULARY, hybrid_model
 
@@ -238,3 +239,40 @@ def test_sequences_with_drafts_give_way_and_come_back_with_the_right_tokens(monk
         assert [completion.token_ids for completion in engine.generate(prompts, params)] == expected
         stats = engine.stats().scheduler
         assert stats.preemptions > 0 < stats.accepted_draft_tokens
+
+
+PROJECTIONS = {
+    "jamba": ("in_proj", "x_proj", "out_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "zaya": ("q_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "draft_tokens"),
+    [("jamba", 0), ("qwen3_next", 3), ("zaya", 0)],
+    ids=["a token at a time", "prompts in one row, drafts apart", "copies of states"],
+)
+def test_in_a_step_of_prompts_and_answers_each_token_has_its_own_adapter(
+    family: str, draft_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules with a state compute the sequences of a step in several calls, in an order of their own."""
+    model = hybrid_model(family)
+    names: list[str | None] = ["one", None, "two", "one", "two"]
+    paths = {
+        name: write_adapter(tmp_path / name, model, PROJECTIONS[family], seed=seed, size=0.5)
+        for seed, name in enumerate(["one", "two"])
+    }
+    prompts = [prompt_of(length, length) for length in (9, 21, 14, 33, 5)]
+    expected = []
+    for name, prompt in zip(names, prompts, strict=True):
+        answering = model if name is None else merged(model, paths[name])
+        answering.generation_config.eos_token_id = None
+        ids = torch.tensor([prompt])
+        expected.append(answering.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompt) :])
+    answers = [answer.tolist() for answer in expected]
+    guess_well(monkeypatch, prompts, answers)
+    with engine_for(model, adapters=paths, draft_tokens=draft_tokens) as engine:
+        for _ in range(2):  # from the cache, too
+            running = [engine.submit(each, GREEDY, adapter=name) for each, name in zip(prompts, names, strict=True)]
+            assert [generation.result(60).token_ids for generation in running] == answers

@@ -29,7 +29,7 @@ from kvpool.errors import KVPoolError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import whole_device
 from kvpool.kernels.lora import group_tokens, max_groups, tile_size
-from kvpool.model.adapters import AdapterStep, adapting
+from kvpool.model.adapter_steps import AdapterStep, adapting
 from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.state_steps import StateStep
 from kvpool.pools.arrays import Int64Array

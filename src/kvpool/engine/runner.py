@@ -41,7 +41,7 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import current, whole_device
 from kvpool.kernels.lora import group_tokens, tile_size
 from kvpool.kernels.quantization import TORCH_DTYPES, rotation
-from kvpool.model.adapters import AdapterStep, adapting
+from kvpool.model.adapter_steps import AdapterStep, adapting
 from kvpool.model.compiled_layers import compile_each_layer, plain_copy, run_layers
 from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.probing import ModelShape, forward

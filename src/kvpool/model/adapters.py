@@ -12,9 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.layout import LoraWeights
 from kvpool.kernels.lora import empty_weights, padded_rank, start_lora
+from kvpool.model.adapter_steps import current_step
 from kvpool.model.faster_layers import JoinedProduct, ProjectionPart
 from kvpool.model.sharding import RankPart, SummedLinear
 
@@ -148,26 +147,6 @@ def _digest(pairs: Mapping[str, LoraPair]) -> str:
 
 
 # --- on the device -------------------------------------------------------------------------------------------------------
-
-
-class AdapterStep(NamedTuple):
-    """Which adapter each token of a step has: what `group_tokens` gives, on the device of the stacks."""
-
-    stacks: AdapterStacks
-    groups: Tensor
-
-
-_STEP: ContextVar[AdapterStep | None] = ContextVar("kvpool_adapters", default=None)
-
-
-@contextmanager
-def adapting(step: AdapterStep | None) -> Iterator[None]:
-    """While it is open, the projections of a model add what the adapters of a step add, in this thread or task."""
-    token = _STEP.set(step)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
 
 
 @dataclass
@@ -320,7 +299,7 @@ class AdapterStacks:
                 )
 
     def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        step, product = _STEP.get(), self._products[module]
+        step, product = current_step(), self._products[module]
         product.finish = None
         if step is not None and step.stacks is self:
             x = args[0].reshape(-1, product.weights.a.shape[-1])

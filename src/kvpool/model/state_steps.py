@@ -7,7 +7,7 @@ for sequences that belong together. Where it can, it reads and writes states in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.layout import PackedStates, SteppedStates
-from kvpool.model.states import STEP, Arguments, Computes, Outputs, StateModule, joined_calls
+from kvpool.model.adapter_steps import adapting_some
+from kvpool.model.states import STEP, Arguments, Computes, Outputs, StateModule, in_turn, joined_calls
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage import StateSlots
 from kvpool.storage.moving import upload
@@ -146,20 +147,29 @@ class StateStep:
         if self._stepped is not None:
             return self._step_by_step(module, self._stepped, hidden, arguments)
         ordered = hidden[0] if self._order is None else hidden[0].index_select(0, self._order)
-        outputs, start = [], 0
+        outputs, start = list[Outputs](), 0
         for run in self._runs:
             is_packed = _is_packed((run.num_tokens, run.num_kept, run.sources is None))
             if is_packed and module.packs and self._packed is not None:
-                outputs.append(self._in_a_row(module, self._packed, ordered[start:], arguments))
+                with self._adapting(start, len(ordered), len(ordered)):
+                    outputs.append(self._in_a_row(module, self._packed, ordered[start:], arguments))
                 break
             stop = start + run.num_sequences * run.num_tokens
             tokens = ordered[start:stop].reshape(run.num_sequences, run.num_tokens, *ordered.shape[1:])
             one_by_one = run.sources is not None and (run.num_tokens == 1 or not module.continues)
             in_place = module.on_slots and one_by_one and run.num_kept == run.num_tokens
             compute = self._in_place if in_place else self._copied
-            outputs.append(compute(module, run, tokens, arguments))
+            with self._adapting(start, stop, len(ordered)):
+                outputs.append(compute(module, run, tokens, arguments))
             start = stop
         return _joined(outputs, self._back)
+
+    def _adapting(self, start: int, stop: int, num_tokens: int) -> AbstractContextManager[None]:
+        """While it is open, projections compute the tokens `start..stop` of the runs, each with its adapter."""
+        order = self._order
+        if order is None and stop - start == num_tokens:
+            return nullcontext()
+        return adapting_some(num_tokens, lambda places: (places if order is None else order)[start:stop])
 
     def _step_by_step(
         self, module: StateModule, run: _SteppedSequences, hidden: Tensor, arguments: Arguments
@@ -180,25 +190,35 @@ class StateStep:
 
     def _in_place(self, module: StateModule, run: _EqualSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
         """One token of every sequence after the other; their states are read and written where they lie."""
-        sources, outputs = run.sources, []
-        assert sources is not None
-        for token in torch.split(tokens, 1, dim=1):
+        assert run.sources is not None
+        sources: Tensor = run.sources
+
+        def compute(token: Tensor) -> Outputs:
+            nonlocal sources
             states = {p.name: self.slots.at(module.layer, p.name, sources, run.targets) for p in module.parts}
-            outputs.append(module.compute_on_slots(states, token, arguments))
             sources = run.targets
-        return joined_calls(outputs, lambda tensors: torch.cat(tensors, dim=1))
+            return module.compute_on_slots(states, token, arguments)
+
+        return in_turn(tokens, [1] * run.num_tokens, compute)
 
     def _copied(self, module: StateModule, run: _EqualSequences, tokens: Tensor, arguments: Arguments) -> Outputs:
         """All tokens of every sequence; their states are copied for the module, and back from it before the drafts."""
         layer = module.new_layer()
         if run.sources is not None:
             module.fill(layer, {p.name: self.slots.gather(module.layer, p.name, run.sources) for p in module.parts})
-        outputs = [module.compute(layer, tokens[:, : run.num_kept], arguments)]
-        for part in module.parts:
-            self.slots.scatter(module.layer, part.name, run.targets, module.state_in(layer, part.name))
-        if run.num_kept < run.num_tokens:
-            outputs.append(module.compute(layer, tokens[:, run.num_kept :], arguments))
-        return joined_calls(outputs, lambda tensors: torch.cat(tensors, dim=1))
+        is_kept = True
+
+        def compute(some: Tensor) -> Outputs:
+            nonlocal is_kept
+            outputs = module.compute(layer, some, arguments)
+            if is_kept:
+                for part in module.parts:
+                    self.slots.scatter(module.layer, part.name, run.targets, module.state_in(layer, part.name))
+            is_kept = False
+            return outputs
+
+        drafts = run.num_tokens - run.num_kept
+        return in_turn(tokens, [run.num_kept, drafts] if drafts else [run.num_kept], compute)
 
 
 def _check(counts: Int32Array, reads: Int32Array, writes: Int32Array, kept: Int32Array) -> None:

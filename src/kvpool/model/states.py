@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from kvpool.config import StatePart, StateSpec
 from kvpool.errors import UnsupportedModelError
 from kvpool.kernels.layout import SlotStates
+from kvpool.model.adapter_steps import adapting_some
 from kvpool.model.slot_functions import forward_on_slots, take_inputs
 
 _UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
@@ -114,8 +116,7 @@ class StateModule:
         """What the module itself makes of `tokens`, [sequence, token, ...]; `layer` has the states behind them afterwards."""
         if self.continues or tokens.shape[1] == 1 or not any(layer.has_previous_state.values()):
             return self._call(layer, tokens, arguments)
-        singly = [self._call(layer, token, arguments) for token in torch.split(tokens, 1, dim=1)]
-        return joined_calls(singly, lambda tensors: torch.cat(tensors, dim=1))
+        return in_turn(tokens, [1] * tokens.shape[1], lambda token: self._call(layer, token, arguments))
 
     def compute_on_slots(self, states: Mapping[str, SlotStates], tokens: Tensor, arguments: Arguments) -> Outputs:
         """The same where the states lie, for one token of every sequence or for packed ones."""
@@ -184,6 +185,23 @@ def _place(name: str) -> tuple[str, int]:
     """Where transformers' layer has a part."""
     kind = name.rstrip("0123456789")
     return _FIELDS[kind], int(name[len(kind) :] or 0)
+
+
+def in_turn(tokens: Tensor, counts: Sequence[int], compute: Callable[[Tensor], Outputs]) -> Outputs:
+    """Computes so many tokens of every sequence after the other, of `tokens`, [sequence, token, ...]."""
+    if len(counts) == 1:
+        return compute(tokens)
+    outputs, (num_sequences, length), stop = list[Outputs](), tokens.shape[:2], 0
+    for part in torch.split(tokens, list(counts), dim=1):
+        start, stop = stop, stop + part.shape[1]
+        with adapting_some(num_sequences * length, partial(_columns, length, start, stop)):
+            outputs.append(compute(part))
+    return joined_calls(outputs, lambda tensors: torch.cat(tensors, dim=1))
+
+
+def _columns(length: int, start: int, stop: int, places: Tensor) -> Tensor:
+    """Of the places of sequences with `length` tokens each, those of the tokens `start..stop` of every sequence."""
+    return places.view(-1, length)[:, start:stop].flatten()
 
 
 def joined_calls(outputs: Sequence[Outputs], join: Callable[[list[Tensor]], Tensor]) -> Outputs:
