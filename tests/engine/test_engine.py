@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,19 @@ def test_given_a_fork_of_a_running_request_then_both_go_on_as_if_alone(overlap: 
     assert fork.token_ids == whole[7:16]
     if not overlap:
         assert (prefilled, fork.num_cached_tokens) == (30, 36)  # all but the newest token, and nothing computed again
+
+
+def test_given_penalties_before_when_a_running_request_is_forked_then_the_fork_has_penalties_of_its_own() -> None:
+    penalised = greedy(6, repetition_penalty=1.5, frequency_penalty=0.5)
+    with make_engine() as engine:
+        engine.generate([[1, 2, 3]], penalised)
+        begun = threading.Event()
+        first = engine.submit(random_prompt(30).tolist(), greedy(200), on_chunk=lambda chunk: begun.set())
+        assert begun.wait(60)
+        fork = engine.fork(first, penalised)  # by another thread than the engine's
+        alone = engine.generate([fork.prompt], penalised)[0]
+        assert fork.result(60).token_ids == alone.token_ids
+        first.cancel()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -179,6 +179,7 @@ class EngineLoop:
         drop = self.scheduler.manager.cache.reset
         return drop() if self.tiers is None else self.tiers.invalidator.everything(drop, remove=remove)
 
+    @torch.inference_mode()  # as steps, in which the counts of penalties were made
     def fork(self, other: Generation, generation: Generation, request: Request) -> None:
         """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
         live: tuple[ScheduledSequence, ...] = ()
