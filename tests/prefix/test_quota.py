@@ -46,6 +46,17 @@ def test_the_maximum_holds_by_whatever_path_blocks_become_idle(idle: Any) -> Non
     assert held(manager, "mine") == 1
 
 
+def test_the_maximum_holds_when_a_prefix_is_brought_up() -> None:
+    manager = make_manager(host_blocks=16)
+    manager.cache.set_quota("mine", maximum=3)
+    lower = cached(manager, 12, scope=MINE)
+    assert manager.cache.offload(3) == 3
+    cached(manager, 12, 100, scope=MINE)
+    assert held(manager, "mine") == 3
+    assert manager.cache.onboard(lower, scope=MINE) == 3
+    assert held(manager, "mine") == 3
+
+
 def test_the_maximum_holds_again_when_a_pin_ends() -> None:
     manager = make_manager()
     tokens = cached(manager, 16, scope=MINE)
