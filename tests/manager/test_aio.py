@@ -301,6 +301,27 @@ def test_given_a_pressure_callback_that_frees_when_waiters_queue_then_they_are_s
     run(main(), cache)
 
 
+def test_given_a_pressure_callback_that_cancels_the_call_when_it_is_served_then_its_blocks_are_free_again() -> None:
+    cache = make()
+
+    def cancel(change: Any) -> None:
+        if change.usage > 0.9:
+            for waiter in tuple(cache._waiters):
+                waiter.future.cancel()
+
+    async def main() -> None:
+        held = await cache.allocate("held", num_tokens=32)
+        waiting = asyncio.create_task(cache.allocate("waiting", num_tokens=32))
+        await settle()
+        cache.on_memory_pressure(cancel)
+        cache.free(held)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert cache.inspect.num_free_blocks() == 8
+
+    run(main(), cache)
+
+
 def test_given_waiters_in_another_loop_when_allocating_then_it_is_refused() -> None:
     cache = make()
 

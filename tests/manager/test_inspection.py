@@ -6,7 +6,8 @@ import pytest
 
 from kvpool import BlockState, KVCacheConfig, KVCacheManager, LayerSpec, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
-from managers import FULL
+from kvpool.manager import inspection
+from managers import FULL, cached, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=4)
 
@@ -87,3 +88,15 @@ def test_of_a_pinned_prefix_only_the_last_window_is_pinned_in_a_windowed_group()
     manager.cache.pin(list(range(8)))
     states = [[manager.inspect.block(block, pool=pool).state.value for block in range(4)] for pool in range(2)]
     assert states == [["pinned"] * 4, ["cached"] * 2 + ["pinned"] * 2]
+
+
+def test_runs_that_leave_while_others_are_read_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager()
+    for first in (0, 100):
+        cached(manager, 8, first)
+    monkeypatch.setattr(inspection, "PIECE", 1)
+    monkeypatch.setattr(inspection.time, "sleep", lambda _: manager.cache.reset())
+    found = manager.inspect.runs_snapshot()
+    assert found.num_blocks.tolist() == [2]
+    assert [ids.tolist() for ids in found.block_ids] == [[2, 3]]
+    assert not len(manager.inspect.runs_snapshot().number)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpool import LayerSpec, Retention, ReuseScope, TokenRange
+from kvpool.errors import InvalidArgumentError
+from kvpool.prefix.tree import MAX_LOGITS
 from managers import FULL, HOW, cached, commit_all, forget, make_manager, manager_with
 
 WINDOW_OF_8 = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -126,6 +128,23 @@ def test_logits_behind_a_shared_prefix_go_with_the_block_that_they_lie_in() -> N
     assert manager.match_prefix(prompt).has_last_logits
     manager.cache.invalidate([*prompt, 11, 12])
     assert not manager.match_prefix(prompt).has_last_logits
+
+
+def test_a_run_keeps_the_logits_of_so_many_prompts_and_the_oldest_give_way() -> None:
+    manager, prompt = make_manager(gpu_blocks=32), list(range(100))
+    handle = commit_all(manager, manager.allocate("a", prompt))
+    for length in range(10, 10 + MAX_LOGITS + 2):
+        assert manager.store_last_logits(handle, f"behind {length}", length)
+    found = [manager.match_prefix(prompt[:length]).last_logits for length in (10, 11, 12, 11 + MAX_LOGITS)]
+    assert found == [None, None, "behind 12", f"behind {11 + MAX_LOGITS}"]
+
+
+def test_images_without_a_prefix_name_nothing_to_invalidate() -> None:
+    manager = make_manager()
+    tokens = cached(manager, 16)
+    with pytest.raises(InvalidArgumentError, match="give a prefix"):
+        manager.cache.invalidate(scope=ReuseScope(), multimodal=[(0, 4, "cat")])
+    assert manager.match_prefix([*tokens, 1]).num_tokens == 16
 
 
 @pytest.mark.parametrize("how", ["reset", "scope", "tenant"])

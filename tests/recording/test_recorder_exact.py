@@ -294,9 +294,11 @@ def test_given_a_prompt_that_is_committed_by_ids_when_replayed_then_it_is_found_
     assert counted(replay_recording(tmp_path / "ids.kvtrace")) == counted(manager.stats())
 
 
+@pytest.mark.parametrize("max_steps", [1, 2, 256])
 def test_given_a_fork_of_a_batch_that_decodes_when_replayed_then_what_the_fork_computes_is_found_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_steps: int
 ) -> None:
+    monkeypatch.setattr("kvpool.recording.writer._MAX_STEPS", max_steps)
     manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=32))
     with TraceRecorder(tmp_path / "fork.kvtrace").attach(manager):
         pair = [manager.allocate(name, list(range(start, start + 8))) for name, start in (("a", 0), ("b", 20))]

@@ -55,6 +55,24 @@ def test_given_a_hint_of_its_own_then_the_policy_is_told_that_and_a_function_is_
         request("x", 8, 4, hint="tool_calls")
 
 
+def test_given_an_answer_that_is_cut_then_a_function_is_not_asked_and_a_hint_still_holds() -> None:
+    engine, told, asked = make_engine(), [], []
+
+    def look(answer: Int32Array) -> ReuseHint:
+        asked.append(answer)
+        return ReuseHint("tool_calls")
+
+    for name, hint in (("asks", look), ("soon", ReuseHint(expected_seconds=3)), ("says nothing", None)):
+        wanted = request(name, 8, 4, hint=hint)
+        add(engine, wanted)
+        engine.drain()
+        assert engine.finished[name].reason is FinishReason.LENGTH
+        told.append(engine.manager._state.cache.tree.match(wanted.scope, wanted.prompt).path[-1].hint)
+        engine.manager.cache.reset()
+    assert not asked
+    assert told == [ReuseHint("length").code, ReuseHint(expected_seconds=3).code, ReuseHint("length").code]
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("num_steps", range(7))
 def test_given_a_request_at_any_moment_when_it_is_cancelled_then_it_keeps_its_tokens_and_holds_nothing(
