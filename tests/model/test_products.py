@@ -101,7 +101,7 @@ def test_given_a_packed_weight_then_the_product_is_that_of_linear(
     try:
         for rows in (1, 5, 6, 7, 8, 9, 16, 30, 200):
             x = torch.randn(rows, depth + 3)[:, 1 : depth + 1]  # rows with something between them
-            product = way(x, PackedWeight(weight, code))
+            product = way(x, PackedWeight([weight], code))
             torch.testing.assert_close(product, linear(x.double(), weight.double()).float(), atol=2e-4, rtol=1e-5)
     finally:
         torch.set_num_threads(before)
@@ -126,7 +126,7 @@ def test_given_weights_of_fewer_bits_then_their_copies_are_smaller_and_products_
     torch.manual_seed(depth)
     x = torch.randn(200, depth)
     weight = torch.empty(columns, depth)
-    copy = PackedWeight(weight, code)
+    copy = PackedWeight([weight], code)
     sizes = []
     for parts in (1, 2, 3, 1):  # changed in place each time
         weight.copy_(numbers_of(parts, columns, depth))
@@ -161,6 +161,55 @@ def test_given_that_packed_weights_are_fastest_then_they_are_copied_and_used(mon
             torch.testing.assert_close(model(torch.ones(2, rows, 512)[..., ::2]), wanted)
         with pytest.raises(RuntimeError, match="same dtype"):
             model(torch.ones(16, 256, dtype=torch.float64))
+
+
+class Gated(nn.Module):
+    """Two products of the same tensor, and others that must not be taken for one with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = nn.Linear(256, 512), nn.Linear(256, 320)
+        self.down = nn.Linear(512, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x)) + self.up(x.flip(-2))[..., :256] * self.up(x)[..., 64:]
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("way", [packed, split])
+def test_given_modules_with_the_same_input_then_they_have_one_copy_and_one_product(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if products._code(way) is None:
+        pytest.skip("this processor has no AMX")
+    measured(monkeypatch, lambda tried, rows: 0.1 if tried is way else 1.0)
+    model = Gated().requires_grad_(False)
+    plain_model = Gated().requires_grad_(False)
+    multiplied: list[int] = []
+    multiply = PackedWeight.multiplied
+    monkeypatch.setattr(
+        PackedWeight, "multiplied", lambda copy, x: (multiplied.append(copy.num_columns), multiply(copy, x))[1]
+    )
+
+    assert choose_products(model, [[model.gate, model.up]]) == 3
+
+    assert {copy.num_columns for copy in packed_weights(model)} == {256, 832}
+    for numbers in (1.0, 3.0):  # the owner may change them
+        for weights in (model, plain_model):
+            weights.up.weight.mul_(numbers)
+        for copy in packed_weights(model):
+            copy.pack()
+        x = torch.randn(2, 150, 256)
+        with torch.inference_mode():
+            multiplied.clear()
+            gate, up = model.gate(x), model.up(x)
+            assert multiplied == [832]
+            torch.testing.assert_close(gate, plain_model.gate(x), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(up, plain_model.up(x), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(model(x), plain_model(x), atol=1e-4, rtol=1e-4)
+    assert model.gate.shared is not None
+    assert model.gate.shared._latest is None  # the last of them has freed the product
 
 
 class Code:
@@ -353,7 +402,7 @@ def test_given_a_model_that_is_refused_when_it_was_tried_with_chosen_products_th
 ) -> None:
     measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
     monkeypatch.setattr(products, "_SMALLEST", 1)
-    model = tiny_model("llama")
+    model = tiny_model("llama").bfloat16()
     seen: list[bool] = []
 
     def refuse(tried: nn.Module, with_states: bool) -> None:

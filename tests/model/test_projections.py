@@ -81,7 +81,7 @@ def test_given_a_joined_product_then_nothing_of_a_forward_outlives_it() -> None:
     join_projections(model, lambda: model(X))
     model(X)
     (joined,) = {module for module in model.modules() if isinstance(module, JoinedProduct)}
-    assert joined._latest.product is None
+    assert joined._shared._latest is None
 
 
 def test_given_two_forwards_that_meet_then_neither_gets_parts_of_the_others_product() -> None:

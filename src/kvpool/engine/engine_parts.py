@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from kvpool.attention import create_backend
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
@@ -29,7 +31,13 @@ from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
-from kvpool.model.faster_layers import fuse_gates, fuse_norms, fuse_rotations, join_projections
+from kvpool.model.faster_layers import (
+    called_with_the_same_input,
+    fuse_gates,
+    fuse_norms,
+    fuse_rotations,
+    join_projections,
+)
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
@@ -338,11 +346,15 @@ def _check_positions(max_positions: int | None, longest: int | None) -> None:
 
 def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> ModelShape:
     """Inspects the model and makes its layers faster: fewer operations, and the fastest matrix products on a CPU."""
-    if model.device.type == "cpu" and not compile:
+    chooses = model.device.type == "cpu" and not compile
+    joins = chooses and inputs is None and model.dtype == torch.float32
+    if chooses and not joins:
         choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
     if inputs is not None:
         return inspect_encoder_decoder(model, inputs)
     shape = inspect_model(model, with_states=True)
+    if joins:
+        choose_products(model, called_with_the_same_input(model, lambda: run_probe(model)))
     if model.device.type == "cuda":
         join_projections(model, lambda: run_probe(model))
         if not compile:  # torch.compile needs the model's own code, and fuses more than the norms

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kvpool.kernels.rows import ACTIVATIONS, Activation, gated, rms_norm, rotated
-from kvpool.model.products import is_hooked, is_unchanged
+from kvpool.model.products import PartedProduct, is_hooked, is_unchanged
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
 
@@ -169,17 +169,6 @@ def _is_rotation(function: Any) -> bool:
         return False
 
 
-class _Latest:
-    """The last product. It is a separate object, because setting an attribute of a module is slow."""
-
-    __slots__ = ("product",)
-
-    def __init__(self) -> None:
-        self.product: tuple[Tensor, Sequence[Tensor]] | None = (
-            None  # an input and its product, set together for threads
-        )
-
-
 class JoinedProduct(nn.Module):
     """The weights of several `Linear` modules as one matrix. Theirs become views of it, so it takes no more memory."""
 
@@ -188,9 +177,8 @@ class JoinedProduct(nn.Module):
 
     def __init__(self, members: Sequence[nn.Linear], *, with_bias: bool = True) -> None:
         super().__init__()
-        self.sizes = [member.out_features for member in members]
         self.members = tuple(members)
-        self._latest = _Latest()
+        self.share_no_product()
         # Not parameters and not in the state dict: the model keeps the parameters of the members.
         self.register_buffer("weight", _joined([member.weight for member in members]), persistent=False)
         biases = [member.bias for member in members if member.bias is not None and with_bias]
@@ -202,16 +190,11 @@ class JoinedProduct(nn.Module):
 
     def share_no_product(self) -> None:
         """Keeps products of its own: a copy of a module has those of its original, which another thread may run."""
-        self._latest = _Latest()
+        self._shared = PartedProduct([member.out_features for member in self.members])
 
     def part(self, place: int, x: Tensor) -> Tensor:
-        """The product of member number `place` with `x`: that of the first member's call, if it was with the same tensor."""
-        latest = self._latest.product
-        if place == 0 or latest is None or latest[0] is not x:
-            latest = self._latest.product = x, torch.split_with_sizes(self(x), self.sizes, dim=-1)
-        if place == len(self.sizes) - 1:  # the last member frees the product
-            self._latest.product = None
-        return latest[1][place]
+        """The product of member number `place` with `x`."""
+        return self._shared.part(place, x, self)
 
 
 class ProjectionPart(nn.Linear):
@@ -232,7 +215,7 @@ def join_projections(model: nn.Module, run: Callable[[], object]) -> int:
     Returns how many products became parts of others. Parameters keep their names and values. Modules stay as they are if
     they are called twice, quantised, hooked, or share their weights.
     """
-    groups = _called_with_the_same_input(model, run)
+    groups = called_with_the_same_input(model, run)
     for members in groups:
         joined = JoinedProduct(members)
         for place, member in enumerate(members):
@@ -264,7 +247,9 @@ def _follows(one: Tensor, other: Tensor) -> bool:
     return same and one.is_contiguous() and other.is_contiguous() and other.data_ptr() == one.data_ptr() + one.nbytes
 
 
-def _called_with_the_same_input(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
+@torch.no_grad()
+def called_with_the_same_input(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
+    """The `Linear` modules that `run`, one forward pass of the model, calls in a row with the same tensor."""
     calls: list[tuple[nn.Linear, Tensor]] = []
 
     def note(module: Any, args: tuple[Any, ...]) -> None:

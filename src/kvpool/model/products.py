@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from operator import truediv
 from types import ModuleType
 from typing import Any, TypeAlias, TypeGuard
@@ -81,29 +82,34 @@ def in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """A copy of a weight in the order in which C code reads it; `pack` makes it again from the weight."""
+    """A copy of weights in the order in which C code reads it, one behind the other; `pack` makes it again from them."""
 
-    def __init__(self, weight: Tensor, code: Any) -> None:
-        self._weight = weight.detach()
+    def __init__(self, weights: Sequence[Tensor], code: Any) -> None:
+        self._weights = [weight.detach() for weight in weights]
         self._code = code
-        self.num_columns, self.depth = weight.shape
+        self.num_columns, self.depth = sum(map(len, weights)), weights[0].shape[1]
         self._copy = torch.empty(0, dtype=torch.uint8)
         self.pack()
 
     def pack(self) -> None:
-        """Copies the numbers that the weight has now."""
-        weight = self._weight.contiguous()
+        """Copies the numbers that the weights have now."""
+        weight = _whole(self._weights).contiguous()
         size = _copy_bytes(weight, self._code)
         if size != len(self._copy):  # other numbers may have other parts
             self._copy = torch.empty(size, dtype=torch.uint8)
         self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._copy.data_ptr())
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """The product with each row of x [rows, in]."""
-        x = x if x.stride(1) == 1 else x.contiguous()
-        product = torch.empty(len(x), self.num_columns)
-        addresses = x.data_ptr(), x.stride(0), self._copy.data_ptr(), product.data_ptr()
-        self._code.multiply(*addresses, len(x), self.num_columns, self.depth, torch.get_num_threads())
+        """The product with each row of x [..., in]."""
+        product = torch.empty((*x.shape[:-1], self.num_columns), dtype=x.dtype)
+        stride = self.depth
+        if not x.is_contiguous():
+            x = x.reshape(-1, stride)
+            x = x if x.stride(1) == 1 else x.contiguous()
+            stride = x.stride(0)
+        addresses = x.data_ptr(), stride, self._copy.data_ptr(), product.data_ptr()
+        num_rows = x.numel() // self.depth
+        self._code.multiply(*addresses, num_rows, self.num_columns, self.depth, torch.get_num_threads())
         return product
 
 
@@ -128,63 +134,117 @@ def _copy_bytes(weight: Tensor, code: Any) -> int:
     return size
 
 
-def _copies(weight: Tensor, ways: Iterable[Way]) -> dict[Way, PackedWeight]:
-    """The copies of a weight that these ways have."""
-    return {way: PackedWeight(weight, _code(way)) for way in (packed, split) if way in ways}
+def _whole(weights: Sequence[Tensor]) -> Tensor:
+    """The weights as one, whose columns of the product stand side by side."""
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def _copies(weights: Sequence[Tensor], ways: Iterable[Way]) -> dict[Way, PackedWeight]:
+    """The copies that these ways have of some weights together."""
+    return {way: PackedWeight(weights, _code(way)) for way in (packed, split) if way in ways}
+
+
+class PartedProduct:
+    """One product for several modules that are called with the same tensor, one after another. The first computes it."""
+
+    __slots__ = ("_latest", "_sizes")
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+        self._latest: tuple[Tensor, Sequence[Tensor]] | None = (
+            None  # an input and its product, set together for threads
+        )
+
+    def part(self, place: int, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        """The part of module number `place`: of the product that the first one computed, if that was with the same tensor."""
+        latest = self._latest
+        if place == 0 or latest is None or latest[0] is not x:
+            latest = self._latest = x, multiply(x).split_with_sizes(self._sizes, -1)
+        if place == len(self._sizes) - 1:  # the last module frees the product
+            self._latest = None
+        return latest[1][place]
 
 
 class ChosenLinear(nn.Linear):
-    """A `Linear` whose product is done in the chosen ways; with gradients, as torch does it."""
+    """A `Linear` whose product is done in the chosen ways; with gradients, as torch does it.
 
+    Ways that have copies of weights may have one for several modules, which then share a product.
+    """
+
+    dtype: torch.dtype
     ways: Sequence[Way]  # for each of `_ROWS`
     copies: Mapping[Way, PackedWeight]
+    shared: PartedProduct | None  # None: the copies are of this module's weight alone
+    place: int
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not input.numel() or input.dtype != self.weight.dtype:
+        num_rows = input.numel() // self.in_features
+        if not num_rows or input.dtype != self.dtype or torch.is_grad_enabled():
             return linear(input, self.weight, self.bias)
-        x = input.reshape(-1, self.in_features)
-        way = self.ways[_place(len(x))]
+        way = self.ways[_place(num_rows)]
         if way is plain:
             return linear(input, self.weight, self.bias)
-        product = way(x, self.copies.get(way, self.weight))
-        if self.bias is not None:
-            product += self.bias
-        return product.view(*input.shape[:-1], self.out_features)
+        copy = self.copies.get(way)
+        if copy is None:
+            product = way(input.reshape(-1, self.in_features), self.weight).view(*input.shape[:-1], self.out_features)
+        elif self.shared is None:
+            product = copy.multiplied(input)
+        else:
+            product = self.shared.part(self.place, input, copy.multiplied)
+        bias = self._parameters["bias"]  # a module finds its parameters slowly
+        if bias is not None:
+            product += bias
+        return product
 
 
 _measured: dict[tuple[Any, ...], tuple[Way, ...]] = {}  # by shape, type and threads, for all engines of the process
 
 
 @torch.inference_mode()
-def choose_products(model: nn.Module) -> int:
+def choose_products(model: nn.Module, same_inputs: Iterable[Sequence[nn.Linear]] = ()) -> int:
     """Chooses the fastest way for each `Linear` module of a model on a CPU; returns how many are not plain in all cases.
 
     Parameters stay as they are, and so do modules that are small, hooked or derived. Takes some tenths of a second for each
-    shape that is new to the process, and memory for packed weights where these are faster.
+    shape that is new to the process, and memory for packed weights where these are faster. Modules that are called one after
+    another with the same tensor, `same_inputs`, have one copy of their weights and one product.
     """
-    alike: dict[tuple[Any, ...], list[nn.Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and _is_plain(module):
-            key = (*module.weight.shape, module.weight.dtype, torch.get_num_threads())
-            alike.setdefault(key, []).append(module)
-    weights = [module.weight for modules in alike.values() for module in modules]
-    copied = _that_fit([weight for weight in weights if weight.dtype == torch.float32])
+    modules = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
+    copied = _that_fit([module.weight for module in modules if module.weight.dtype == torch.float32])
+    single = {id(module): module for module in modules}
+    sets: list[Sequence[nn.Linear]] = []
+    for members in same_inputs:
+        if copied and all(id(member) in single for member in members):
+            sets.append(members)
+            for member in members:
+                del single[id(member)]
+    alike: dict[tuple[Any, ...], list[Sequence[nn.Linear]]] = {}
+    for members in (*sets, *([module] for module in single.values())):
+        sizes = tuple(member.out_features for member in members)
+        alike.setdefault((sizes, members[0].in_features, members[0].weight.dtype), []).append(members)
     changed = 0
-    for shape, modules in alike.items():
-        key = (*shape, copied)
+    for (sizes, depth, dtype), found in alike.items():
+        key = (sizes, depth, dtype, torch.get_num_threads(), copied)
         if key not in _measured:
-            _measured[key] = _fastest([module.weight for module in modules], copied)
+            _measured[key] = _fastest([[member.weight for member in members] for members in found], copied)
         ways = _measured[key]
         names = " ".join(f"{rows}:{way.__name__}" for rows, way in zip(_ROWS, ways, strict=True))
-        log.debug("%d products with [%d, %d] in %s, by rows: %s", len(modules), *shape[:3], names)
+        log.debug("%d products with [%d, %d] in %s, by rows: %s", len(found), sum(sizes), depth, dtype, names)
         if any(way is not plain for way in ways):
-            changed += len(modules)
-            for module in modules:
-                module.__class__ = ChosenLinear
-                assert isinstance(module, ChosenLinear)
-                module.ways = ways
-                module.copies = _copies(module.weight, ways)
+            changed += len(found) * len(sizes)
+            for members in found:
+                _change(members, ways)
     return changed
+
+
+def _change(members: Sequence[nn.Linear], ways: Sequence[Way]) -> None:
+    """Lets modules that are called with the same tensor, or one module, compute in these ways."""
+    copies = _copies([member.weight for member in members], ways)
+    shared = PartedProduct([member.out_features for member in members]) if len(members) > 1 else None
+    for place, module in enumerate(members):
+        module.__class__ = ChosenLinear
+        assert isinstance(module, ChosenLinear)
+        module.dtype, module.ways, module.copies = module.weight.dtype, ways, copies
+        module.shared, module.place = shared, place
 
 
 def _that_fit(weights: Sequence[Tensor]) -> tuple[Way, ...]:
@@ -203,7 +263,7 @@ def _that_fit(weights: Sequence[Tensor]) -> tuple[Way, ...]:
 def packed_weights(model: nn.Module) -> list[PackedWeight]:
     """The copies that `choose_products` made for a model."""
     chosen = [module for module in model.modules() if isinstance(module, ChosenLinear)]
-    return [packed_weight for module in chosen for packed_weight in module.copies.values()]
+    return list(dict.fromkeys(packed_weight for module in chosen for packed_weight in module.copies.values()))
 
 
 def _is_plain(module: nn.Linear) -> bool:
@@ -216,6 +276,7 @@ def _is_plain(module: nn.Linear) -> bool:
     )
 
 
+@cache
 def _place(num_rows: int) -> int:
     """The index of the first number in `_ROWS` that is not smaller, or of the last."""
     return min((max(num_rows, 1) * 2 - 1).bit_length() // 2, len(_ROWS) - 1)
@@ -227,16 +288,16 @@ def _expected(rows: int, ways: Sequence[Way]) -> Way:
     return next(way for way in order if way in ways)
 
 
-def _fastest(weights: Sequence[Tensor], copied: Sequence[Way]) -> tuple[Way, ...]:
-    """The way for each number of rows: the expected one, or another if that is clearly faster."""
-    first = weights[0]
+def _fastest(found: Sequence[Sequence[Tensor]], copied: Sequence[Way]) -> tuple[Way, ...]:
+    """The way for each number of rows: the expected one, or another if that is clearly faster; with weights of one shape."""
+    first = _whole(found[0])
     # Columns of the product cost the same, so a part of a weight stands for all of it
     height = min(len(first), max(1, _PIECE_BYTES // first[0].nbytes))
     counts = {rows: max(1, size // (height * first[0].nbytes)) for rows, size in _BYTES.items()}
     most = max(counts.values())
-    pieces = [piece for weight in weights[:most] for piece in torch.split(weight, height)][:most]
+    pieces = [piece for weights in found[:most] for piece in torch.split(_whole(weights), height)][:most]
     ways: list[Way] = [plain, swapped, *(copied if first.dtype == torch.float32 else [in_float32])]
-    operands = {way: [_copies(piece, [way]).get(way, piece) for piece in pieces] for way in ways}
+    operands = {way: [_copies([piece], [way]).get(way, piece) for piece in pieces] for way in ways}
     chosen: list[Way] = []
     for rows in _ROWS:
         expected = _expected(rows, ways)
