@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from models import random_prompt, tiny_model  # noqa: E402
+from vision_models import own_answer, vision_model  # noqa: E402
+from vision_models import prompt as pictured  # noqa: E402
 
 from kvpool import ReuseScope  # noqa: E402
 from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, SequenceStateError  # noqa: E402
@@ -174,6 +176,20 @@ def test_given_positions_or_masks_of_the_callers_own_then_nobody_else_gets_what_
                 got = model(ids, past_key_values=cache, **options).logits[:, -1]
                 assert torch.allclose(got, reference(ids, **options).logits[:, -1], atol=1e-4)
                 assert cache.num_cached_tokens == num_cached
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_given_images_then_prompts_with_equal_ids_share_nothing_and_texts_do(family: str) -> None:
+    model = vision_model(family)
+    images = [pictured(family, [1, 2, 3], seed, [7, 8, 9, 10]) for seed in (5, 6, 5)]
+    text = pictured(family, list(range(1, 12)))
+    with CachePool(model, num_blocks=64, block_size=4) as pool:
+        for given, num_cached in [*((each, 0) for each in images), (text, 0), (text, 10)]:
+            with PagedCache(pool) as cache:
+                tokens = model.generate(**given, max_new_tokens=6, do_sample=False, past_key_values=cache)
+                assert tokens[0, given["input_ids"].shape[1] :].tolist() == own_answer(model, given, 6)
+                assert cache.num_cached_tokens == num_cached
+        pool.manager.check()
 
 
 def test_given_unusual_positions_in_a_later_pass_then_only_what_was_computed_before_is_found() -> None:

@@ -32,6 +32,11 @@ from kvpool.tiers.settings import REQUEST_TIMEOUT
 from kvpool.tiers.transport.tier_transport import TieringStats
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_TYPES = ("token_type_ids", "mm_token_type_ids")  # of tokens; 0 is text
+_CUT = ("input_ids", "position_ids", "cache_position", *_TYPES)
+# What changes no key, or is looked at by itself. Anything else that a pass takes beside its ids may change keys: images,
+# sound, what an encoder made, adapters of rows.
+_HARMLESS = frozenset({*_CUT, "attention_mask", "past_key_values", "labels", "logits_to_keep"})
 
 
 class PooledCache(Protocol):
@@ -206,7 +211,7 @@ def _before_forward(
 def _cut_inputs(kwargs: dict[str, Any], start: int, stop: int | None) -> dict[str, Any]:
     """The arguments of a pass over some of its tokens."""
     cut = dict(kwargs)
-    for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
+    for name in _CUT:
         if kwargs.get(name) is not None:
             cut[name] = kwargs[name][..., start:stop]
     return cut
@@ -258,11 +263,13 @@ def num_logits(kwargs: dict[str, Any], num_tokens: int) -> int:
 
 
 def irregular_rows(kwargs: dict[str, Any], start: int, num_rows: int, num_tokens: int) -> BoolArray:
-    """Rows whose keys depend on more than their ids, because tokens are masked or have unusual positions."""
-    irregular = torch.zeros(num_rows, dtype=torch.bool)
+    """Rows whose keys depend on more than their ids: images belong to them, or tokens are masked or at unusual positions."""
+    more = [value for name, value in kwargs.items() if name not in _HARMLESS and isinstance(value, (Tensor, Sequence))]
+    types = [value for name in _TYPES if (value := kwargs.get(name)) is not None]
+    irregular = torch.full((num_rows,), bool(more) or any(bool(value.any()) for value in types))
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        irregular = (mask == 0).any(-1)
+        irregular = irregular.to(mask.device) | (mask == 0).any(-1)
     elif mask is not None:  # a mask of another form, which may mean anything
         irregular.fill_(True)
     if positions is not None:
