@@ -300,11 +300,16 @@ class TextAnswer(_Answer):
         return {
             "tokens": [self._piece(token) for token in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
-            "top_logprobs": [
-                None if top is None else {self._piece(token): value for token, value in top} for top in best
-            ],
+            "top_logprobs": [None if top is None else self._by_piece(top) for top in best],
             "text_offset": offsets.of(tokens),
         }
+
+    def _by_piece(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """The best tokens by their texts. Of tokens with equal texts, such as parts of a character, the best counts."""
+        found: dict[str, float] = {}
+        for token, value in top:
+            found.setdefault(self._piece(token), value)
+        return found
 
 
 def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
