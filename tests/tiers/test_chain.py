@@ -12,7 +12,7 @@ import pytest
 from kvpool.testing import key, value
 from kvpool.tiers import KeyPattern, MemoryTier, Outcome, Purged
 from kvpool.tiers.transport import chain as watching
-from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, call_seconds
+from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, WatchedTier, call_seconds
 from kvpool.tiers.transport.prefix_options import NOWHERE
 from kvpool.tiers.transport.threads import Pending, ThreadPool
 
@@ -72,6 +72,15 @@ def test_given_two_tiers_then_each_key_is_found_in_the_first_that_has_it() -> No
     keys = [key(number) for number in range(4)]
     assert chain.find(keys, due()) == [0, 1, NOWHERE, 0]
     assert chain.find_prefix(keys, due()) == [0, 1]
+
+
+def test_given_a_key_that_left_its_tier_then_a_question_forgets_it() -> None:
+    watched = WatchedTier(tier_with(1, 2))
+    assert watched.contains([key(1), key(2), key(3)], SECONDS) == [True, True, False]
+    assert [key(number) in watched.known for number in (1, 2, 3)] == [True, True, False]
+    watched.tier.remove([key(1)])
+    assert watched.contains([key(1), key(2)], SECONDS) == [False, True]
+    assert [key(number) in watched.known for number in (1, 2)] == [False, True]
 
 
 def test_given_two_tiers_then_the_second_is_asked_only_for_what_the_first_lacks() -> None:

@@ -181,6 +181,28 @@ def test_given_a_value_of_whole_pages_then_its_slot_is_no_larger(folder: Path) -
     index.region.close()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "slots"),
+    [
+        ([16, 17, 16], [16, 17, 16]),
+        ([17, 16], [17, 17]),
+        ([18, 16], [18, 18]),
+        ([19, 16], [19, 16]),
+        ([16, 17], [16, 17]),
+    ],
+)
+def test_given_slots_of_other_sizes_then_a_value_takes_one_of_its_own_or_the_smallest_that_wastes_an_eighth_at_most(
+    folder: Path, sizes: list[int], slots: list[int]
+) -> None:
+    index, holder = NodeIndex(Region(folder, 4 * MEGABYTE)), Holder(1)
+    for number, size in enumerate(sizes):
+        before = index.used_bytes
+        _, (slot,) = index.reserve(holder, [(KEYS[number], size * PAGE, Worth())])
+        assert slot is not None
+        assert index.used_bytes - before == slots[number] * PAGE
+    index.region.close()
+
+
 @pytest.mark.parametrize("policy", ["priority", "adaptive"])
 def test_given_worths_then_values_of_low_priority_go_first_also_after_a_restart(folder: Path, policy: str) -> None:
     region, now = Region(folder, MEGABYTE), 0.0

@@ -257,6 +257,9 @@ def test_given_stale_keys_then_they_are_remembered_for_a_time_and_not_more_than_
     assert len(stale) == MAX_STALE
     assert key(0) not in stale
     assert key(MAX_STALE + 9) in stale
+    stale.add(key(10))  # the oldest becomes the newest
+    stale.add(key(0))
+    assert [key(number) in stale for number in (0, 10, 11, 12)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("call", ["load", "contains"])

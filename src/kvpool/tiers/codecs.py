@@ -44,10 +44,10 @@ def _e4m3() -> npt.NDArray[np.float64]:
 
 
 def nearest_codes(values: npt.NDArray[np.float64]) -> Codes:
-    """The nearest e4m3 code of each value; of two equally near ones the even one; above 448 the code of 448."""
+    """The nearest e4m3 code of each finite value; of two equally near ones the even one; above 448 the code of 448."""
     table = _e4m3()
     size = np.minimum(np.abs(values), _LARGEST)
-    above = np.clip(np.searchsorted(table, size), 1, len(table) - 1)
+    above = np.maximum(np.searchsorted(table, size), 1)
     low, high = table[above - 1], table[above]
     up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
     code = np.where(up, above, above - 1)
