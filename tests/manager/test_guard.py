@@ -254,3 +254,18 @@ def test_threads_see_whole_operations_only() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_given_a_clock_that_fails_then_the_operation_says_so_and_the_next_one_works() -> None:
+    manager = make_manager()
+    context, clock = manager._state.context, manager._state.context.clock
+
+    def fail() -> float:
+        raise OSError("no time")
+
+    context.clock = fail
+    with pytest.raises(OSError, match="no time"):
+        manager.allocate("a", num_tokens=4)
+    context.clock = clock
+    assert manager.allocate("a", num_tokens=4).num_blocks == 1
+    manager.check()

@@ -110,9 +110,19 @@ def test_a_policy_that_fails_with_candidates_left_is_heard_and_not_taken_for_a_f
     assert raised.value is error
 
 
-@pytest.mark.parametrize("policy", ["no such policy", 5, object(), LRUPolicy()])
-def test_a_policy_that_cannot_be_is_refused(policy: Any) -> None:
-    with pytest.raises(KVPoolError):
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ("no such policy", "'no such policy'"),
+        (5, "5"),
+        (object(), "object"),
+        (LRUPolicy(), "needs an instance of its own"),
+        (len, "cannot be called without arguments"),
+        (dict, "does not make an EvictionPolicy"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(policy: Any, problem: str) -> None:
+    with pytest.raises(KVPoolError, match=problem):
         KVCacheManager(KVCacheConfig([FULL], gpu_blocks=8), policy=policy)
 
 

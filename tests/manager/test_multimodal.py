@@ -342,6 +342,8 @@ def test_images_of_a_batch_lie_in_the_tokens_of_one_sequence_each() -> None:
         manager.commit(a, 1, multimodal=[(0, 1, "cat")])
     with pytest.raises(InvalidArgumentError, match="need the ids"):
         manager.commit(a, multimodal=[(0, 1, "cat")])
+    with pytest.raises(InvalidArgumentError, match="need the ids"):
+        manager.commit_batch([a], None, [1], multimodal=[(0, 1, "cat")])
     manager.check()
 
 

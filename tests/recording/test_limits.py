@@ -277,3 +277,10 @@ def test_given_images_of_several_sequences_in_one_commit_then_the_replay_tells_t
     assert following.stopped_because is None
     assert manager.stats().hit_tokens["GPU"] == 8 + 8 + 3
     assert replay_recording(tmp_path / "t").hit_tokens == manager.stats().hit_tokens
+
+
+@pytest.mark.parametrize("line", ["{oops", "nonsense", "[1", '"a'])
+def test_given_a_line_that_is_no_json_then_it_is_named_with_the_reason(tmp_path: Path, line: str) -> None:
+    (tmp_path / "r").write_text(f"{json.dumps(HEADER)}\n{line}\n")
+    with pytest.raises(TraceError, match=r"^line 2 of r is broken \(it is not JSON \("):
+        replay_recording(tmp_path / "r")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope, eviction
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import KeyedPolicy, Run, register_policy
-from kvpool.recording.lines import Lines
+from kvpool.recording.lines import Lines, open_bytes
 from kvpool.replay import TraceError, TraceRecorder, read_trace, replay_recording
 
 
@@ -168,6 +169,26 @@ def test_given_a_gzip_file_that_repeats_what_stands_32_kib_before_then_it_is_rea
     (tmp_path / "t").write_bytes(gzip.compress(2 * line))
     with Lines(tmp_path / "t") as lines:
         assert list(lines) == [line, line]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_given_a_compressed_file_with_a_wrong_byte_then_reading_it_says_where(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".zst":
+        pytest.importorskip("zstandard")
+    path = tmp_path / f"t{suffix}"
+    with open_bytes(path, "wb") as stream:
+        stream.write(np.random.default_rng(3).bytes(16_000).hex().encode() + b"\n")
+    content = bytearray(path.read_bytes())
+    content[12:40] = b"\xff" * 28
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=r"t.* ends or breaks after line 0: (?!it was cut off)"), Lines(path) as lines:
+        list(lines)
+
+
+def test_given_no_package_for_zstd_then_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(TraceError, match="pip install zstandard"):
+        open_bytes(tmp_path / "t.zst", "wb")
 
 
 def test_given_a_size_limit_then_the_file_ends_cleanly_there(tmp_path: Path) -> None:

@@ -358,20 +358,23 @@ def test_given_an_operation_that_does_not_fit_any_more_then_the_error_stays_the_
 
 
 @pytest.mark.parametrize(
-    "header",
+    ("header", "reason"),
     [
-        {"layers": 3},
-        {"layers": [{"heads": 1}]},
-        {"layers": [{"kv_heads": 1}]},
-        {"layers": [{"parts": 5}]},
-        {"layers": [{"parts": [{"name": "conv"}]}]},
-        {"block_size": "x"},
-        {"policy": []},
-        {"gpu_blocks": -1},
+        ({"layers": 3}, "layers=3 must be a list of objects"),
+        ({"layers": [3]}, "a layer is 3, and must be an object"),
+        ({"layers": [{"heads": 1}]}, "a layer is .*, and must be an object with fields of"),
+        ({"layers": [{"kv_heads": 1}]}, "a layer lacks head_dim"),
+        ({"layers": [{"parts": 5}]}, "parts=5 must be a list of objects"),
+        ({"layers": [{"parts": [{"name": "conv"}]}]}, "parts=.* must be a list of objects"),
+        ({"block_size": "x"}, "block_size"),
+        ({"policy": []}, "must be the name of a policy"),
+        ({"gpu_blocks": -1}, "gpu_blocks"),
     ],
 )
-def test_given_a_header_that_describes_no_manager_then_it_is_refused(tmp_path: Path, header: dict[str, Any]) -> None:
-    with pytest.raises(TraceError, match="line 1 of r describes no manager"):
+def test_given_a_header_that_describes_no_manager_then_it_is_refused(
+    tmp_path: Path, header: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(TraceError, match=f"line 1 of r describes no manager: .*{reason}"):
         replay_recording(write_recording(tmp_path / "r", **header))
 
 
