@@ -135,6 +135,22 @@ def test_given_a_model_that_cannot_be_captured_then_its_steps_run_as_they_are_an
     assert tokens(engine) == expected
 
 
+def test_given_a_model_whose_steps_with_prompts_cannot_be_captured_then_those_that_decode_still_are(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(graphs: MixedGraphs) -> None:
+        raise CaptureError("experts of many tokens wait for the device")
+
+    monkeypatch.setattr(MixedGraphs, "capture_largest", refuse)
+    recorder = FakeRecorder()
+    engine = engine_with_graphs(recorder=recorder)
+
+    assert engine._loop.runner.mixed_graphs is None
+    assert "steps with prompts run without CUDA graphs: experts of many tokens wait" in caplog.text
+    assert tokens(engine) == plain()
+    assert recorder.num_replays > 0
+
+
 def test_given_graphs_are_required_then_a_model_that_cannot_be_captured_is_refused() -> None:
     with Engine(tiny_model("llama"), kv_blocks=16) as engine:
         runner = ModelRunner(

@@ -23,6 +23,7 @@ from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
 from kvpool.kernels.convolution_triton import convolve_one_triton, convolve_triton
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
+from kvpool.kernels.experts_triton import expert_product_triton
 from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates, SteppedStates
 from kvpool.kernels.lora import empty_weights
 from kvpool.kernels.lora_triton import add_lora_triton
@@ -140,6 +141,15 @@ def add_adapters() -> None:
         add_lora_triton(torch.zeros(64, sum(sizes), dtype=dtype), torch.zeros(64, 4096, dtype=dtype), weights, groups)
 
 
+def multiply_by_experts() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        weights = torch.zeros(8, 1536, 2048, dtype=dtype)
+        for num_tokens in (8, 128):
+            experts, x = torch.zeros(num_tokens, 8, dtype=torch.int64), torch.zeros(num_tokens, 2048, dtype=dtype)
+            expert_product_triton(x, weights, None, experts)
+            expert_product_triton(x.repeat(8, 1), weights, weights[:, :, 0], experts, torch.zeros(num_tokens, 8))
+
+
 def main() -> None:
     case = ""
 
@@ -155,6 +165,8 @@ def main() -> None:
     copy()
     case = "adapters"
     add_adapters()
+    case = "experts"
+    multiply_by_experts()
     case = "states"
     update_states()
     for name, kind in SPECS.items():

@@ -33,6 +33,7 @@ def test_given_no_gpu_then_all_kernels_compile_for_one_and_fit_its_memory() -> N
         "_convolve_one_kernel",
         "_delta_rule_kernel",
         "_expand_kernel",
+        "_experts_kernel",
         "_keep_inputs_kernel",
         "_select_kernel",
         "_shrink_kernel",

@@ -17,7 +17,9 @@ from vision_models import vision_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError  # noqa: E402
-from kvpool.model.compiled_layers import compile_each_layer  # noqa: E402
+from kvpool.model.compiled_layers import compile_each_layer, run_layers  # noqa: E402
+from kvpool.model.faster_layers import fuse_experts  # noqa: E402
+from kvpool.model.probing import forward, inspect_model  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
@@ -49,6 +51,27 @@ def test_given_engines_one_after_another_then_the_layers_of_their_model_are_comp
     assert counts == [counts[0]] * 6
     assert counts[0] > 0
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
+def test_given_experts_then_their_layers_are_compiled_for_few_tokens_and_for_many(graphs: list[Any]) -> None:
+    model = tiny_model("mixtral")
+    inspect_model(model)
+
+    def logits(count: int) -> Any:
+        tokens = random_prompt(count, seed=1)
+        with torch.inference_mode():
+            return forward(model, tokens, torch.arange(count), torch.tensor([count - 1]), lambda call: call.q)
+
+    expected = {count: logits(count) for count in (2, 50, 511, 513)}
+    assert fuse_experts(model) == 2
+    compile_each_layer(model, 2)
+    run_layers(model, lambda call: call.q, 1, one_token=True)
+    assert "kvpool.expert_product" in "".join(str(graph.code) for graph in graphs)
+    number = len(graphs)
+    for count, wanted in expected.items():
+        torch.testing.assert_close(logits(count), wanted, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == number
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile has much to say

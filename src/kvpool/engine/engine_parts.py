@@ -33,6 +33,7 @@ from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
 from kvpool.model.faster_layers import (
     called_with_the_same_input,
+    fuse_experts,
     fuse_gates,
     fuse_norms,
     fuse_rotations,
@@ -357,6 +358,7 @@ def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> 
         choose_products(model, called_with_the_same_input(model, lambda: run_probe(model)))
     if model.device.type == "cuda":
         join_projections(model, lambda: run_probe(model))
+        fuse_experts(model)
         if not compile:  # torch.compile needs the model's own code, and fuses more than the norms
             fuse_norms(model)
     elif not compile and compiled_rows() is not None:

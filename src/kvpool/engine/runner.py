@@ -223,16 +223,20 @@ class ModelRunner:
                 try:
                     self.mixed_graphs.capture_largest()
                 except (UnsupportedAttentionError, CaptureError) as error:
-                    if isinstance(error, CaptureError) and (self.states is None or self.graphs_required):
-                        self._give_up_graphs(error)
-                    else:  # modules with a state compute several tokens by other functions than one
-                        log.warning("steps with prompts run without CUDA graphs: %s", error)
-                        self.mixed_graphs = None
+                    if isinstance(error, CaptureError) and self.graphs_required:
+                        raise
+                    # Experts, and modules with a state, compute many tokens by other functions than few
+                    log.warning("steps with prompts run without CUDA graphs: %s", error)
+                    self.mixed_graphs = None
+                    self.largest_buffers.clear()
             if self.graphs is not None:
                 try:
                     self.graphs.capture_largest()
                 except CaptureError as error:
-                    self._give_up_graphs(error)
+                    if self.graphs_required:
+                        raise
+                    log.warning("steps run without CUDA graphs: %s", error)
+                    self._drop_graphs()
             if self.device.type == "cuda":
                 self._run_once()
             self._wait_for_kernels()
@@ -320,13 +324,6 @@ class ModelRunner:
             self._captures_ahead = False
         if not self.captures_more:
             log.info("captured %d CUDA graphs in %.1f s, %d MiB", *self.captured[:2], self.captured.num_bytes >> 20)
-
-    def _give_up_graphs(self, error: CaptureError) -> None:
-        """Drops all graphs: a model that cannot be captured in one kind of step cannot be in the other."""
-        if self.graphs_required:
-            raise error
-        log.warning("steps run without CUDA graphs: %s", error)
-        self._drop_graphs()
 
     def _go_on_without(self, error: Exception) -> None:
         """A step runs without its graph. A larger one was captured, so it may work the next time."""

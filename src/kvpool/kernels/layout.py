@@ -16,6 +16,8 @@ from kvpool.config.layers import DType
 # Held while a graph is captured, and by whoever waits for all streams of a device: CUDA refuses that during a capture.
 whole_device = threading.RLock()
 
+MOST_CHOICES = 1024  # of experts, by all tokens of a step together, that one kernel looks at
+
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU that of this thread while it is open: events, graphs and kernels go there, whatever their tensors say."""

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from kvpool.errors import UnsupportedModelError
-from kvpool.model.faster_layers import JoinedProduct, fuse_norms
+from kvpool.model.faster_layers import JoinedProduct, fuse_norms, has_experts
 from kvpool.model.gguf_conversion import cache_directory
 from kvpool.model.hook import Attend
 from kvpool.model.private_copy import private_copy
 from kvpool.model.probing import forward
 
 # Tokens of the first step. torch takes equal sizes for one: if a layer had so many heads or numbers, every other number of
-# tokens would be compiled again. So it is a prime.
-_NUM_TOKENS = 67
+# tokens would be compiled again. So it is a prime, like that of a step in which experts multiply many tokens.
+_NUM_TOKENS, _MANY_TOKENS = 67, 1031
 
 # After so long the compiler hands Python over to steps that wait for it. With Python's 5 ms a step of 8B parameters on an
 # H200 took 91 ms while layers were compiled, with this 14 ms.
@@ -71,12 +71,15 @@ def plain_copy(model: Any) -> Any:
 def run_layers(model: Any, attend: Attend, num_axes: int, *, one_token: bool) -> None:
     """Runs a model so that its layers are compiled for any number of tokens above one, and for `one_token`, if asked to.
 
+    Experts multiply few tokens and many in different ways, so their layers are compiled for both.
+
     Meanwhile threads take turns more often than usual. Only one thread at a time may call this.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
-        for count in (_NUM_TOKENS, 1) if one_token else (_NUM_TOKENS,):
+        counts = [_NUM_TOKENS] + [_MANY_TOKENS] * has_experts(model) + [1] * one_token
+        for count in counts:
             tokens = torch.zeros(count, dtype=torch.int64, device=model.device)
             positions = tokens.expand(num_axes, count).contiguous() if num_axes > 1 else tokens.clone()
             forward(model, tokens, positions, tokens[:1], attend)

@@ -5,6 +5,8 @@ by its results, not by its name: if they equal those of `torch.rms_norm` for num
 norm that does anything else, for instance adds 1 to its weight, stays as it is. On a CPU the product of an activated gate and
 its other half, which most MLPs have, and the rotation of queries and keys become one operation in the same way.
 
+Experts that transformers calls through its `ExpertsInterface` multiply steps of few tokens by a kernel, on a GPU.
+
 Projections of one input become one matrix product: Q, K and V of a layer, gate and up of its MLP. A decoding step multiplies
 few rows by every weight. One wide product reads its weights faster than several narrow ones, of which the smallest do not
 fill a GPU. The first of these modules computes the product, and each returns its part of it.
@@ -26,10 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from kvpool.kernels.experts import expert_product
+from kvpool.kernels.layout import MOST_CHOICES
 from kvpool.kernels.rows import ACTIVATIONS, Activation, gated, rms_norm, rotated
 from kvpool.model.products import PartedProduct, is_hooked, is_unchanged
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
+_PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # others need scales
 
 
 @torch.no_grad()
@@ -116,6 +121,66 @@ def _differ(one: Tensor, other: Tensor) -> float:
     """The largest difference of two rows, as a part of the row."""
     difference = (one.double() - other.double()).norm(dim=-1) / other.double().norm(dim=-1).clamp_min(1e-30)
     return float(difference.max())
+
+
+@torch.no_grad()
+def fuse_experts(model: nn.Module) -> int:
+    """Gives experts a forward of two products for steps of few tokens, which a graph can capture; returns how many modules.
+
+    Those are the modules that transformers has an `ExpertsInterface` for, if both forwards give the same. What is between
+    their products stays as it is. Steps of more tokens are computed by their own forward.
+    """
+    found = [module for module in model.modules() if _is_experts(module)]
+    for module in found:
+        module.forward = partial(_experts, module, module.forward)
+    return len(found)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether `fuse_experts` has found some."""
+    return any(getattr(vars(module).get("forward"), "func", None) is _experts for module in model.modules())
+
+
+def _experts(module: Any, own: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    if top_k_index.numel() > MOST_CHOICES:
+        return own(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    return _few_choices(module, hidden_states, top_k_index, top_k_weights)
+
+
+def _few_choices(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    inner = expert_product(hidden_states, *_weights(module, first), top_k_index)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outer: Tensor = expert_product(inner, *_weights(module, "down_proj"), top_k_index, top_k_weights)
+    return outer.view(*top_k_index.shape, -1).sum(dim=1)
+
+
+def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    """The weights [expert, out, in] and the biases of one product of experts."""
+    weights = getattr(module, name)
+    return weights.transpose(1, 2) if module.is_transposed else weights, getattr(module, f"{name}_bias", None)
+
+
+def _is_experts(module: Any) -> bool:
+    """Whether a module is a mixture of experts that `_few_choices` computes as well."""
+    names = ("has_gate", "is_transposed", "_apply_gate", "num_experts", "down_proj")
+    if is_hooked(module) or not all(hasattr(module, name) for name in names):
+        return False
+    if not all(type(weight) is nn.Parameter and weight.dtype in _PLAIN_TYPES for weight in module.parameters()):
+        return False
+    _, num_outputs, _ = _weights(module, "down_proj")[0].shape
+    chosen = torch.arange(2 * min(2, module.num_experts), device=module.down_proj.device).view(2, -1)
+    chosen = chosen % module.num_experts
+    steps = torch.arange(2 * num_outputs, device=chosen.device, dtype=torch.float32)
+    inputs = torch.cos(1.7 * steps).view(2, -1).to(module.down_proj.dtype)
+    shares = torch.softmax(chosen.float(), dim=-1).to(inputs.dtype)
+    try:
+        given = module(inputs, chosen, shares)
+        wanted = _few_choices(module, inputs, chosen, shares)
+    except Exception:  # it needs other arguments
+        return False
+    same_shape = isinstance(given, Tensor) and given.shape == wanted.shape
+    return same_shape and _differ(given, wanted) < 8 * torch.finfo(inputs.dtype).eps
 
 
 _ROTATE = "apply_rotary_pos_emb"  # of transformers: modules call it as a function of their file
