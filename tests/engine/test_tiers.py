@@ -446,7 +446,10 @@ def test_given_a_tier_that_hangs_then_requests_go_on_after_the_timeout_and_later
     engine.manager.check()
 
 
-def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_most() -> None:
+def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.transport.tier_transport.FLUSH_SECONDS", 0.5)
     gate = Gate()
     engine = make_engine(Wrapped(MemoryTier(2**28), store=gate))
     assert answers(engine, PROMPT) == computed(PROMPT)

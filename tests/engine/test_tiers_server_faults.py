@@ -219,6 +219,7 @@ def test_given_a_store_that_takes_all_the_time_it_is_given_then_no_request_waits
     """Time is a clock that only the tier moves: each call by all that it was given, which is the worst it may do."""
     address = filled(server.url)
     clock = Clock()
+    monkeypatch.setattr("kvpool.tiers.transport.storing.STORE_TIMEOUT", 1.0)  # closing waits for it, by the real clock
     for name in MODULES_WITH_TIME:
         monkeypatch.setattr(importlib.import_module(name), "time", clock)
     with open_tier(address) as inner:

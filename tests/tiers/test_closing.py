@@ -38,6 +38,8 @@ def open_files() -> list[str]:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()  # what other tests have left need not be looked at again and again
     files, threads = open_files(), set(threading.enumerate())
     yield
     eventually(lambda: set(threading.enumerate()) <= threads, "all threads have ended")
