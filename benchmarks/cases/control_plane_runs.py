@@ -91,6 +91,11 @@ class Pool:
         for tokens in random_tokens(seed, self.num_blocks * BLOCK_SIZE // prompt_length, prompt_length):
             self.free(self.admit(tokens))
             self.events()
+            self.take_copies()
+
+    def take_copies(self) -> None:
+        """Takes the copies of partly matching blocks, as an engine does before each step."""
+        self.manager.take_copies()
 
 
 def num_stored_blocks(events: list[Any]) -> int:
@@ -220,6 +225,7 @@ def churn(
             if events:
                 received += pool.events()
         rate = per_repeat / cpu_ms(start) * 1000
+        pool.take_copies()
         assert not events or num_stored_blocks(received) == per_repeat * prompt_length // BLOCK_SIZE
         return [rate]
 
