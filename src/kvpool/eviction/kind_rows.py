@@ -148,7 +148,9 @@ class RowOrder:
         self._oldest = None
         for row in self._rows.values():
             row.newer = row.older = -1
-            if self._look_at(row):
+            if not row.num_runs:
+                row.least = None
+            elif self._look_at(row):
                 by_value.append(row.place_by_value)
         heapify(by_value)
 
