@@ -126,7 +126,7 @@ def test_given_newcomers_then_they_are_candidates_before_they_are_put_in_order()
     assert [run.entry for run in runs] == [None] * 3
 
 
-def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_reused_now() -> None:
+def test_given_a_newcomer_that_is_hit_before_anything_had_to_leave_then_nothing_is_learned_from_it() -> None:
     policy, other = AdaptivePolicy(), AdaptivePolicy()
     run, same = StandInRun(last_access=1, fingerprint=1), StandInRun(last_access=1, fingerprint=1)
     policy.add(run)
@@ -137,10 +137,36 @@ def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_
     policy.remove(run)
     other.remove(same)
     assert run not in policy
+    assert len(policy) == 0
     for each in (policy, other):
         each._learn()
-    assert policy._learned._hits.tolist() == other._learned._hits.tolist()
-    assert policy._learned._hits.sum() > 0
+    assert policy._learned._hits.sum() == 0 < other._learned._hits.sum()
+
+
+def test_given_a_newcomer_that_comes_and_goes_then_it_is_one_candidate() -> None:
+    policy, run, other = AdaptivePolicy(), StandInRun(last_access=1, fingerprint=1), StandInRun(last_access=2)
+    for _ in range(3):
+        policy.add(run)
+        policy.add(run)
+        policy.remove(run)
+        policy.remove(run)
+    assert len(policy) == 0
+    assert run.entry is None
+    policy.add(run)
+    policy.add(other)
+    assert len(policy) == 2
+    assert policy.victim() is run
+    assert len(policy) == 2
+
+
+def test_given_a_newcomer_that_moved_to_another_policy_when_its_first_one_is_cleared_then_it_stays_there() -> None:
+    policy, below, run = AdaptivePolicy(), AdaptivePolicy(), StandInRun(last_access=1, fingerprint=1)
+    policy.add(run)
+    policy.remove(run)
+    below.add(run)
+    policy.clear()
+    assert run in below
+    assert below.victim() is run
 
 
 def test_a_run_is_of_the_kind_of_the_request_that_published_it() -> None:

@@ -111,6 +111,18 @@ def test_given_a_prompt_larger_than_the_cache_then_it_is_served_and_counted(chat
     assert result.hits.tolist() == slow_hits(prompts, 8, "lru")
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "priority"])
+def test_given_a_full_cache_and_a_policy_that_reads_priorities_then_partial_last_blocks_are_not_kept(
+    policy: str,
+) -> None:
+    builder = TraceBuilder("twice", unit=16)
+    for prompt in ([1, 2, 3], [4, 5, 6], [4, 5, 6]):
+        builder.add(0, prompt, 40, 0)
+    trace = builder.build()
+    assert hits_of(trace, policy, 9) == hits_of(trace, "lru", 3) == [0, 0, 3]
+    assert hits_of(trace, policy, 3) == [0, 0, 2]
+
+
 def test_given_an_empty_prompt_then_it_counts_as_a_request_without_blocks() -> None:
     trace = TraceBuilder("t", unit=16).add(0, [], 0, 3).add(1, [5], 16, 3).add(2, [5], 16, 3).build()
     result = replay(trace, ReplayConfig("lru", 4))

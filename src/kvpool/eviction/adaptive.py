@@ -42,7 +42,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     Kinds are told apart by the request that published a run or shared it last (`kind_of`). With little learned the order
     is near that of LRU; what was shared stays a little longer. Runs that are inserted while nobody asks for a victim only
-    wait in a list, so a cache that fills costs nothing more than with LRU.
+    wait in a list, so a cache that fills costs nothing more than with LRU. If one is reused before anything had to leave,
+    nothing is learned from that.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -54,13 +55,18 @@ class AdaptivePolicy(EvictionPolicy):
         self._begin()
 
     def clear(self) -> None:
-        for run in [*self._newcomers, *self._order.clear()]:
+        for run in self._newcomers:
+            if run.entry is self:
+                run.entry = None
+        for run in self._order.clear():
             run.entry = None
         self._begin()
 
     def _begin(self) -> None:
         """Without candidates, and without having learned anything."""
-        self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
+        # Inserted runs that nobody has touched since; their entry is the policy itself. Among them are some that have gone.
+        self._newcomers: list[Run] = []
+        self._num_new = 0  # without those
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the candidates in order
         self._capacity = _MIN_CAPACITY
@@ -87,14 +93,15 @@ class AdaptivePolicy(EvictionPolicy):
         if run.entry is None and not run.hits:
             run.entry = self
             self._newcomers.append(run)
+            self._num_new += 1
             if len(self._newcomers) >= MOST_NEWCOMERS:
                 self._settle()
             return
-        if self._newcomers:
-            self._settle()
+        if run.entry is self:
+            return
         known: Candidate | None = run.entry
         if known is None or known.owner is not self:
-            self._meet(run, run.hits)
+            self._meet(run)
         else:
             self._come_back(run, known)
         if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
@@ -111,6 +118,10 @@ class AdaptivePolicy(EvictionPolicy):
             self._put_in(run, run.hits, known.cohort, tokens, known.trimmed + lost)
 
     def remove(self, run: Run) -> None:
+        if run.entry is self:
+            run.entry = None
+            self._num_new -= 1
+            return
         candidate = self._candidate(run)
         if candidate is None:
             return
@@ -166,7 +177,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._ghosts.num_blocks
 
     def __len__(self) -> int:
-        return self._len + len(self._newcomers)
+        return self._len + self._num_new
 
     def __contains__(self, run: object) -> bool:
         known: Any = getattr(run, "entry", None)
@@ -182,10 +193,11 @@ class AdaptivePolicy(EvictionPolicy):
         return None if known is None or known.owner is not self or known.run is None else known
 
     def _settle(self) -> None:
-        """Meets the newcomers that waited in a list. One may have been hit since; it counts as it was when it came."""
-        newcomers, self._newcomers = self._newcomers, []
+        """Meets the newcomers that waited in a list."""
+        newcomers, self._newcomers, self._num_new = self._newcomers, [], 0
         for run in newcomers:
-            self._meet(run, 0)
+            if run.entry is self:
+                self._meet(run)
 
     def _moment(self, run: Run) -> int:
         """When a run was last used, in milliseconds since the first that was seen."""
@@ -259,9 +271,9 @@ class AdaptivePolicy(EvictionPolicy):
 
     # --- what is learned from ----------------------------------------------------------------------------------------
 
-    def _meet(self, run: Run, hits: int) -> None:
+    def _meet(self, run: Run) -> None:
         """A run that is new here: it was computed, perhaps not for the first time."""
-        fingerprint, moment, num_known = run.fingerprint, self._moment(run), 0
+        fingerprint, hits, moment, num_known = run.fingerprint, run.hits, self._moment(run), 0
         if fingerprint in self._ghosts.by_fingerprint:
             num_known, turn, num_uses = self._ghosts.recognise(run, self._now)
             if num_known:

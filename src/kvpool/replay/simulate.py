@@ -244,6 +244,8 @@ class _Replay:
         self.ends_partially: list[bool] = ends.tolist()
         # The last block of such a prompt is hardly ever reused; the policy is told so.
         self.tells_ends = config.policy in READS_PRIORITIES and self.ids_per_block == 1 < trace.unit
+        # A full cache without a tier below is not given it at all.
+        self.leaves_ends = not (self.checkpoints or config.host or config.disk)
         self.hints = trace.hints()
 
     def _sizes(self, block_size: int) -> dict[Tier, tuple[int, int]]:
@@ -339,10 +341,13 @@ class _Replay:
             self.oversized += 1
             if room > self.num_blocks:
                 self._resize(room)
-        retention = None
+        retention, reserve = None, 0 if self.checkpoints else None
         if self.tells_ends and self.ends_partially[index]:
-            retention = _last_id_first(num_ids)
-        handle = manager.allocate(index, ids, retention=retention, reserve=0 if self.checkpoints else None)
+            if self.leaves_ends and manager.inspect.num_free_blocks() < num_ids:
+                reserve = num_ids - 1  # the next prompt would have it evicted before anything else
+            else:
+                retention = _last_id_first(num_ids)
+        handle = manager.allocate(index, ids, retention=retention, reserve=reserve)
         if self.checkpoints:
             self._compute(handle, num_ids - self.ends_partially[index])
         else:
