@@ -256,16 +256,16 @@ def test_given_other_types_or_no_compiled_code_then_nothing_is_packed(monkeypatc
     assert all(not {packed, split} & set(ways) for _, ways in asked)
 
 
-def test_given_compiled_code_and_no_clear_winner_then_it_is_used_from_two_rows_on(
+def test_given_compiled_code_and_no_clear_winner_then_it_is_used_for_2_to_64_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measured(monkeypatch, lambda way, rows: 1.2 if way is packed else 1.0)
+    measured(monkeypatch, lambda way, rows: 1.2 if (way is packed) == (rows <= 64) else 1.0)
     with_code(monkeypatch, "compiled_products")
     model = two_layers()
 
     choose_products(model)
 
-    assert model[0].ways == (plain, packed, packed, packed, packed)
+    assert model[0].ways == (plain, packed, packed, packed, plain)
 
 
 def test_given_amx_and_no_clear_winner_then_it_is_used_for_more_than_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,8 +283,12 @@ def _place(num_rows: int) -> int:
 
 
 def _expected(rows: int, ways: Sequence[Way]) -> Way:
-    """The best way as far as is known. AMX multiplies 32 rows at a time. One row takes as long as reading the weight."""
-    order = [split] * (rows > 64) + [packed] * (rows > 1) + [plain, *ways]
+    """The best way as far as is known. AMX multiplies 32 rows at a time. One row takes as long as reading the weight.
+
+    With many rows, copying the weight is a small part of a plain product, and libraries are faster than `packed`.
+    """
+    order = [split, plain] if rows > 64 else [packed, plain] if rows > 1 else [plain]
+    order += ways
     return next(way for way in order if way in ways)
 
 
