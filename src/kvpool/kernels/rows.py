@@ -112,7 +112,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turns both halves of each head of x [batch, heads, tokens, size] by angles [batch, tokens, size]."""
     compiled = code()
-    if compiled is None or len(x) > 1 or not _takes(x, cosines) or not _takes(x, sines):
+    if compiled is None or x.shape[0] > 1 or not _takes(x, cosines) or not _takes(x, sines):
         first, second = x.chunk(2, -1)
         return x * cosines.unsqueeze(1) + torch.cat((-second, first), -1) * sines.unsqueeze(1)
     return compiled.rotate(x, cosines, sines)
@@ -123,7 +123,8 @@ def _takes(x: Tensor, y: Tensor) -> bool:
     return (
         x.dtype in _KINDS
         and y.dtype == x.dtype
-        and x.device.type == y.device.type == "cpu"
+        and x.is_cpu
+        and y.is_cpu
         and not torch.is_grad_enabled()
         and x.stride(-1) == y.stride(-1) == 1
         and x.numel() > 0

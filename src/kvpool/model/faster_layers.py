@@ -216,7 +216,7 @@ def fuse_rotations(model: nn.Module) -> int:
 
 
 def _rotated(reference: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-    angles = cos.shape == sin.shape == (len(q), *q.shape[-2:]) == (len(k), *k.shape[-2:])
+    angles = cos.shape == sin.shape == (q.shape[0], *q.shape[-2:]) == (k.shape[0], *k.shape[-2:])
     if args or kwargs or not angles or not q.ndim == k.ndim == 4:  # for instance a part of each head is rotated
         return reference(q, k, cos, sin, *args, **kwargs)
     return rotated(q, cos, sin), rotated(k, cos, sin)

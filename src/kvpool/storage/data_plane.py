@@ -194,13 +194,14 @@ class DataPlane:
             tensor = slots
         else:
             tensor = self._prepare_one(slots, group)
-        _check_values(k, "k", (len(tensor), spec.kv_heads, spec.head_dim), self.device)
+        num_tokens = tensor.shape[0]  # len() of a tensor is slow
+        _check_values(k, "k", (num_tokens, spec.kv_heads, spec.head_dim), self.device)
         if (v is None) != spec.k_only:
             raise InvalidArgumentError(
                 f"layer {layer} {'stores no V: pass v=None' if spec.k_only else 'stores V: pass v'}"
             )
         if v is not None:
-            _check_values(v, "v", (len(tensor), spec.kv_heads, spec.value_dim), self.device)
+            _check_values(v, "v", (num_tokens, spec.kv_heads, spec.value_dim), self.device)
         write_slots(self._gpu_store(self.config.groups[group].pool).layer_cache(group, index), tensor, k, v)
 
     def read(
@@ -403,7 +404,7 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(values, Tensor) or tuple(values.shape) != shape or not values.is_floating_point():
+    if not isinstance(values, Tensor) or values.shape != shape or not values.is_floating_point():
         given = f"{values.dtype} {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise InvalidArgumentError(
             f"{name} must be a floating-point tensor [token, head, element] = {shape}, got {given}"
