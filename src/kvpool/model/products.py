@@ -287,9 +287,8 @@ def _expected(rows: int, ways: Sequence[Way]) -> Way:
 
     With many rows, copying the weight is a small part of a plain product, and libraries are faster than `packed`.
     """
-    order = [split, plain] if rows > 64 else [packed, plain] if rows > 1 else [plain]
-    order += ways
-    return next(way for way in order if way in ways)
+    best = split if rows > 64 else packed if rows > 1 else plain
+    return next(way for way in (best, plain, *ways) if way in ways)
 
 
 def _fastest(found: Sequence[Sequence[Tensor]], copied: Sequence[Way]) -> tuple[Way, ...]:
