@@ -192,6 +192,33 @@ def test_given_images_then_prompts_with_equal_ids_share_nothing_and_texts_do(fam
         pool.manager.check()
 
 
+def test_given_weights_that_changed_then_nothing_of_the_old_ones_is_reused() -> None:
+    model, prompt = tiny_model("llama"), random_prompt(30)
+    with CachePool(model, num_blocks=64, block_size=4) as pool:
+        for factor, num_cached in ((1.0, 0), (1.3, 0), (None, 29)):
+            if factor is not None:
+                for weight in model.parameters():
+                    weight.data.mul_(factor)
+            with PagedCache(pool) as cache:
+                assert run(model, prompt, cache) == run(model, prompt)
+                assert cache.num_cached_tokens == num_cached
+        model.lm_head = torch.nn.Linear(64, 160, bias=False)
+        with PagedCache(pool) as cache, pytest.raises(SequenceStateError, match="were replaced or moved"):
+            run(model, prompt, cache)
+
+
+def test_given_other_active_adapters_then_nothing_of_the_ones_before_is_reused() -> None:
+    peft = pytest.importorskip("peft")
+    model, prompt = tiny_model("llama"), random_prompt(30)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False))
+    with CachePool(model.eval(), num_blocks=64, block_size=4) as pool:
+        for is_active, num_cached in ((True, 0), (True, 29), (False, 0), (False, 29), (True, 0)):
+            model.enable_adapters() if is_active else model.disable_adapters()
+            with PagedCache(pool) as cache:
+                assert run(model, prompt, cache) == run(model, prompt)
+                assert cache.num_cached_tokens == num_cached
+
+
 def test_given_unusual_positions_in_a_later_pass_then_only_what_was_computed_before_is_found() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

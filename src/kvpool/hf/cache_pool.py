@@ -18,7 +18,7 @@ from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
-from kvpool.model.private_copy import private_copy, without_callers_state
+from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model
 from kvpool.model.states import state_modules
 from kvpool.pools.arrays import BoolArray, as_token_array
@@ -62,8 +62,10 @@ class CachePool:
     Prefixes outlive the process in tiers, as those of the `Engine` do: `disk` is a directory that holds up to `disk_bytes`
     (10 GiB), or an address like `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many processes
     share (`redis://host`), `tiers` are `KeyedTier`s of your own. The pool asks them in the order `tiers`, `disk`, `remote`. A
-    call waits for them `tier_timeout` seconds at most, and a failed tier counts as a miss. The weights must not change while
-    the pool lives, because the keys of its blocks depend on them. `close` finishes the stores in flight.
+    call waits for them `tier_timeout` seconds at most, and a failed tier counts as a miss. `close` finishes stores in flight.
+
+    Everything cached belongs to the weights that it was computed with. If they have changed when a cache begins, or other
+    adapters of peft are active, the pool forgets all of it; what is in tiers stays for those who have the old weights.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class CachePool:
         if self.tiers is not None:
             weakref.finalize(self, self.tiers.close)  # also at the end of the process: what was computed is stored
         self.is_closed = False
+        self._weights = SharedWeights(model)
+        self._adapters = _active_adapters(model)
         self._ids = itertools.count()
         self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that were garbage-collected
         self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
@@ -112,6 +116,13 @@ class CachePool:
             model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
             model.register_forward_hook(partial(_after_forward, self_or_gone), with_kwargs=True),
         )
+
+    def follow(self, model: Any) -> None:
+        """Forgets what was computed with other weights or adapters than the model has now."""
+        before, self._adapters = self._adapters, _active_adapters(model)
+        if self._weights.changed() or self._adapters != before:
+            drop = self.manager.cache.reset
+            drop() if self.tiers is None else self.tiers.transport.invalidator.everything(drop, remove=False)
 
     def next_id(self) -> int:
         """A request id that no sequence of this pool has had."""
@@ -196,6 +207,8 @@ def _before_forward(
             f"input_ids of shape {tuple(token_ids.shape)} hold no new token: this PagedCache has {cache.length} of each row "
             "already; give it longer rows, or reset() it for others"
         )
+    if not cache.length and (own := pool()) is not None:
+        own.follow(module)
     irregular = irregular_rows(kwargs, cache.length, *token_ids.shape)
     num_needed = num_logits(kwargs, token_ids.shape[1])
     ends = cache.enter(token_ids, irregular, num_needed)
@@ -245,6 +258,12 @@ def _shape_of(model: Any) -> ModelShape:
             "gets several tokens behind a state, as behind a cached prefix; kvpool.Engine serves it"
         )
     return shape
+
+
+def _active_adapters(model: Any) -> list[Any]:
+    """Which adapters of peft each layer adds now."""
+    layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    return [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
 
 
 def _plain(tokens: Any) -> Any:

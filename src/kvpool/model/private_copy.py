@@ -151,8 +151,8 @@ class SharedWeights:
 
     def _replaced(self, what: str) -> SequenceStateError:
         return SequenceStateError(
-            f"the {self._model_name} of this engine is another one now: {what} were replaced or moved; close the engine and "
-            "make a new one"
+            f"the {self._model_name} is another one now: {what} were replaced or moved; close what was made of it before (an "
+            "Engine, a CachePool) and make a new one"
         )
 
     def _identities(self) -> list[tuple[int, ...]]:
