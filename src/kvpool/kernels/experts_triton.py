@@ -82,7 +82,7 @@ def expert_product_triton(
         return out
     experts = experts.contiguous()
     are_few = num_choices <= _FEW_CHOICES
-    tile = 16 if num_choices < 8 * num_experts else 32  # choices of one expert that a program multiplies
+    tile = 16 if num_choices < 16 * num_experts else 32  # choices of one expert that a program multiplies
     outputs = 64 if are_few else 128  # of one program
     _experts_kernel[(triton.cdiv(num_tokens, tile), triton.cdiv(num_outputs, outputs), num_experts)](
         x,
