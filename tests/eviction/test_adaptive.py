@@ -159,6 +159,17 @@ def test_given_a_newcomer_that_comes_and_goes_then_it_is_one_candidate() -> None
     assert len(policy) == 2
 
 
+def test_given_newcomers_that_leave_before_anything_had_to_then_the_policy_does_not_keep_them() -> None:
+    policy, stays = AdaptivePolicy(), StandInRun(last_access=0)
+    policy.add(stays)
+    for number in range(1, 500):
+        run = StandInRun(last_access=number, fingerprint=number)
+        policy.add(run)
+        policy.remove(run)
+    assert len(policy._newcomers) < 100
+    assert policy.victim() is stays
+
+
 def test_given_a_newcomer_that_moved_to_another_policy_when_its_first_one_is_cleared_then_it_stays_there() -> None:
     policy, below, run = AdaptivePolicy(), AdaptivePolicy(), StandInRun(last_access=1, fingerprint=1)
     policy.add(run)

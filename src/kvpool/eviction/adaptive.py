@@ -33,6 +33,7 @@ LEARN_LEAST: Final = 1024  # if none was reused, there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
 MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
 _MOST_EPOCHS: Final = 1024  # that are told apart at least; twice as many at most
+_SLACK: Final = 64  # newcomers that have gone tolerated in their list beyond one for each that waits
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
 
@@ -121,6 +122,8 @@ class AdaptivePolicy(EvictionPolicy):
         if run.entry is self:
             run.entry = None
             self._num_new -= 1
+            if len(self._newcomers) > 2 * self._num_new + _SLACK:
+                self._newcomers = [other for other in self._newcomers if other.entry is self]
             return
         candidate = self._candidate(run)
         if candidate is None:
