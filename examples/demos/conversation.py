@@ -16,15 +16,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvpool.engine.engine import Engine
-from kvpool.engine.generation import Chunk, Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from tour import Board, Screen
+
+if TYPE_CHECKING:  # importing the engine takes seconds, and the first line is printed before
+    from kvpool.engine.engine import Engine
+    from kvpool.engine.generation import Chunk, Completion
 
 SYSTEM = (
     "You are the friendly guide of a small science museum. You answer visitors of every age in one or two short, plain "
@@ -91,24 +94,35 @@ class Conversation:
             visitor.messages.append({"role": "user", "content": QUESTIONS[visitor.name][turn]})
             prompts.append(self.engine.token_ids(self.engine.chat_prompt(visitor.messages)))
         generations = []
+        first = self.visitors[0]  # the answer of the first one appears as it is generated
+        self._show_question(first, QUESTIONS[first.name][turn])
         for visitor, prompt in zip(self.visitors, prompts, strict=True):
-            generation = self.engine.submit(prompt, self.params, on_chunk=self.picture.look)
+            watch = self._say if visitor is first else self.picture.look
+            generation = self.engine.submit(prompt, self.params, on_chunk=watch)
             self.picture.names[generation.id] = visitor.name[0]
             generations.append(generation)
         answers = [generation.result() for generation in generations]
         for visitor, answer in zip(self.visitors, answers, strict=True):
             visitor.messages.append({"role": "assistant", "content": answer.text})
-            self._show(visitor, QUESTIONS[visitor.name][turn], answer)
+            if visitor is not first:
+                self._show_question(visitor, QUESTIONS[visitor.name][turn])
+                print(" ".join(answer.text.split()), end="")
+            self._show_reuse(answer)
         self.last_prompt = prompts[0].tolist()
         if turn:
             self._time(prompts[0])
 
-    def _show(self, visitor: Visitor, question: str, answer: Completion) -> None:
+    def _show_question(self, visitor: Visitor, question: str) -> None:
         colour = 36 if visitor.name == "Ada" else 35 if visitor.name == "Ben" else 32
-        print(f"  {self.screen.paint(visitor.name, colour)}: {question}")
-        print(f"       {' '.join(answer.text.split())}")
+        print(f"  {self.screen.paint(visitor.name, colour)}: {question}\n       ", end="", flush=True)
+
+    def _say(self, chunk: Chunk) -> None:
+        self.picture.look(chunk)
+        print(chunk.text.replace("\n", " "), end="", flush=True)
+
+    def _show_reuse(self, answer: Completion) -> None:
         cached, total = answer.num_cached_tokens, len(answer.prompt_token_ids)
-        print(f"       [{cached} of {total} prompt tokens from the cache: {cached / total:.0%}]")
+        print(f"\n       [{cached} of {total} prompt tokens from the cache: {cached / total:.0%}]")
 
     def _time(self, prompt: Int32Array) -> None:
         """Time to the first token of a prompt, from the cache and in a scope of its own, where nothing is cached."""
@@ -150,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_engine(model: str | None, directory: str | Path) -> Engine:
     """An engine with a small pool and a disk."""
+    from kvpool.engine.engine import Engine
+
     return Engine(model, device="cpu", kv_bytes=192 * 16 * 46080, disk=directory, disk_bytes=2**28, tier_timeout=10.0)
 
 
