@@ -39,13 +39,13 @@ def test_rows_are_handed_out_from_0_and_reused() -> None:
 
 def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its_token_ids() -> None:
     rows = make_rows(FULL, CROSS, num_rows=2)
-    for drop in (rows.drop_row, lambda row: rows.drop_rows(np.array([row]))):
+    for drop, is_shared in ((rows.drop_row, True), (lambda row: rows.drop_rows(np.array([row])), False)):
         row = add(rows, 3)
         rows.num_blocks[row], rows.num_cross_blocks[row] = 2, 3
         rows.tables[0][row, :2] = rows.tables[1][row, :2] = 7
         rows.tables[1][row, 2] = 7
         rows.set_token_ids(row, tokens_of(1, 2, 3), 2)
-        rows.set_shared(row, True)
+        rows.set_shared(row, is_shared)
         rows.known[row] = rows.num_history[row] = 0
         epoch = rows.epoch
         drop(row)
@@ -55,6 +55,7 @@ def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its
         assert (rows.tables[0][row, 1:] == -1).all()
         assert (rows.tables[1][row] == -1).all()  # it has no encoder
         assert (rows.token_ids(row).tolist(), rows.history_start[row], rows.num_shared) == ([], 0, 0)
+        assert not rows.shared.any()
         assert (rows.handles[row] is None, rows.tips[row]) == (False, None)
         rows.num_blocks[row] = 0
         rows.drop_row(row)

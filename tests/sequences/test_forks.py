@@ -269,3 +269,18 @@ def test_forks_publish_shared_blocks_only_after_another_has_copied_all_of_them()
     manager.check()
     assert not set(second.block_ids()[2:].tolist()) & set(first.block_ids().tolist())
     assert manager.match_prefix([0] * 9).num_tokens == 8
+
+
+def test_forks_in_rows_that_forks_had_before_copy_what_they_write() -> None:
+    manager = make_manager()
+    for name in ("first", "second"):
+        parent = manager.allocate(name, list(range(6)))
+        manager.commit(parent)
+        pair = [parent, *manager.fork(parent, f"fork of {name}")]
+        slots = manager.extend_batch(pair)[0].tolist()
+        assert len(set(slots)) == 2
+        assert len(manager.take_copies()) == 1
+        manager.check()
+        manager.rewind(pair[0], 1)  # flagged again when they leave
+        manager.free_batch(pair)
+        manager.check()

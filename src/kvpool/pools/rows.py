@@ -149,10 +149,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.epoch += 1
 
     def drop_rows(self, rows: Int64Array) -> None:
-        """`drop_row` for many rows in a few array operations."""
-        if self.num_shared:
-            self.num_shared -= int(self.shared[rows].sum())
-            self.shared[rows] = False
+        """`drop_row` for many rows of sequences without forks: none of them is flagged as shared."""
         handles, tips, history, history_start = self.handles, self.tips, self.history, self.history_start
         free: list[int] = rows.tolist()
         for row in free:
