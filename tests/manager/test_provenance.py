@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import KVCacheHandle, KVCacheManager, LayerSpec
+from kvpool.sequences.handle import note_sessions
 from managers import FULL, Clock, make_manager
 
 PROMPT = list(range(24))
@@ -132,3 +133,10 @@ def test_given_logits_of_another_request_when_a_session_is_invalidated_then_they
     manager.free(computed(manager, manager.allocate("other", [1, 2, 3, 4, 5, 6, 7, 8], session="s")))
     manager.cache.invalidate(session="s")
     assert manager.match_prefix([1, 2, 3, 4]).last_logits == "mine"
+
+
+def test_given_the_same_sessions_again_then_a_request_names_each_of_them_once() -> None:
+    handle = make_manager().allocate("a", [1, 2, 3], session="own")
+    for _ in range(3):
+        note_sessions(handle, ("own", "other", "third"))
+    assert (handle.copied_sessions, handle.sessions) == (("other", "third"), ("own", "other", "third"))

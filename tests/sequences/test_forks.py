@@ -284,3 +284,22 @@ def test_forks_in_rows_that_forks_had_before_copy_what_they_write() -> None:
         manager.rewind(pair[0], 1)  # flagged again when they leave
         manager.free_batch(pair)
         manager.check()
+
+
+def test_a_request_in_the_row_of_a_fork_that_followed_another_commits_what_it_likes() -> None:
+    manager = make_manager()
+    parent = manager.allocate("parent", list(range(4)))
+    manager.commit(parent)
+    manager.extend(parent, 8)
+    manager.mark_written(parent, 8)
+    (fork,) = manager.fork(parent, "fork")
+    row = fork.row
+    manager.commit(parent, list(range(10, 18)))  # publishes what the fork shares
+    manager.free(fork)
+    manager.check()
+    other = manager.allocate("other", num_tokens=9)
+    assert other.row == row
+    for tokens in ([50, 51, 52], [53, 54], [55, 56, 57, 58]):
+        manager.commit(other, tokens)
+    assert manager.match_prefix(list(range(50, 60))).num_tokens == 8
+    manager.check()

@@ -300,6 +300,18 @@ def test_given_a_directory_in_use_when_another_process_wants_to_write_then_it_is
     assert in_another_process(code, tmp_path) == ""
 
 
+def test_given_a_reader_that_misses_then_it_reads_the_files_again_at_most_once_in_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.disk.disk_tier.REFRESH_SECONDS", 3600.0)
+    with DiskTier(tmp_path, 2**20) as writer, DiskTier(tmp_path, 2**20, read_only=True) as reader:
+        assert reader.contains([key(1)]) == [False]  # reads them for the first time
+        store(writer, [1])
+        assert reader.contains([key(1)]) == [False]
+        reader._next_refresh = 0.0
+        assert reader.contains([key(1), key(2)]) == [True, False]
+
+
 def test_given_a_writer_when_another_process_reads_then_it_finds_what_is_stored_also_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

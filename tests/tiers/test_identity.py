@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import hashlib
 import io
 import json
 import struct
@@ -245,6 +246,13 @@ def test_given_a_model_when_its_head_or_a_large_tensor_changes_then_the_digest_d
         file.write(b"\1")
     assert files_id(path) != known
     assert files_id(gguf(tmp_path / "b.gguf", eps=1e-6)) != files_id(gguf(tmp_path / "c.gguf"))
+
+
+def test_given_a_large_tensor_then_its_samples_are_those_that_stored_values_are_known_by(tmp_path: Path) -> None:
+    path, size = tmp_path / "model.safetensors", 3 * 2**20 + 777
+    text = json.dumps({"embed": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + hashlib.shake_256(b"weights").digest(size))
+    assert files_id(path) == "e58c80991ad65179f14120513ecec952858b9f7095cae672603e5d6cfdef18fe"
 
 
 def test_given_a_large_model_then_little_of_it_is_read(tmp_path: Path) -> None:

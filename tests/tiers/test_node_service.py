@@ -324,6 +324,15 @@ def test_given_a_question_that_may_take_very_long_then_it_ends_earlier(talk: Tal
     assert before + wire.ANSWERED_LATE <= due <= time.monotonic() + wire.ANSWERED_LATE
 
 
+def test_given_a_lease_of_what_memory_has_then_nobody_behind_is_asked(talk: Talk) -> None:
+    talk.put(1)
+    talk.behind.next("store")[2]()
+    answer = talk.lease(1, 1)
+    assert answer != LATER
+    assert talk.held() == {key(1)}
+    assert talk.behind.calls == []
+
+
 def test_given_a_lease_of_what_is_behind_then_only_what_is_there_gets_a_slot_and_comes(talk: Talk) -> None:
     talk.put(1)
     talk.behind.next("store")[2]()

@@ -358,6 +358,8 @@ class Checker:
         self.expect(runs == self.tree.num_runs, f"{runs} runs are in the tree, {self.tree.num_runs} are counted")
         shared = int(self.rows.shared.sum())  # of rows without a sequence, too: the next one would inherit the flag
         self.expect(shared == self.rows.num_shared, f"{self.rows.num_shared} shared rows booked, {shared} flagged")
+        gone = sorted(row for row in self.rows.following if self.rows.handles[row] is None)
+        self.expect(not gone, f"rows {gone} follow a fork, but hold no sequence")
         pinned = sum(node.num_blocks for node in self.nodes if node.pins)
         self.expect(
             pinned == self.readers.pinned_blocks,
