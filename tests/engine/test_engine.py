@@ -476,6 +476,16 @@ def test_given_more_new_tokens_than_the_context_has_room_for_then_they_are_cut_a
             engine.generate([random_prompt(513).tolist()], greedy(1))
 
 
+def test_given_an_end_before_its_samples_branch_off_then_a_request_has_all_of_them() -> None:
+    heard: list[Chunk] = []
+    with make_engine() as engine:
+        late = engine.submit(random_prompt(5).tolist(), greedy(4, n=3), deadline=0.0, on_chunk=heard.append).result()
+    assert [(sample.index, sample.token_ids, sample.finish_reason) for sample in late.samples] == [
+        (index, [], "deadline") for index in range(3)
+    ]
+    assert [(chunk.sample, chunk.finish_reason) for chunk in heard] == [(index, "deadline") for index in range(3)]
+
+
 def test_given_a_deadline_then_the_request_ends_at_it() -> None:
     with make_engine() as engine:
         out = engine.submit(random_prompt(5).tolist(), greedy(400), deadline=0.0).result()

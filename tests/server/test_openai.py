@@ -112,6 +112,17 @@ def test_given_echo_and_logprobs_then_the_prompt_has_its_own_whatever_is_cached(
     assert parts[-1].finish_reason == "length"
 
 
+def test_given_prompts_that_end_before_their_samples_begin_then_each_choice_has_the_number_of_its_prompt(
+    client: Any,
+) -> None:
+    asked: dict[str, Any] = dict(model="tiny", prompt=["w1 w2", "w3"], n=2, extra_body={"deadline_ms": 1e-6})
+    whole = client.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert {choice.finish_reason for choice in whole.choices} == {"length"}
+    parts = list(client.completions.create(**asked, stream=True))
+    assert sorted(part.choices[0].index for part in parts if part.choices[0].finish_reason) == [0, 1, 2, 3]
+
+
 def test_given_logprobs_then_they_are_those_of_the_tokens(client: Any) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=3, temperature=0, logprobs=True, top_logprobs=2

@@ -525,7 +525,11 @@ class EngineLoop:
                 generation.end_sample(output.sample, output.reason.value)
         if done.detail:
             failure = OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}")
-        generation.end(failure or generation.failure)
+        failure = failure or generation.failure
+        if failure is None and search is None:
+            for index in range(generation.params.n):  # it may have ended before its samples branched off
+                generation.end_sample(index, done.reason.value)
+        generation.end(failure)
 
     def _propose(self) -> None:
         """Proposes drafts for all sequences that decode. Those of a draft model come when the step has places for them."""
