@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine.text import Pieces, TextStream, overlap
+from kvpool.engine.text import Pieces, TextStream, bytes_of, overlap
 
 
 class ByteTokenizer:
@@ -135,3 +136,26 @@ def test_given_a_text_then_the_longest_end_that_a_stop_begins_with_is_held_back_
     for text in texts:
         expected = max(length for length in range(len(stop)) if text.endswith(stop[:length]))
         assert overlap(text, stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"),
+    [("Ã", b"\xc3"), ("ðŁ", b"\xf0\x9f"), ("<0xE2>", b"\xe2"), ("Ġ©", b" \xa9"), ("▁\N{REPLACEMENT CHARACTER}", None)],
+)
+def test_given_a_part_of_a_character_then_its_bytes_are_those_of_its_name(name: str, spelled: bytes | None) -> None:
+    class Parts:
+        def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+            return "\N{REPLACEMENT CHARACTER}"
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return name
+
+    assert bytes_of(Parts(), 5) == (spelled or "\N{REPLACEMENT CHARACTER}".encode())
+
+
+def test_given_whole_characters_then_their_bytes_are_those_of_the_text() -> None:
+    class Words:
+        def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+            return " é"
+
+    assert bytes_of(Words(), 5) == " é".encode()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import count
+from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_UNFINISHED_TOKENS = 8  # a character has at most four bytes; what is still broken after this many tokens is not one
@@ -116,3 +118,22 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+# GPT-2's letters for bytes: most stand for themselves, the others are numbered from 256 on.
+_OWN = frozenset([*range(33, 127), *range(161, 173), *range(174, 256)])
+_free = count(256)
+_BYTES = {chr(byte if byte in _OWN else next(_free)): byte for byte in range(256)}
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a byte, as tokenizers of sentencepiece name it
+
+
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """The bytes that a token adds to a text, also where they are a part of a character."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False))
+    name = getattr(tokenizer, "convert_ids_to_tokens", lambda _: None)(token)
+    if REPLACEMENT in text and isinstance(name, str):
+        if (found := _FALLBACK.fullmatch(name)) is not None:
+            return bytes([int(found[1], 16)])
+        if all(letter in _BYTES for letter in name):
+            return bytes(_BYTES[letter] for letter in name)
+    return text.encode("utf-8", "replace")

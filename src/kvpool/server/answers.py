@@ -92,10 +92,6 @@ class _Answer:
         """The end of a stream that fails. Clients raise when they get such an event."""
         return as_event(problem.body()) + b"data: [DONE]\n\n"
 
-    def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
-        text = self._piece(entry.token)
-        return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
 
 class ChatAnswer(_Answer):
     """`chat.completion` and its chunks. With a reader, thoughts and calls have fields of their own."""
@@ -106,11 +102,13 @@ class ChatAnswer(_Answer):
         self,
         model: str,
         piece: Piece,
-        include_usage: bool = False,
-        make_reader: Callable[[], AnswerReader] | None = None,
+        include_usage: bool,
+        make_reader: Callable[[], AnswerReader] | None,
+        bytes_of: Callable[[int], bytes],
     ) -> None:
         super().__init__(model, piece, include_usage)
         self._make_reader = make_reader
+        self._bytes_of = bytes_of  # of a token
         self._readers: dict[int, ChunkReader] = {}
         self._num_calls: Counter[int] = Counter()
 
@@ -190,6 +188,13 @@ class ChatAnswer(_Answer):
             for entry in entries
         ]
         return {"content": content, "refusal": None}
+
+    def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        return {
+            "token": self._piece(entry.token),
+            "logprob": entry.logprob,
+            "bytes": list(self._bytes_of(entry.token)),
+        }
 
 
 class _Offsets:

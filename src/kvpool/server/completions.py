@@ -62,7 +62,7 @@ async def chat(
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, context.gate.limits, most, wanted, begun)
-    answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun))
+    answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun), model.bytes_of)
     exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))
 

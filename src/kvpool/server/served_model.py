@@ -14,6 +14,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
+from kvpool.engine.text import bytes_of
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
@@ -83,6 +84,10 @@ class ServedModel:
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
         return str(self.decoder().decode(list(tokens), skip_special_tokens=False))
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token, which may be a part of a character."""
+        return bytes_of(self.decoder(), token)
 
     def start(self, tokens: Prompt, params: SamplingParams, name: str = "", **options: Any) -> LiveRequest:
         """Queues a request. The live view shows its name until it is cancelled, also if it has ended before."""
