@@ -83,6 +83,14 @@ def test_given_a_key_that_left_its_tier_then_a_question_forgets_it() -> None:
     assert [key(number) in watched.known for number in (1, 2)] == [False, True]
 
 
+def test_given_a_removal_that_fails_then_its_keys_are_forgotten_all_the_same() -> None:
+    watched = WatchedTier(tier_with(1, 2))
+    watched.contains([key(1), key(2)], SECONDS)
+    watched.tier.remove = lambda keys, timeout: 7  # type: ignore[method-assign,assignment,return-value,misc]
+    assert watched.remove([key(1)], SECONDS) == [Outcome.FAILED]
+    assert [key(number) in watched.known for number in (1, 2)] == [False, True]
+
+
 def test_given_two_tiers_then_the_second_is_asked_only_for_what_the_first_lacks() -> None:
     first, second = tier_with(0, 2), tier_with(0, 1, 2)
     chain = TierChain([first, second])

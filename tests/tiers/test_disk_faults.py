@@ -450,3 +450,34 @@ def test_given_a_read_only_file_system_then_it_is_read_and_stores_are_refused(sm
         assert load(tier, [1]) == ([Outcome.OK], [value(1)])
         assert store(tier, [2]) == [Outcome.REFUSED]
         assert "cannot be written to" in tier.stats().problem
+
+
+def test_given_a_disk_that_makes_no_slab_then_it_is_not_asked_again_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        tried.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvpool.tiers.disk.storing.RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr("kvpool.tiers.disk.storing.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("kvpool.tiers.disk.storing.Slab.create", refuse)
+    with DiskTier(tmp_path, CAPACITY, io_threads=1) as tier:
+        for number in range(3):
+            assert store(tier, [number]) != [Outcome.OK]
+    assert len(tried) == 1
+
+
+def test_given_a_disk_that_refuses_a_removal_then_the_outcome_and_the_log_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with DiskTier(tmp_path, CAPACITY, io_threads=1) as tier:
+        store(tier, [1])
+        monkeypatch.setattr("kvpool.tiers.disk.storing.Slab.write_record", refuse)
+        assert tier.remove([key(1)]) == [Outcome.FAILED]
+    assert [record.getMessage() for record in caplog.records if "Input/output error" in record.getMessage()]

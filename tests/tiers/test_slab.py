@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 
 from kvpool.testing import key
+from kvpool.tiers.disk.catalog import SizeClass
 from kvpool.tiers.disk.slab import (
+    _MAGIC,
     INDEX_SUFFIX,
     Slab,
+    UnreadableSlabError,
+    _head,
     fill_record,
     is_held,
     made_record,
     microseconds,
+    read_head,
+    slab_bytes,
     take_damaged,
 )
+from kvpool.tiers.disk.storing import SlabMaker
 
 PAGE = 4096
 
@@ -164,3 +171,33 @@ def test_given_nothing_new_then_the_disk_is_not_waited_for(slab: Slab, monkeypat
     hold(slab, 0, 2)
     slab.sync()
     assert len(synced) == 4
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "num_slots", "is_sound"),
+    [(2 * PAGE, 1, True), (PAGE, 1, False), (0, 1, False), (2 * PAGE + 1, 1, False), (2 * PAGE, 0, False)],
+)
+def test_given_a_head_of_slots_that_cannot_be_then_it_counts_as_damaged(
+    slot_bytes: int, num_slots: int, is_sound: bool
+) -> None:
+    head = _head(_MAGIC, 7, slot_bytes, num_slots)
+    if is_sound:
+        assert read_head(head) == (7, slot_bytes, num_slots)
+    else:
+        with pytest.raises(UnreadableSlabError, match="has a damaged head"):
+            read_head(head)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slab_bytes_at_most"),
+    [(2**28, 2**24), (2**32, 2**28), (2**36, 2**30), (2**40, 2**34), (2**44, 2**34)],
+)
+def test_given_a_capacity_then_a_slab_is_a_part_of_it_between_two_limits(
+    tmp_path: Path, capacity: int, slab_bytes_at_most: int
+) -> None:
+    maker = SlabMaker(tmp_path, None, capacity, direct=False)  # type: ignore[arg-type]
+    size = SizeClass(8192)
+    num_slots = maker._slots_of_a_new_slab(size, capacity)
+    assert slab_bytes(8192, num_slots) <= slab_bytes_at_most < slab_bytes(8192, num_slots + 1)
+    assert maker._slots_of_a_new_slab(size, slab_bytes(8192, 3)) == 3
+    assert maker._slots_of_a_new_slab(size, slab_bytes(8192, 1) - 1) == 0
