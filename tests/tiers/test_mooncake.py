@@ -252,6 +252,21 @@ def test_given_a_tier_that_is_closed_while_it_joins_then_its_client_is_closed(mo
     assert tier._client is None
 
 
+def test_given_a_tier_that_is_closed_while_calls_wait_for_a_thread_then_they_are_not_made(
+    mooncake: tuple[FakeStore, int],
+) -> None:
+    gate, made, tier = threading.Event(), [], opened(mooncake[1])
+    for _ in range(NUM_BUFFERS):
+        tier._calls.submit(gate.wait, 30)
+    waiting = tier._calls.submit(made.append, "too late")
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    eventually(waiting.cancelled, "the call that waits is cancelled")
+    gate.set()
+    closing.join(30)
+    assert made == []
+
+
 @pytest.mark.parametrize("url", ["mooncake://:secret@host", "mooncake://host/path", "redis://host"])
 def test_given_what_is_no_address_of_a_master_then_it_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="a Mooncake tier's address is mooncake://master:port") as refused:
