@@ -73,6 +73,16 @@ def test_given_a_matrix_wider_than_one_program_then_every_output_is_there(device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_given_inputs_and_choices_whose_columns_lie_together_then_they_are_read_right(device: str) -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(24, 6, device=device).t(), torch.randn(4, 8, 24, device=device)
+    experts = choices(6, 4, 2).t().contiguous().t().to(device)
+    scales = torch.rand(2, 6, device=device).t()
+    got = expert_product_triton(x, weights, None, experts, scales)
+    torch.testing.assert_close(got, expert_product_reference(x, weights, None, experts, scales), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_given_as_many_choices_as_there_may_be_for_one_expert_then_all_are_computed(device: str) -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(MOST_CHOICES, 16, device=device), torch.randn(2, 8, 16, device=device)

@@ -117,6 +117,18 @@ def test_given_the_kernels_then_they_add_what_the_reference_adds(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_given_inputs_whose_columns_lie_together_then_the_kernels_read_them_right(device: str) -> None:
+    """A mixer of Mamba transposes a prompt before one of its projections."""
+    torch.manual_seed(3)
+    weights, groups = random_weights((40,), 24, [[4], [8]]), groups_of([0, 1, 1, 0, -1, 1], 16)
+    x, out = torch.randn(24, 6).t(), torch.randn(6, 40)
+    expected, moved = out.clone(), out.to(device)
+    add_lora_reference(expected, x, weights, groups)
+    add_lora_triton(moved, x.to(device), on(device, weights), groups.to(device))
+    torch.testing.assert_close(moved.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_given_16_bit_weights_then_the_kernels_round_as_the_reference_does(device: str) -> None:
     torch.manual_seed(2)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter multiplies the bits of bfloat16

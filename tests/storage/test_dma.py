@@ -93,6 +93,7 @@ def test_given_many_scattered_blocks_then_all_arrive_both_ways(
     host = torch.zeros((500, 4096), dtype=torch.uint8, pin_memory=True)
     order = np.random.default_rng(0).permutation(500).astype(np.int32)
     every = np.arange(500, dtype=np.int32)
+    torch.cuda.synchronize()  # other streams do not wait for the random numbers
     with torch.cuda.stream(torch.cuda.Stream()):
         dma.copy_over_link(device, host, every, order, dma.HostSide(500, True))
         back = torch.empty_like(device)
