@@ -37,7 +37,9 @@ def run(model: Any, prompt: Any, cache: Any = None, **options: Any) -> list[list
     return out[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "llama4_text", "deepseek_v3"]
+)
 def test_given_a_cached_prefix_then_generate_gives_the_same_tokens_and_computes_the_rest(
     family: str, device: str
 ) -> None:

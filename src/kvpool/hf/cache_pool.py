@@ -90,10 +90,7 @@ class CachePool:
             tiers, disk, disk_bytes, remote=remote, tier_timeout=tier_timeout, tier_min_uses=tier_min_uses
         )
         shape = _shape_of(model)
-        layers: list[LayerSpec | StateSpec] = [
-            replace(spec, window=None, sink_tokens=0, chunk=None) for spec in shape.layer_specs(dtype)
-        ]
-        layers += shape.states.values()
+        layers: list[LayerSpec | StateSpec] = [*_cached_layers(model, shape, dtype), *shape.states.values()]
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
         self.manager = KVCacheManager(
             KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields)
@@ -258,6 +255,20 @@ def _shape_of(model: Any) -> ModelShape:
             "gets several tokens behind a state, as behind a cached prefix; kvpool.Engine serves it"
         )
     return shape
+
+
+@torch.no_grad()
+def _cached_layers(model: Any, shape: ModelShape, dtype: Any) -> list[LayerSpec]:
+    """What the model puts into a cache for each token: every one stays, and of MLA it is less than what attention reads."""
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with without_callers_state(model.device):
+        cached = private_copy(model)(input_ids=token, use_cache=True).past_key_values.layers
+    specs = []
+    for spec, layer in zip(shape.layer_specs(dtype), (cached[number] for number in shape.attending), strict=True):
+        (_, heads, _, k_dim), v_dim = layer.keys.shape, layer.values.shape[-1]
+        own = replace(spec, window=None, sink_tokens=0, chunk=None, kv_heads=heads, head_dim=k_dim)
+        specs.append(replace(own, v_head_dim=None if v_dim == k_dim else v_dim))
+    return specs
 
 
 def _active_adapters(model: Any) -> list[Any]:
