@@ -25,14 +25,14 @@ def lengths(handle: KVCacheHandle) -> tuple[int, int, int]:
 
 def test_a_request_of_unknown_tokens_begins_with_nothing() -> None:
     handle = make_manager().allocate("a", num_tokens=5)
-    found = {name: getattr(handle, name) for name in KVCacheHandle.__slots__ if not name.startswith("_")}
     numbers = ["num_cached_blocks", "num_cached_encoder_tokens", "num_cached_tokens", "num_partial_tokens"]
     numbers += ["num_prompt_tokens", "parted_at", "encoder_tokens", "hint", "row"]
     nothing = ["family", "inflight", "last_logits", "retention", "session", "swapped", "ttl"]
-    assert found == {
+    expected = {
         **{"request_id": "a", "scope": ReuseScope(), "serial": 1, "copied_sessions": ()},
         **{"publishes": True, "is_lease": False, **dict.fromkeys(numbers, 0), **dict.fromkeys(nothing)},
     }
+    assert {name: getattr(handle, name) for name in expected} == expected
     assert lengths(handle) == (5, 0, 0)
 
 
