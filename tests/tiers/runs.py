@@ -1,13 +1,15 @@
-"""A run of calls to tiers, by a seed and at a time that stands still, and tiers that fail. `test_same_answers.py` uses it."""
+"""A run of calls to tiers, by a seed and at a time that stands still, and tiers that fail. `test_same_*.py` use it."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,14 +166,14 @@ VERBS = [*["store"] * 6, *["load"] * 4, "contains", "contains_prefix", "remove",
 
 
 class Slow(MemoryTier):
-    """Takes a hundredth of a second for a call; sometimes it raises, or answers nonsense."""
+    """Takes some hundredths of a second for a call; sometimes it raises, or answers nonsense."""
 
     def __init__(self, run: Run, capacity: int, name: str) -> None:
         super().__init__(capacity, name=name)
         self._run = run
 
     def _guarded(self, called: Any, timeout: float | None) -> Any:
-        self._run.wait(0.01)
+        self._run.wait(self._run.rng.choice((0.01, 0.01, 0.03)))
         chosen = self._run.rng.random()
         if chosen < 0.03:
             raise RuntimeError("out of order")
@@ -303,3 +305,40 @@ class Remote(RemoteTier[StoreNode]):
         for each, found in self._held[node.name].items():
             self._trouble()
             yield {each: len(found)}
+
+
+# --- what was written down -------------------------------------------------------------------------------------------
+
+Cases = Mapping[str, Callable[[Run], None]]
+
+
+def said(name: str, cases: Cases) -> list[str]:
+    """What the steps of a case say."""
+    with tempfile.TemporaryDirectory() as folder, Run(name, Path(folder)).going() as run:
+        cases[name](run)
+        return run.said
+
+
+def letters(lines: Sequence[str]) -> str:
+    """One letter for each step; from the first that is else on, all are."""
+    digest, found = hashlib.sha256(), ""
+    for line in lines:
+        digest.update(line.encode())
+        found += digest.hexdigest()[0]
+    return found
+
+
+def assert_same(name: str, cases: Cases, written: Path) -> None:
+    before = dict(line.rsplit(" ", 1) for line in written.read_text().splitlines())[name]
+    lines = said(name, cases)
+    now = letters(lines)
+    changed = next((at for at, letter in enumerate(now) if letter != before[at : at + 1]), len(now) - 1)
+    assert now == before, f"{name!r} differs at step {changed} or before; is that meant? It said: {lines[changed]}"
+
+
+def write_down(cases: Cases, written: Path) -> None:
+    """Writes the letters of all cases, or prints what the steps of a case say that is named on the command line."""
+    if sys.argv[1:]:
+        print("\n".join(said(sys.argv[1], cases)))
+    else:
+        written.write_text("".join(f"{name} {letters(said(name, cases))}\n" for name in cases))

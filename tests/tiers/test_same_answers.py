@@ -12,8 +12,7 @@ import errno
 import hashlib
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,23 @@ from unittest import mock
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent))  # for programs that run without pytest
-from runs import NUM_KEYS, PATTERNS, SIZES, VERBS, WAITS, Remote, Run, Runs, Slow, call, content, figures, key
+from runs import (
+    NUM_KEYS,
+    PATTERNS,
+    SIZES,
+    VERBS,
+    WAITS,
+    Remote,
+    Run,
+    Runs,
+    Slow,
+    assert_same,
+    call,
+    content,
+    figures,
+    key,
+    write_down,
+)
 
 from kvpool.errors import ConfigError
 from kvpool.tiers import CompressedTier, DiskTier, MemoryTier
@@ -285,34 +300,11 @@ CASES: dict[str, Callable[[Run], None]] = {
 }
 
 
-def said(name: str) -> list[str]:
-    """What the steps of a case say."""
-    with tempfile.TemporaryDirectory() as folder, Run(name, Path(folder)).going() as run:
-        CASES[name](run)
-        return run.said
-
-
-def letters(lines: Sequence[str]) -> str:
-    """One letter for each step; from the first that is else on, all are."""
-    digest, found = hashlib.sha256(), ""
-    for line in lines:
-        digest.update(line.encode())
-        found += digest.hexdigest()[0]
-    return found
-
-
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files and a node as on Linux")
 @pytest.mark.parametrize("name", CASES)
 def test_given_the_same_calls_faults_and_times_then_tiers_answer_count_and_write_as_ever(name: str) -> None:
-    before = dict(line.rsplit(" ", 1) for line in ANSWERS.read_text().splitlines())[name]
-    lines = said(name)
-    now = letters(lines)
-    changed = next((at for at, letter in enumerate(now) if letter != before[at : at + 1]), len(now) - 1)
-    assert now == before, f"{name!r} differs at step {changed} or before; is that meant? It said: {lines[changed]}"
+    assert_same(name, CASES, ANSWERS)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print("\n".join(said(sys.argv[1])))
-    else:
-        ANSWERS.write_text("".join(f"{name} {letters(said(name))}\n" for name in CASES))
+    write_down(CASES, ANSWERS)
