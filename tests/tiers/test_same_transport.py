@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).resolve().parent))  # for programs that run without pytest
-from runs import Run, Slow, assert_same, figures, write_down
+from runs import Run, Slow, assert_same, done_at_once, figures, write_down
 from sides import SIZE, Side
 
 from kvpool import KVCacheManager, ReuseScope
@@ -126,15 +125,10 @@ class Traffic:
         return f"{decisions} {speeds} {stats.fetches} {stats.stores} {counted} {stats.staging_bytes} {known} {tiers}"
 
 
-def at_once(pool: ThreadPool, job: Any, drop: Any) -> bool:
-    job()
-    return True
-
-
 def transport(run: Run) -> None:
     managers = partial(KVCacheManager, clock=lambda: run.now)
     with (
-        mock.patch.object(ThreadPool, "submit", at_once),
+        mock.patch.object(ThreadPool, "submit", done_at_once),
         mock.patch("sides.KVCacheManager", managers),
         mock.patch("kvpool.tiers.transport.fetching._ALIGNMENT", 64),
     ):
