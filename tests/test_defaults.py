@@ -79,7 +79,9 @@ def _targets(tree: ast.Module) -> Iterator[ast.Name]:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
-        yield from (target for target in targets if isinstance(target, ast.Name))
+        for target in targets:  # several names may get their values together
+            named = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (name for name in named if isinstance(name, ast.Name))
 
 
 def options() -> Iterator[str]:

@@ -44,7 +44,6 @@ from kvpool.tiers.remote.breaker import Breaker
 from kvpool.tiers.remote.remote_tier import seconds_left
 
 PAUSE, LONGEST_PAUSE = 0.1, 2.0
-PROBE_SECONDS = 1.0
 LOOK_SECONDS = 0.25
 MAX_LOANS = 16
 """Of one tier at a time; each has a connection. More is loaded into the caller's memory."""
