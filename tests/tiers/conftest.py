@@ -1,7 +1,8 @@
-"""Tests of tiers import servers.py beside them. None of them may lose a buffer, a job or a disk tier that is open."""
+"""Tests of tiers import servers.py beside them. None may lose a buffer or a job, or leave a disk tier or a slab open."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 @pytest.fixture(autouse=True)
 def nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever fails: every buffer of a disk tier comes back, its jobs end, and somebody closes it."""
+    """Whatever fails: every buffer of a disk tier comes back, its jobs end, and somebody closes it and its files."""
     lost: list[str] = []
     made: list[DiskTier] = []
     make, close, close_workers = DiskTier.__init__, DiskTier._close, Workers.close
@@ -41,6 +42,18 @@ def nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(DiskTier, "__init__", recorded)
     monkeypatch.setattr(DiskTier, "_close", checked)
     monkeypatch.setattr(Workers, "close", checked_workers)
+    before = open_slabs()
     yield
     lost += [f"open: {tier.directory.path}" for tier in made if not tier._closed]
+    lost += open_slabs() - before
     assert lost == []
+
+
+def open_slabs() -> set[str]:
+    """The files of slabs that this process has open."""
+    try:
+        links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # not Linux
+        return set()
+    found = {os.readlink(link) for link in links if os.path.islink(link)}
+    return {path for path in found if path.removesuffix(" (deleted)").endswith((".kvslab", ".kvindex"))}

@@ -137,3 +137,11 @@ def test_given_hardly_any_time_to_answer_then_it_takes_many_failures_to_open(bre
     clock.now += 0.06
     breaker.failed("no answer in 0.06 s", asked_at=clock.now - 0.06)
     assert not breaker.allows()
+
+
+def test_given_a_node_that_has_never_answered_then_the_first_question_without_an_answer_counts(
+    breaker: Breaker, clock: Clock
+) -> None:
+    clock.now += 1.0
+    breaker.failed("no answer in 1.00 s", asked_at=clock.now - 1.0)
+    assert not breaker.allows()

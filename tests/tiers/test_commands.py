@@ -24,7 +24,6 @@ from kvpool.scope import ReuseScope
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome, open_tier, opening
 from kvpool.tiers.contract import Listing, Room, TierStats
-from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Checked, Upkeep
 from kvpool.tiers.tier_command import shown_time
 from kvpool.tiers.upkeep import BATCH_BYTES, BATCH_KEYS, verify_store
@@ -486,7 +485,8 @@ def test_given_a_directory_then_every_command_says_exactly_this(
     (path / "notes.txt").write_text("mine")
     note = "note: not kvpool's and left alone: notes.txt"
     files = sum(each.stat().st_size for each in path.iterdir() if each.suffix in (".kvslab", ".kvindex"))
-    slots = sum(slab.num_slots for slab in Directory(path, create=False).open_slabs(writable=False, direct=False)[0])
+    with Upkeep(path) as upkeep:
+        slots = sum(slab.num_slots for slab in upkeep.slabs)
     spaces = [f"{other}  ?      ?             1  2.9 KiB  TIME", f"{prefix}  tiny   v1            2  9.8 KiB  TIME"]
     head = "space             model  weights  values    bytes  last used"
     assert shown(capsys, 0, "ls", path) == ([head, *spaces, note], [])
