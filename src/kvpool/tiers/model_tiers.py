@@ -175,10 +175,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _content(tensor: Tensor) -> Tensor:
     """The words of a vector as int64; of other tensors the sums of their columns and of their rows."""
-    last = tensor.shape[-1] if tensor.ndim > 1 else 1
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))
     if tensor.ndim < 2 or not len(words):
         return words.to(torch.int64)
-    table = words.view(-1, len(words) // (tensor.numel() // last))
+    table = words.view(-1, len(words) // (tensor.numel() // tensor.shape[-1]))
     return torch.cat([table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)])

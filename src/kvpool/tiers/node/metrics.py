@@ -76,7 +76,6 @@ class MetricsServer:
                 """A node logs no requests."""
 
         self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvpool-node-metrics", daemon=True)
         self._thread.start()
