@@ -547,3 +547,25 @@ def test_given_a_reader_then_it_reads_what_was_stored_since_also_into_memory_tha
         assert reader.load([key(1)], [out], keeper=kept) == [Outcome.OK]
         assert out.tobytes() == value(1, 8192)
         assert kept.users == 0
+
+
+def test_given_a_value_that_needs_most_of_the_capacity_then_slabs_of_small_ones_are_given_up_for_it(
+    tmp_path: Path,
+) -> None:
+    with DiskTier(tmp_path, 2**20, timeout=60) as tier:
+        for number in range(200):
+            assert store(tier, [number]) == [Outcome.OK]
+        assert store(tier, [1000], 600_000) == [Outcome.OK]
+        assert load(tier, [1000], 600_000)[0] == [Outcome.OK]
+
+
+def test_given_a_key_of_zeros_then_a_reader_finds_it_as_soon_as_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.disk.disk_tier.REFRESH_SECONDS", 0.0)
+    with DiskTier(tmp_path, 2**20, timeout=60) as writer:
+        assert store(writer, [1], 100) == [Outcome.OK]
+        with DiskTier(tmp_path, 2**20, read_only=True, timeout=60) as reader:
+            assert reader.contains([bytes(32)]) == [False]
+            assert writer.store([bytes(32)], [b"keys and values"]) == [Outcome.OK]
+            assert reader.contains([bytes(32)]) == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -584,3 +585,22 @@ def test_given_figures_then_prometheus_gets_one_line_for_each_with_labels_that_i
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(set(names)) == len(names) == len([line for line in lines if line.startswith("# HELP")])
     assert {figure.partition("{")[0].split()[0] for figure in figures} == set(names)
+
+
+def test_given_a_node_then_it_looks_after_itself_once_in_a_while_and_not_with_every_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, ticks = [0.0], []
+
+    def later() -> float:
+        seconds[0] += 0.004
+        return seconds[0]
+
+    monkeypatch.setattr(server_module, "TICK_SECONDS", 0.01)
+    server = server_module.NodeServer(folder, MEGABYTE)
+    monkeypatch.setattr(server, "_tick", lambda: ticks.append(seconds[0]) or (len(ticks) == 4 and server.stop()))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", later)
+        server.serve()
+    server.close()
+    assert all(0.01 <= after - before < 0.02 for before, after in itertools.pairwise(ticks))

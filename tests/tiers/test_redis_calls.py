@@ -534,3 +534,20 @@ def test_given_a_request_without_an_answer_then_the_breaker_hears_how_long_it_wa
     monkeypatch.undo()
     assert heard == [("no answer in 2.50 s", {"asked_at": 100.0}), ("refused", {}), "ok"]
     node.close()
+
+
+@pytest.mark.parametrize(("options", "waits"), [("timeout=30", [15.0]), ("timeout=30&cluster=1", [15.0, 15.0])])
+def test_given_servers_then_opening_waits_for_their_first_answer_half_of_the_time_of_a_call(
+    monkeypatch: pytest.MonkeyPatch, options: str, waits: list[float]
+) -> None:
+    waited: list[float] = []
+    wait = redis_module.wait
+
+    def recorded(probes: Any, seconds: float) -> Any:
+        waited.append(seconds)
+        return wait(probes, seconds)
+
+    monkeypatch.setattr(Server, "slots", [[0, NUM_SLOTS - 1, [b"host", 6379]]])
+    monkeypatch.setattr(redis_module, "wait", recorded)
+    with tier_of(f"redis://host?{options}"):
+        assert waited == waits
