@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.layout import MOST_CHOICES
+from kvpool.kernels.layout import MOST_CHOICES, dense_rows
 
 _INPUTS = 128  # that a program multiplies at once
 _FEW_CHOICES = 128  # steps with so few have narrower programs, which look at fewer choices
@@ -80,7 +80,7 @@ def expert_product_triton(
     out = torch.empty(num_choices, num_outputs, dtype=x.dtype, device=x.device)
     if not num_choices:
         return out
-    x, experts = x if x.stride(-1) == 1 else x.contiguous(), experts.contiguous()
+    x, experts = dense_rows(x), experts.contiguous()
     are_few = num_choices <= _FEW_CHOICES
     tile = 16 if num_choices < 16 * num_experts else 32  # choices of one expert that a program multiplies
     outputs = 64 if are_few else 128  # of one program

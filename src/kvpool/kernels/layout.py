@@ -26,6 +26,11 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def dense_rows(x: Tensor) -> Tensor:
+    """A tensor, or a copy of it, in which the elements of each row lie side by side, as kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class LayerCache(NamedTuple):
     """Stored K and V of one layer, read and written in place.
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.layout import LoraWeights
+from kvpool.kernels.layout import LoraWeights, dense_rows
 
 _INPUTS = 128  # of x that a program multiplies at once
 _OUTPUTS = 256  # of one program
@@ -108,7 +108,7 @@ def _expand_kernel(
 
 def shrink_triton(x: Tensor, weights: LoraWeights, groups: Tensor) -> Tensor:
     """Partial sums [split, token of a group, rank of all parts] of the first product, for `expand_triton`."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = dense_rows(x)
     num_groups, tile = groups.shape[0], groups.shape[1] - 1
     _, parts, rank, num_inputs = weights.a.shape
     ranks = min(rank, _RANKS)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.kernels.layout import Selection, SlotStates, SteppedStates
+from kvpool.kernels.layout import Selection, SlotStates, SteppedStates, dense_rows
 
 # Values of a head that one program of the delta rule computes, and its warps, measured on an H200 with heads of 128: many
 # heads move 3.7 TB/s in programs of 64 values and 3.0 in those of 16, which in turn take 2.9 us for 32 heads instead of 3.8.
@@ -119,7 +119,7 @@ def delta_rule_steps_triton(
 def _delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: SlotStates, normalize: bool
 ) -> Tensor:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (dense_rows(x) for x in (q, k, v))
     by_key = decay.dim() == 3
     decay = decay.contiguous() if by_key else decay
     heads, keys = q.shape[1:]

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.config.layers import DType, ceil_div
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, dense_rows
 from kvpool.kernels.quantization import TORCH_DTYPES
 
 _TILE = 4096  # elements of a program of the converting kernel
@@ -226,14 +226,14 @@ def write_slots_triton(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | 
 
 def _flat(values: Tensor) -> Tensor:
     """[token, head * element]; a view where the heads of a token lie side by side, as in a slice of a fused projection."""
-    return values.flatten(1) if values.stride(-1) == 1 else values.contiguous().flatten(1)
+    return dense_rows(values).flatten(1)
 
 
 def _quantize(data: Tensor, scale: Tensor | None, zero: Tensor | None, slots: Tensor, values: Tensor) -> None:
     """Rows with zero points have 4 bits an element, others 8."""
     assert scale is not None
     is_int4 = zero is not None
-    values = values if values.stride(-1) == 1 else values.contiguous()
+    values = dense_rows(values)
     heads, dim = values.shape[1:]
     _quantize_kernel[(len(slots),)](
         values,

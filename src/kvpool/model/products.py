@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kvpool.kernels import compiled_products, compiled_split_products
+from kvpool.kernels.layout import dense_rows
 from kvpool.storage.memory import free_bytes
 
 log = logging.getLogger("kvpool")
@@ -104,8 +105,7 @@ class PackedWeight:
         product = torch.empty((*x.shape[:-1], self.num_columns), dtype=x.dtype)
         stride = self.depth
         if not x.is_contiguous():
-            x = x.reshape(-1, stride)
-            x = x if x.stride(1) == 1 else x.contiguous()
+            x = dense_rows(x.reshape(-1, stride))
             stride = x.stride(0)
         addresses = x.data_ptr(), stride, self._copy.data_ptr(), product.data_ptr()
         num_rows = x.numel() // self.depth
