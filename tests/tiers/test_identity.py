@@ -220,7 +220,7 @@ def archive(path: Path, norm: bytes = bytes(1152)) -> Path:
             "data/1": norm,
             "data/2": bytes(2**21),
         }.items():
-            file.writestr(f"archive/{name}", data)
+            file.writestr(zipfile.ZipInfo(f"archive/{name}"), data)  # without the time, as torch does
     return path
 
 
