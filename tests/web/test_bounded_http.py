@@ -80,31 +80,26 @@ def test_given_half_a_head_when_nothing_more_comes_then_the_connection_is_closed
     assert talked(half, head_seconds=0.05) == b""
 
 
-@pytest.mark.usefixtures("parser")
-def test_given_many_requests_that_are_no_http_then_one_line_is_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's log, of which nothing was left out yet."""
     from kvpool import web as bounded_http
 
     monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._LogLimit())
     log = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(log, "filters", [])
     monkeypatch.setattr(log, "propagate", True)
+
+
+@pytest.mark.usefixtures("parser", "fresh_log")
+def test_given_many_requests_that_are_no_http_then_one_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(5):
         assert b"400 Bad Request" in talked([b"\0\1 no request\r\n\r\n"], log_level="warning")
     assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
 
 
-@pytest.mark.usefixtures("parser")
-def test_given_many_answers_that_fail_then_one_traceback_is_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvpool import web as bounded_http
-
-    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._LogLimit())
-    log = logging.getLogger("uvicorn.error")
-    monkeypatch.setattr(log, "filters", [])
-    monkeypatch.setattr(log, "propagate", True)
+@pytest.mark.usefixtures("parser", "fresh_log")
+def test_given_many_answers_that_fail_then_one_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(5):
         failing = [b"DELETE / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"]
         assert b"500 Internal Server Error" in talked(failing, log_level="warning")
