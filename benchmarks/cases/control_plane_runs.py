@@ -222,10 +222,10 @@ def churn(
         start = time.thread_time_ns()
         for tokens in prompts:
             pool.free(pool.admit(tokens))
+            pool.take_copies()
             if events:
                 received += pool.events()
         rate = per_repeat / cpu_ms(start) * 1000
-        pool.take_copies()
         assert not events or num_stored_blocks(received) == per_repeat * prompt_length // BLOCK_SIZE
         return [rate]
 
