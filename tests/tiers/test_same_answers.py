@@ -63,6 +63,7 @@ class Faults:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.name, self.skip, self.number = "", 0, 0
+        self._opened: dict[int, tuple[int, int]] = {}  # descriptors, and the files that they were opened for
 
     def choose(self) -> str:
         rng = self._run.rng
@@ -89,16 +90,31 @@ class Faults:
                         raise OSError(self.number, errno.errorcode[self.number])
                     (view, *_), at = rest
                     return system(first, [view[: view.nbytes // 2]], at)
-            return system(first, *rest, **options)
+            found = system(first, *rest, **options)
+            if name == "open" and str(first).startswith(str(self._run.folder)):
+                self._opened[found] = file_of(found)
+            return found
 
         return watched
+
+    def num_open(self) -> int:
+        """How many of the files are still open."""
+        return sum(file_of(descriptor) == file for descriptor, file in self._opened.items())
+
+
+def file_of(descriptor: int) -> tuple[int, int]:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return -1, -1
+    return status.st_dev, status.st_ino
 
 
 class Disk:
     """A directory with a tier that writes and one that reads."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.faults = run, Faults(run)
+    def __init__(self, run: Run, faults: Faults) -> None:
+        self.run, self.faults = run, faults
         self.folder = run.folder / "disk"
         self.capacity = 2**20
         self.tiers = self.opened()
@@ -115,6 +131,10 @@ class Disk:
     def close(self) -> None:
         for tier in reversed(self.tiers):
             tier.close()
+            slabs = tier._state.catalog.slabs.values()
+            assert not any(slab.num_jobs or slab.num_writing for slab in slabs)
+            assert not tier._storing._waiting and tier._workers._buffers.qsize() == 2
+        assert not self.faults.num_open()
 
     def step(self) -> None:
         rng, run = self.run.rng, self.run
@@ -134,7 +154,23 @@ class Disk:
             tier = self.tiers[rng.random() < 0.2]
             said = f"{tier.name} {call(run, tier, rng.choice(VERBS))}"
         self.faults.name = ""
-        run.say(said, fault, *map(figures, self.tiers), self.files())
+        run.say(said, fault, *map(figures, self.tiers), self.files(), *map(self.books, self.tiers))
+        slabs = [slab for tier in self.tiers for slab in tier._state.catalog.slabs.values()]
+        fds = [fd for slab in slabs for fd in (slab.data_fd, slab.index_fd)]
+        fds += [tier.directory._lock_fd for tier in self.tiers]
+        assert self.faults.num_open() == sum(fd != -1 for fd in fds)
+
+    def books(self, tier: DiskTier) -> str:
+        """What a tier has noted."""
+        catalog, storing = tier._state.catalog, tier._storing
+        slabs = [
+            (slab.num_jobs, slab.num_writing, slab.newest_use, slab._is_synced, slab.records["used"].tolist())
+            for slab in catalog.slabs.values()
+        ]
+        free = [(size.slot_bytes, size.slabs, size.free, list(size.victims)) for size in catalog.classes.values()]
+        times = storing._paused_until, storing._next_flush, storing._slab_maker._next_try, tier._next_refresh
+        in_use = len(storing._waiting), tier._workers._buffers.qsize()
+        return f"{catalog.allocated_bytes} {slabs} {free} {times} {in_use}"
 
     def files(self) -> str:
         digest = hashlib.blake2b(digest_size=4)
@@ -180,8 +216,9 @@ class Disk:
 
 
 def disk(run: Run) -> None:
-    on_disk = Disk(run)
-    with on_disk.faults.watching(), mock.patch("kvpool.tiers.disk.disk_tier.supports_direct", return_value=True):
+    faults = Faults(run)
+    with faults.watching(), mock.patch("kvpool.tiers.disk.disk_tier.supports_direct", return_value=True):
+        on_disk = Disk(run, faults)
         for _ in range(400):
             on_disk.step()
         on_disk.close()
