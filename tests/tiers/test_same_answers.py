@@ -215,14 +215,24 @@ class Disk:
             return f"{verb} {found} {len(done)} {upkeep.notes} {upkeep.num_values} {upkeep.spaces()}"
 
 
-def disk(run: Run) -> None:
+def disk(run: Run, steps: int = 400) -> None:
     faults = Faults(run)
     with faults.watching(), mock.patch("kvpool.tiers.disk.disk_tier.supports_direct", return_value=True):
         on_disk = Disk(run, faults)
-        for _ in range(400):
+        for _ in range(steps):
             on_disk.step()
         on_disk.close()
     run.say(on_disk.files())
+
+
+def full_disk(run: Run) -> None:
+    """Values of nearly one size, of which it holds a third; the clock often stands still."""
+    with (
+        mock.patch("runs.SIZES", (40_000, 40_000, 37_000, 40_960)),
+        mock.patch(f"{__name__}.WAITS", (0.0, 0.0, 0.0, 0.000001, 5.0, 31.0)),
+        mock.patch("kvpool.tiers.disk.catalog._MIN_VICTIMS", 3),
+    ):
+        disk(run, 250)
 
 
 # --- memory, compression and chains ----------------------------------------------------------------------------------
@@ -329,6 +339,7 @@ def node_step(run: Run, index: NodeIndex, holder: Holder) -> str:
 
 CASES: dict[str, Callable[[Run], None]] = {
     "disk": disk,
+    "full disk": full_disk,
     "chain": chain,
     "remote": remote,
     "node by lru": node("lru"),
