@@ -105,7 +105,18 @@ def test_given_a_path_that_is_known_not_to_matter_then_that_and_nothing_else_is_
 def test_given_an_object_that_holds_itself_then_there_is_a_digest() -> None:
     ring = Plain(a=1)
     ring.ring = ring
-    assert len(settings_id(ring)) == 64
+    assert settings_id(ring) == settings_id({"a": 1, "ring": "within itself"})
+    assert settings_id([ring, ring]) == settings_id(2 * [{"a": 1, "ring": "within itself"}])
+
+
+def test_given_any_object_then_its_digest_is_that_of_its_fields_in_json() -> None:
+    plain = {"b": "x", "a": [1, None, True, 0.5, {"c": 2}]}
+    digest = hashlib.sha256(b'{"a": [1, null, true, 0.5, {"c": 2}], "b": "x"}').hexdigest()
+    assert settings_id(plain) == settings_id(Plain(b="x", a=(1, None, True, 0.5, Plain(c=2)))) == digest
+    made = Outer(inner=Inner(theta=2.0), more={1: {"y", "x"}})
+    fields = {"inner": {"theta": 2.0, "kind": "Kind.A"}, "names": ["a", "b"], "some": ["1", "2", "3"], "port": 80}
+    assert settings_id(made) == settings_id({**fields, "more": {"1": ['"x"', '"y"']}})
+    assert settings_id(made, {"more", "inner.theta"}) == settings_id({**fields, "inner": {"kind": "Kind.A"}})
 
 
 def models() -> Iterator[Any]:
@@ -253,6 +264,54 @@ def test_given_a_large_tensor_then_its_samples_are_those_that_stored_values_are_
     text = json.dumps({"embed": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + hashlib.shake_256(b"weights").digest(size))
     assert files_id(path) == "e58c80991ad65179f14120513ecec952858b9f7095cae672603e5d6cfdef18fe"
+
+
+KIB, MIB = 2**10, 2**20
+SIZES_AND_SAMPLES = [  # of a tensor: all of a small one, else 4 KiB of each mebibyte and at the end
+    (256 * KIB, [(0, 256 * KIB)]),
+    (256 * KIB + 1, [(0, 4 * KIB), (252 * KIB + 1, 256 * KIB + 1)]),
+    (2 * MIB, [(0, 4 * KIB), (MIB, MIB + 4 * KIB), (2 * MIB - 4 * KIB, 2 * MIB)]),
+    (MIB + 9, [(0, 4 * KIB), (MIB, MIB + 9), (MIB + 9 - 4 * KIB, MIB + 9)]),
+    (0, []),
+    (1, [(0, 1)]),
+]
+
+
+def samples_of(content: bytes) -> list[tuple[int, int]]:
+    return list(_samples(io.BytesIO(content), len(content)))
+
+
+def moved(samples: list[tuple[int, int]], by: int) -> list[tuple[int, int]]:
+    return [(begin + by, end + by) for begin, end in samples]
+
+
+def test_given_tensors_of_any_size_then_exactly_these_bytes_count() -> None:
+    tensors: dict[str, Any] = {}
+    expected, end = [], 0
+    for number, (size, samples) in enumerate(SIZES_AND_SAMPLES):
+        tensors[str(number)] = {"data_offsets": [end, end + size]}
+        expected += moved(samples, end)
+        end += size
+    tensors["__metadata__"] = {"about": "x" * (2 * MIB)}
+    text = json.dumps(tensors).encode()
+    head = 8 + len(text)
+    pieces = [(0, MIB), (MIB, 2 * MIB), (2 * MIB, head)]
+    assert samples_of(struct.pack("<Q", len(text)) + text + bytes(end)) == pieces + moved(expected, head)
+
+
+def test_given_an_archive_of_torch_then_its_members_count_as_tensors_do() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        file.writestr("small", bytes(1000))
+        file.writestr("large", bytes(2 * MIB))
+    large, end = file.infolist()[1].header_offset, len(stream.getvalue())
+    assert samples_of(stream.getvalue()) == [
+        (0, large),
+        (large, large + 4 * KIB),
+        (large + MIB, large + MIB + 4 * KIB),
+        (large + 2 * MIB, end),
+        (end - 4 * KIB, end),
+    ]
 
 
 def test_given_a_large_model_then_little_of_it_is_read(tmp_path: Path) -> None:

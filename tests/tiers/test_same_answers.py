@@ -133,7 +133,8 @@ class Disk:
             tier.close()
             slabs = tier._state.catalog.slabs.values()
             assert not any(slab.num_jobs or slab.num_writing for slab in slabs)
-            assert not tier._storing._waiting and tier._workers._buffers.qsize() == 2
+            assert not tier._storing._waiting
+            assert tier._workers._buffers.qsize() == 2
         assert not self.faults.num_open()
 
     def step(self) -> None:
@@ -212,7 +213,7 @@ class Disk:
             else:
                 values = upkeep.values(done.append, rng.choice((b"", bytes([1]) * 8)))
                 found = [(each.key[-2:].hex(), each.data.nbytes, each.last_use) for each in values]
-            return f"{verb} {found} {len(done)} {upkeep.notes} {upkeep.num_values} {upkeep.spaces()}"
+            return f"{verb} {found} {sum(done)} {len(done)} {upkeep.notes} {upkeep.num_values} {upkeep.spaces()}"
 
 
 def disk(run: Run, steps: int = 400) -> None:

@@ -149,10 +149,12 @@ def test_given_a_value_that_is_longer_than_its_slot_then_its_record_is_damaged(
 
 
 def test_given_a_use_that_lies_in_the_future_then_it_was_no_later_than_now(slab: Slab) -> None:
-    records = slab.records
-    records["used"] = [1, microseconds() + 10**12, 0]
-    take_damaged(records, slab.slab_id, slab.max_length)
-    assert records["used"].max() <= microseconds()
+    fill_record(slab.records, slab.slab_id, 0, key(0), 100, 1)
+    fill_record(slab.records, slab.slab_id, 1, key(1), 100, microseconds() + 10**12)
+    before = microseconds()
+    assert take_damaged(slab.records, slab.slab_id, slab.max_length) == 0
+    assert slab.records["used"][0] == 1
+    assert before <= slab.records["used"][1] <= microseconds()
 
 
 # --- the disk ------------------------------------------------------------------------------------------------------------

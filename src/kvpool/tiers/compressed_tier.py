@@ -19,6 +19,9 @@ from kvpool.tiers.options import choice, option
 AT_ONCE_BYTES = 2**26
 """Values that are encoded or decoded together: memory beside the caller's."""
 
+SLACK_BYTES = 160
+"""What an encoded value may be longer than the value: its lengths, and what a codec adds, such as lengths of planes."""
+
 _LENGTH_BYTES = 8
 CODECS = ("zstd", "lz4", "fp8")
 
@@ -94,7 +97,7 @@ class CompressedTier(KeyedTier):
         for part in _parts(list(range(len(keys))), out):
             if time.monotonic() >= deadline:
                 break
-            buffers = [bytearray(out[index].nbytes + _SLACK) for index in part]
+            buffers = [bytearray(out[index].nbytes + SLACK_BYTES) for index in part]
             loaded = self.inner.load([own[index] for index in part], buffers, timeout=_left(deadline))
             started = time.monotonic()
             for index, buffer, outcome in zip(part, buffers, loaded, strict=True):
@@ -156,8 +159,6 @@ class CompressedTier(KeyedTier):
 
 
 _SHOWN_BYTES = SPACE_BYTES + TAG_BYTES  # the first bytes of a key, by which `purge` finds values
-_SLACK = 2 * _LENGTH_BYTES + 8 * 8 + 1 + 64
-"""What an encoded value may be longer than the value: lengths, of planes too, and a flag."""
 
 
 def _parts(indices: list[int], buffers: Sequence[memoryview]) -> list[list[int]]:
