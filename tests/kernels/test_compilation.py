@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor, for one program
 
 
+@pytest.mark.slow
 def test_given_no_gpu_then_all_kernels_compile_for_one_and_fit_its_memory() -> None:
     """Takes a minute. Triton keeps what it has compiled, by the text of the kernels, so it takes seconds the next time."""
     script = Path(__file__).with_name("compile_for_gpu.py")

@@ -226,6 +226,7 @@ def test_given_a_cluster_that_loses_a_master_then_only_its_values_are_gone_and_i
         assert load(tier, numbers) == ([Outcome.OK] * 30, [value(number) for number in numbers])
 
 
+@pytest.mark.slow
 def test_given_a_replica_that_takes_the_place_of_a_lost_master_then_its_values_are_found_there(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path)
     with running(cluster), opened(cluster.url) as tier:
