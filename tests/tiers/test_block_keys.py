@@ -71,6 +71,13 @@ def test_given_something_forgotten_before_when_more_above_it_is_forgotten_then_n
     assert not set(used(forgotten)[1:]) & {*before[1:], *PATH}
 
 
+def test_given_as_many_forgotten_blocks_as_are_remembered_then_nothing_else_is_forgotten() -> None:
+    forgotten = Forgotten(limit=2)
+    forgotten.forget([C, D])
+    assert used(forgotten)[: PATH.index(C)] == list(PATH[: PATH.index(C)])
+    assert forgotten.version == 1
+
+
 def test_given_more_forgotten_blocks_than_are_remembered_then_everything_is_forgotten_and_nothing_comes_back() -> None:
     forgotten = Forgotten(limit=2)
     seen = {*PATH}

@@ -15,8 +15,8 @@ from kvpool.tiers.contract import Loan
 from kvpool.tiers.transport.block_keys import PromptKeys, cached_groups
 from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider, LoadDecision
-from kvpool.tiers.transport.fetching import Fetch, Fetcher
-from kvpool.tiers.transport.staging import StagingMemory
+from kvpool.tiers.transport.fetching import Fetch, Fetcher, _load_marked
+from kvpool.tiers.transport.staging import SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 from managers import Clock
 
@@ -140,13 +140,16 @@ def test_given_a_second_tier_that_was_too_slow_then_it_is_measured_with_a_few_bl
     for index in range(2):
         decider.observe_load(index, block_bytes, 10.0)
     clock.now = PROBE_SECONDS
-    chain = TierChain(tiers)
+    chain, loaded = TierChain(tiers), []
+    load = chain.watched[1].load
+    chain.watched[1].load = lambda keys, rows, *rest: loaded.extend(rows) or load(keys, rows, *rest)  # type: ignore
     storer, done = Storer(chain.watched, memory), []
     now = time.monotonic()
     Fetcher(chain, groups, SIZE, decider, memory, storer).run(
         Fetch(PromptKeys(2 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append
     )
     assert (done[0].num_blocks, decider.stats().probes, memory.lent_bytes) == (0, 1, 0)
+    assert [row.tobytes() for row in loaded] == [value(number, block_bytes) for number in range(2)]
     assert [speed.count for speed in decider.speeds] == [1, 2]
     storer.close(SECONDS)
 
@@ -232,3 +235,30 @@ def test_given_blocks_that_another_rank_asks_for_then_those_that_are_here_come_f
     assert (came, fetch.groups) == ([False] * 3, [])
     memory.give(others)
     storer.close(SECONDS)
+
+
+def test_given_an_error_then_it_is_raised_after_the_request_was_told_that_nothing_came() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    chain, memory, decider = TierChain([MemoryTier(2**20)]), StagingMemory(2**20), Decider(1)
+    storer, done = Storer(chain.watched, memory), []
+    decider.decide = lambda *_: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        Fetcher(chain, groups, SIZE, decider, memory, storer).run(
+            Fetch(PromptKeys(3 * SIZE + 1, ([key(0), key(1), key(2)],)), 1, 0.0, SECONDS), done.append
+        )
+    assert [fetch.num_blocks for fetch in done] == [1]
+    storer.close(SECONDS)
+
+
+@pytest.mark.parametrize("size", [1, 5, 15, 16, 17, 100])
+def test_given_a_row_of_any_size_then_a_value_that_leaves_its_end_as_it_was_has_not_come(size: int) -> None:
+    tier, memory = MemoryTier(2**20), StagingMemory(2**20)
+    tier.store([key(0), key(1)], [value(0, size), value(1, max(0, size - 16))])
+    staged = memory.take(2 * size)
+    assert staged is not None
+    stage = SharedStage(memory, staged)
+    rows = [staged.data[:size], staged.data[size:]]
+    found = _load_marked(TierChain([tier]).watched[0], [key(0), key(1)], rows, SECONDS, stage)
+    assert found == [Outcome.OK, Outcome.FAILED]
+    assert rows[0].tobytes() == value(0, size)
+    stage.release()

@@ -267,6 +267,23 @@ def test_given_a_tier_that_is_closed_while_calls_wait_for_a_thread_then_they_are
     assert made == []
 
 
+def test_given_a_call_under_way_when_its_tier_is_closed_then_its_client_is_closed_after_it(
+    mooncake: tuple[FakeStore, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, port = mooncake
+    gate, tier, ended = threading.Event(), opened(port), []
+    call = tier._calls.submit(gate.wait, 30)
+    monkeypatch.setattr(fake.clients[0], "close", lambda: ended.append(call.done()))
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    eventually(lambda: tier._calls._shutdown, "it is being closed")
+    gate.set()
+    closing.join(30)
+    assert ended == [True]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        tier._node.threads.submit(print)
+
+
 @pytest.mark.parametrize("url", ["mooncake://:secret@host", "mooncake://host/path", "redis://host"])
 def test_given_what_is_no_address_of_a_master_then_it_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="a Mooncake tier's address is mooncake://master:port") as refused:

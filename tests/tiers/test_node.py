@@ -28,7 +28,7 @@ pytestmark = needs_linux
 if hasattr(os, "eventfd"):
     from kvpool.tiers.node import lending, node_tier, wire
     from kvpool.tiers.node.connection import Connection
-    from kvpool.tiers.node.server import NodeServer
+    from kvpool.tiers.node.server import SILENCE_SECONDS, NodeServer
     from kvpool.tiers.node.values import Quotas
     from kvpool.tiers.node.wire import Verb
 
@@ -604,6 +604,42 @@ def test_given_a_slow_tier_behind_the_node_then_hits_in_memory_do_not_wait_for_i
         sound(server)
 
 
+def test_given_a_client_that_waits_for_tiers_then_its_next_message_waits_too(folder: Path) -> None:
+    behind = SlowTier()
+    with node_thread(folder, tiers=[behind]) as server:
+        raw, other = RawClient(folder), RawClient(folder, b"other")
+        raw.socket.send(wire.message(Verb.FIND, 1, 9000, key(1)))
+        raw.socket.send(wire.message(Verb.STATS))
+        for _ in range(3):
+            assert other.ask(wire.message(Verb.STATS)).verb == Verb.STATS
+        behind.may_answer.set()
+        assert [raw.heard().verb for _ in range(2)] == [Verb.FIND, Verb.STATS]
+        sound(server)
+
+
+def test_given_a_client_that_waits_for_tiers_then_it_may_be_silent_until_they_have_answered(folder: Path) -> None:
+    behind = SlowTier()
+    with node_thread(folder, tiers=[behind]) as server, tier_of(folder) as tier:
+
+        def look_after(seconds: float) -> None:
+            for peer in server._peers.values():
+                peer.heard -= seconds
+            server._tick()
+
+        assert store(tier, [1]) == [Outcome.OK]
+        raw = RawClient(folder)
+        raw.socket.send(wire.message(Verb.LEASE, 2, 9000, wire.with_numbers([key(1), key(2)], [VALUE_BYTES] * 2)))
+        eventually(lambda: any(peer.is_busy for peer in list(server._peers.values())), "tiers are asked for it")
+        server.call(lambda: look_after(3600.0), 30)
+        behind.may_answer.set()
+        assert raw.heard().verb == Verb.LEASE
+        server.call(lambda: look_after(SILENCE_SECONDS / 2), 30)
+        assert raw.ask(wire.message(Verb.STATS)).verb == Verb.STATS, "its time began with the answer"
+        server.call(lambda: look_after(SILENCE_SECONDS + 1), 30)
+        assert raw.is_cut_off()
+        sound(server)
+
+
 def test_given_an_engine_that_leaves_while_tiers_are_asked_for_it_then_nothing_is_left_behind(folder: Path) -> None:
     behind = SlowTier()
     behind.store([key(1)], [value(1)])
@@ -781,6 +817,21 @@ def test_given_a_node_then_its_files_are_for_this_user_alone(folder: Path) -> No
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="nobody else can enter"):
         NodeServer(folder, MEGABYTE)
+
+
+def test_given_files_that_others_may_read_then_a_node_takes_that_back(folder: Path) -> None:
+    for name in ("region", "slots"):
+        (folder / name).touch()
+        (folder / name).chmod(0o644)
+    with node_thread(folder, MEGABYTE):
+        assert [stat.S_IMODE((folder / name).stat().st_mode) for name in ("region", "slots")] == [0o600] * 2
+
+
+def test_given_a_path_that_just_fits_a_socket_then_it_is_taken() -> None:
+    longest = "/" + "x" * 99
+    assert wire.node_directory(longest) == Path(longest)
+    with pytest.raises(InvalidArgumentError, match="too long for a socket"):
+        wire.node_directory(longest + "x")
 
 
 def test_given_a_second_node_in_one_directory_then_it_is_refused_by_name(folder: Path) -> None:

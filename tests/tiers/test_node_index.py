@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nodes import MEGABYTE, needs_linux, node_folder
 
-from kvpool.eviction import policy_names
+from kvpool.eviction import AdaptivePolicy, policy_names
 from kvpool.testing import key
 from kvpool.tiers.contract import Worth
 from kvpool.tiers.node import index as index_module
@@ -385,4 +385,46 @@ def test_given_many_leases_that_ended_then_only_so_many_uses_wait_to_be_counted(
         lease, _ = index.lease(holder, index.find(KEYS[0]))
         index.release(holder, lease)
         assert len(index._used) < 4
+    index.region.close()
+
+
+@pytest.mark.parametrize("seconds", [None, 5.0], ids=["used", "their priority ends"])
+def test_given_values_that_are_ranked_anew_then_their_policy_lets_them_go_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float | None
+) -> None:
+    """The adaptive policy learns from a candidate that leaves with more uses than it came with."""
+    ranked: list[bytes] = []
+
+    def add(policy: AdaptivePolicy, value: Value) -> None:
+        assert value not in policy
+        ranked.append(value.key)
+        honest(policy, value)
+
+    honest, now = AdaptivePolicy.add, 0.0
+    monkeypatch.setattr(AdaptivePolicy, "add", add)
+    index, holder = NodeIndex(Region(folder, MEGABYTE), "adaptive", clock=lambda: now), Holder(1)
+    room = index.region.num_bytes // PAGE
+    for name in KEYS[:room]:
+        number, _ = index.reserve(holder, [(name, PAGE, Worth(35, 0, seconds))])
+        index.commit(holder, number, [7])
+    if seconds is None:
+        lease, _ = index.lease(holder, index.find(b"".join(KEYS[:room])))
+        index.release(holder, lease)
+    now = 10.0
+    index.reserve(holder, [(KEYS[room], PAGE, Worth())])
+    assert sorted(ranked) == sorted(2 * KEYS[:room])
+    index.region.close()
+
+
+def test_given_a_slab_that_was_used_with_the_value_that_goes_next_then_the_value_goes_and_not_the_slab(
+    folder: Path,
+) -> None:
+    index, holders = NodeIndex(Region(folder, 2 * MEGABYTE)), [Holder(1), Holder(2)]
+    for holder, name, pages in zip(holders, KEYS, (256, 200), strict=False):
+        number, _ = index.reserve(holder, [(name, pages * PAGE, Worth())])
+        index.commit(holder, number, [7])
+    lease, hits = index.lease(holders[0], index.find(b"".join(KEYS[:2])))
+    index.release(holders[0], lease)
+    index.reserve(holders[0], [(KEYS[2], 256 * PAGE, Worth())])
+    assert (hits, [value is not None for value in look(index, KEYS[:2])]) == (2, [False, True])
     index.region.close()

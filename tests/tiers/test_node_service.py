@@ -518,6 +518,13 @@ def test_given_a_directory_that_others_can_enter_then_no_node_uses_it(folder: Pa
             server_module._locked(wrong)
 
 
+def test_given_a_directory_of_another_user_then_no_node_uses_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = folder.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match="must be a directory of this user"):
+        server_module._locked(folder)
+
+
 def test_given_the_directory_of_this_users_nodes_then_it_must_be_private_too(folder: Path) -> None:
     parent = folder / f"kvpool-{os.getuid()}"
     os.close(server_module._locked(parent / "n"))

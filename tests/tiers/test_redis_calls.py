@@ -139,6 +139,7 @@ def test_given_values_then_each_is_two_strings_that_are_found_listed_and_removed
         assert tier.remove([key(3), key(9)]) == [OK, MISS]
         server.strings["kvpool:default:{notes}"] = b"mine"
         del server.strings[names_of(4)[1]]
+        server.strings[names_of(5)[1]] = b"the seal of bytes that are gone"
         assert tier.listed() == ({key(1): 5000, key(2): 5000}, "")
         assert tier.purge(KeyPattern(key(1)[:8], key(1)[8:12])) == Purged(1, is_complete=True)
         assert tier.purge(KeyPattern()) == Purged(2, is_complete=True)
@@ -214,9 +215,18 @@ def test_given_commands_of_a_scan_that_are_refused_then_it_is_not_complete(monke
         monkeypatch.setattr(Server, "refusal", refusing("SCAN", "NOPERM scan"))
         assert tier.purge(KeyPattern()) == Purged(0, is_complete=False)
         assert tier.listed() == ({}, "NOPERM scan")
-        monkeypatch.setattr(Server, "refusal", refusing("STRLEN", "NOPERM"))
-        assert tier.listed() == ({}, "")
         assert list(server.strings) == [names_of(2)[0]]
+        monkeypatch.setattr(Server, "refusal", refusing("STRLEN", "NOPERM", key(4).hex()))
+        assert store(tier, [3, 4]) == [OK] * 2
+        assert tier.listed() == ({key(3): 5000}, "")
+
+
+def test_given_a_value_that_was_broken_when_it_is_removed_then_nothing_of_it_is_remembered() -> None:
+    with tier_of() as (tier, _):
+        store(tier, [1])
+        tier.stale.add(key(1))
+        assert tier.remove([key(1)]) == [OK]
+        assert key(1) not in tier.stale
 
 
 def test_given_a_scan_then_its_commands_take_no_longer_than_a_request_may() -> None:

@@ -210,7 +210,7 @@ def test_given_a_loop_that_closes_then_who_waits_is_told_and_nobody_waits_for_ev
 
 @pytest.mark.parametrize("word", ["QuotaExceeded", "StorageFull", "InsufficientStorage", "507 "])
 def test_given_a_store_without_room_then_values_are_refused_and_it_is_not_asked_again_for_a_moment(
-    server: MotoServer, word: str, monkeypatch: pytest.MonkeyPatch
+    server: MotoServer, word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvpool.tiers.remote.remote_tier.FULL_SECONDS", 1e9)
     with fresh(server) as tier:
@@ -226,6 +226,7 @@ def test_given_a_store_without_room_then_values_are_refused_and_it_is_not_asked_
             assert store(tier, [2]) == [Outcome.REFUSED]
         assert asked == [1]
         assert tier.stats().problem == ""
+        assert f"stores nothing: a reason: {word.strip()}" in caplog.text
 
 
 def test_given_an_empty_value_then_it_is_listed_with_the_others(server: MotoServer) -> None:

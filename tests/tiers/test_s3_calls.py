@@ -169,10 +169,11 @@ def test_given_values_then_they_are_objects_that_are_found_listed_purged_and_rem
         assert tier.remove([key(3), key(9)]) == [OK, MISS]
         obstore.objects["notes.txt"] = b"mine"
         obstore.objects[object_path(key(7))] = bytes(HEADER_BYTES - 1)  # no value could be so short
+        obstore.objects[f"{key(8)[:8].hex()}/{key(8)[8:].hex()}"] = bytes(5000)  # as before tenants had folders
         assert tier.listed() == ({key(1): 5000, key(2): 5000}, "")
         assert tier.contains([key(7)]) == [False]
         assert tier.purge(KeyPattern(SPACE, key(1)[8:12])) == Purged(1, is_complete=True)
-        assert tier.purge(KeyPattern()) == Purged(2, is_complete=True)
+        assert tier.purge(KeyPattern()) == Purged(3, is_complete=True)
         assert list(obstore.objects) == ["notes.txt"]
 
 

@@ -470,3 +470,17 @@ def test_given_each_call_of_the_cache_fails_once_then_nothing_is_held_and_the_ne
                 break
             failed.add(storing.failed or loading.failed)
     assert failed == {*Fault.MANAGER, *Fault.PLANE}
+
+
+@pytest.mark.parametrize(("chunk", "steps"), [(2, [8, 8, 4]), (3, [12, 4]), (7, []), (64, [])])
+def test_given_a_long_prefix_then_its_blocks_are_taken_part_by_part_and_no_more_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, steps: list[int]
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.transport.cache_blocks.CHUNK_BLOCKS", chunk)
+    tier, taken = MemoryTier(2**20), []
+    with sides((tier,), (tier,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        extend = other.manager.extend
+        monkeypatch.setattr(other.manager, "extend", lambda handle, num: taken.append(num) or extend(handle, num))
+        assert other.take_in(PROMPT, other.fetch(PROMPT)) == 28
+    assert taken == steps
