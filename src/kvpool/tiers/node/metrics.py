@@ -77,11 +77,9 @@ class MetricsServer:
 
         self._server = ThreadingHTTPServer((host, port), Handler)
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvpool-node-metrics", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, name="kvpool-node-metrics", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening."""
-        self._server.shutdown()
-        self._thread.join()
+        self._server.shutdown()  # returns when `serve_forever` has ended
         self._server.server_close()

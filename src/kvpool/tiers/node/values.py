@@ -57,7 +57,7 @@ class Batch:
     So a prefix that is asked for is compared, answered and marked as used as a whole, and not key by key.
     """
 
-    __slots__ = ("keys", "num_gone", "places", "rows", "slabs", "uses", "values")
+    __slots__ = ("keys", "places", "rows", "slabs", "uses", "values")
 
     def __init__(self, values: list[Value], rows: Sequence[int], uses: Int64Array) -> None:
         self.keys = bytearray().join([value.key for value in values])
@@ -65,7 +65,6 @@ class Batch:
         self.rows = np.array(rows, np.int64)
         """Of the region's records; -1 where a value is gone."""
         self.slabs = np.array([value.slab for value in values], np.int64)
-        self.num_gone = 0
         self.uses = uses
         """[3, value]: the time of its last use as the index counts, the same in nanoseconds, how often it was used."""
         self.values = values
@@ -101,13 +100,13 @@ class Batch:
         )
         uses[0], uses[1] = times, now
         uses[2] += hits
-        return (rows[rows >= 0], times[rows >= 0]) if self.num_gone else (rows, times)
+        are_there = rows >= 0
+        return rows[are_there], times[are_there]
 
     def forget(self, at: int) -> None:
         """A value is gone: no question finds it here any more."""
         self.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] = _NO_KEY
         self.rows[at] = self.slabs[at] = -1
-        self.num_gone += 1
 
 
 class Span(NamedTuple):

@@ -357,10 +357,10 @@ def _load_marked(
     """Calls `load`, and reports a value that does not fill its row as FAILED: a mark at the end of the row is still there."""
     mark = np.frombuffer(secrets.token_bytes(_MARK_BYTES), np.uint8)
     for row in rows:
-        row[-_MARK_BYTES:] = mark[-min(_MARK_BYTES, len(row)) :]
+        row[-_MARK_BYTES:] = mark[-len(row) :]
     outcomes = watched.load(keys, rows, timeout, stage)
     return [
-        Outcome.FAILED if outcome == Outcome.OK and bool((row[-_MARK_BYTES:] == mark).all()) else outcome
+        Outcome.FAILED if outcome == Outcome.OK and bool((row[-_MARK_BYTES:] == mark[-len(row) :]).all()) else outcome
         for outcome, row in zip(outcomes, rows, strict=True)
     ]
 
