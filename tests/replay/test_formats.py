@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import ReuseHint
 from kvpool.replay import Trace, TraceError, read_trace, write_trace
-from kvpool.replay.synth import to_blocks
+from kvpool.replay.trace import to_blocks
 
 TOKENS = {"timestamp": 0, "tokens": [7, 8, 9, 10]}
 GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}

@@ -160,7 +160,7 @@ def test_cards_of_the_report_read_like_sentences_and_not_like_fields(report: str
     cards = {label: value for value, label in re.findall("<div><b>(.*?)</b>(.*?)</div>", report)}
     assert cards["from the first to the last"] == "13.3 min"
     assert cards["of blocks had been used before"] == "5.4%"
-    assert cards["tenants"] == "3"
+    assert cards["tenants"] == "2"
     assert "True" not in cards.values()
     assert not {"name", "reuse known", "tokens per id"} & set(cards)
 

@@ -35,8 +35,8 @@ from kvpool.replay.parallel import Interconnect
 from kvpool.replay.pictures import all_pictures, sample_occupancy
 from kvpool.replay.serving import ServingConfig, simulate_serving
 from kvpool.replay.simulate import PrefillTime
-from kvpool.replay.synth import WorkloadModel, fit, synthesise, to_blocks
-from kvpool.replay.trace import footprint, reuses, summary, working_set
+from kvpool.replay.synth import WorkloadModel, fit, synthesise
+from kvpool.replay.trace import footprint, reuses, summary, to_blocks, working_set
 from kvpool.scheduling import LinearCostModel
 
 RESULTS = Path(__file__).with_name("same_results.json")

@@ -201,6 +201,25 @@ def test_given_any_policy_then_the_optimum_is_above_it_and_the_infinite_cache_ab
             assert result.hit_blocks <= optimum.hit_blocks <= infinite.hit_blocks
 
 
+@pytest.mark.parametrize(("unit", "block_size"), [(1, 1), (1, 4), (16, 16), (16, 48)])
+def test_given_ids_of_any_kind_then_the_bounds_are_those_of_the_manager(unit: int, block_size: int) -> None:
+    """Ids that recur at other places, prompts that end inside a block, are empty, or are larger than the cache."""
+    random = np.random.default_rng(unit + block_size)
+    for _ in range(12):
+        builder = TraceBuilder("drawn", unit=unit)
+        for _ in range(10):
+            ids = random.integers(0, 2, int(random.integers(0, 14))).tolist()
+            builder.add(0, ids, unit * len(ids), 0)
+        trace, capacity = builder.build(), int(random.integers(1, 12))
+        unlimited = replay(trace, ReplayConfig("lru", None, block_size=block_size))
+        bound = run_model(trace, "infinite", None, block_size=block_size)
+        assert (bound.hit_blocks, bound.hit_ratio) == (unlimited.hit_blocks, unlimited.hit_ratio)
+        optimum = run_model(trace, "optimum", capacity, block_size=block_size)
+        for policy in ("lru", "lfu"):
+            found = replay(trace, ReplayConfig(policy, capacity, block_size=block_size))
+            assert found.hit_blocks <= optimum.hit_blocks <= bound.hit_blocks
+
+
 def test_given_a_tiny_trace_then_no_sequence_of_evictions_beats_the_optimum() -> None:
     """All choices, by brute force: the optimum is exact, not a bound that is merely high enough."""
     random = np.random.default_rng(3)

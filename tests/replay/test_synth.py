@@ -10,9 +10,10 @@ import pytest
 from kvpool import LayerSpec
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, replay, serving
+from kvpool.replay.bounds import run_model
 from kvpool.replay.serving import ServingConfig, simulate_serving
-from kvpool.replay.synth import WorkloadModel, fit, synthesise, to_blocks
-from kvpool.replay.trace import footprint, reuses, summary, working_set
+from kvpool.replay.synth import WorkloadModel, fit, synthesise
+from kvpool.replay.trace import footprint, reuses, summary, to_blocks, working_set
 from kvpool.scheduling import LinearCostModel
 
 
@@ -47,8 +48,10 @@ def test_given_tokens_then_equal_prefixes_of_blocks_get_equal_ids() -> None:
     trace = TraceBuilder("t").add(0, [1, 2, 3, 4, 5], 5, 0).add(1, [1, 2, 3, 9], 4, 0).add(2, [3, 4], 2, 0).build()
     blocks = to_blocks(trace, 2)
     assert [request.ids.tolist() for request in blocks] == [[0, 1, 2], [0, 3], [4]]
-    with pytest.raises(InvalidArgumentError, match="already"):
-        to_blocks(blocks, 2)
+    assert [request.ids.tolist() for request in to_blocks(trace, 2, keep_ends=False)] == [[0, 1], [0, 2], [3]]
+    assert [request.ids.tolist() for request in to_blocks(blocks, 4)] == [[0, 1], [2], [3]]
+    with pytest.raises(InvalidArgumentError, match="block_size=3 is no multiple of the trace's blocks of 2 tokens"):
+        to_blocks(blocks, 3)
 
 
 def test_given_a_trace_then_reuses_and_sets_are_counted() -> None:
@@ -61,6 +64,18 @@ def test_given_a_trace_then_reuses_and_sets_are_counted() -> None:
     assert working_set(trace, 5.0)[1].tolist() == [3, 3]
     assert footprint(trace)[1].tolist() == [2, 3, 3, 4]
     assert summary(trace)["ids_used_once"] == 2
+
+
+def test_given_tokens_or_ids_that_recur_elsewhere_then_figures_count_prefixes() -> None:
+    """An id is reused where all that precedes it is equal, too, as in every cache; a token by itself says nothing."""
+    tokens = TraceBuilder("tokens").add(0, [7] * 40, 40, 0, "a").add(1000, [7] * 20, 20, 0).build()
+    figures = summary(tokens)
+    assert [figures[name] for name in ("tokens_per_id", "ids", "different_ids", "ids_used_once")] == [16, 5, 2, 1]
+    assert figures["reuse_ratio_infinite_cache"] == run_model(tokens, "infinite", None).hit_ratio == 1 / 5
+    assert (figures["sessions"], figures["tenants"]) == (1, 0)
+    contents = TraceBuilder("contents", unit=16).add(0, [1, 2, 1], 48, 0).add(0, [2, 1], 32, 0).build()
+    assert summary(contents)["reuse_ratio_infinite_cache"] == 0
+    assert summary(TraceBuilder("short").add(0, [1, 2], 2, 0).build())["reuse_ratio_infinite_cache"] == 0
 
 
 def serve(trace: Trace, **options: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ import numpy as np
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.replay.simulate import PrefillTime, ReplayResult, totals
-from kvpool.replay.trace import Trace
+from kvpool.replay.trace import Trace, to_blocks
 
 USUAL_TIME = PrefillTime()
 INFINITE, OPTIMUM, FLAT_FIFO = "infinite", "optimum", "fifo-flat"
@@ -24,45 +24,54 @@ MODELS = (INFINITE, OPTIMUM, FLAT_FIFO)  # names that may be used like policies,
 
 
 def run_model(
-    trace: Trace, name: str, capacity: int | None, host: int = 0, disk: int = 0, time: PrefillTime = USUAL_TIME
+    trace: Trace,
+    name: str,
+    capacity: int | None,
+    host: int = 0,
+    disk: int = 0,
+    time: PrefillTime = USUAL_TIME,
+    *,
+    block_size: int | None = None,
 ) -> ReplayResult:
-    """The row of one bound (or of the flat FIFO), block by block of the trace.
+    """The row of one bound (or of the flat FIFO), in blocks of `block_size` tokens, by default the trace's.
 
     The optimum of a GPU with lower tiers is that of one cache as large as all of them, because evicted blocks go to the next
     tier and come back when they are used. The hits of a tier are what it adds to the optimum of the tiers above it.
     """
     if name not in MODELS:
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
-    trace = _dense(trace)
+    blocks = _dense(to_blocks(trace, block_size, keep_ends=False))
     if name == OPTIMUM and capacity is not None and (host or disk):
-        return _optimum_of_tiers(trace, capacity, host, disk, time)
+        return _optimum_of_tiers(trace, blocks, capacity, host, disk, time)
     if name == INFINITE or capacity is None:
-        hits, kind = _infinite_hits(trace), "offline bound: nothing is ever evicted"
+        hits, kind = _infinite_hits(blocks), "offline bound: nothing is ever evicted"
     elif name == OPTIMUM:
         hits, kind = (
-            _optimal_hits(trace, capacity),
+            _optimal_hits(blocks, capacity),
             "offline bound: Belady's optimum, exact under the prefix constraint",
         )
     else:
-        hits, kind = _flat_fifo_hits(trace, capacity), "model: first in first out per block, parents may leave first"
-    result = ReplayResult(**totals(trace, hits, trace.unit, time, {}), policy=name, capacity=capacity, bound=kind)
+        hits, kind = _flat_fifo_hits(blocks, capacity), "model: first in first out per block, parents may leave first"
+    result = ReplayResult(**totals(trace, hits, blocks.unit, time, {}), policy=name, capacity=capacity, bound=kind)
     result.hit_blocks_by_tier = {"GPU": result.hit_blocks}
     return result
 
 
-def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int, time: PrefillTime) -> ReplayResult:
+def _optimum_of_tiers(
+    trace: Trace, blocks: Trace, capacity: int, host: int, disk: int, time: PrefillTime
+) -> ReplayResult:
     sizes = {"GPU": capacity, "HOST": host, "DISK": disk}
     by_tier: dict[str, int] = {}
     total = 0
     for tier, size in sizes.items():
         total += size
         if size:
-            hits = _optimal_hits(trace, total)
+            hits = _optimal_hits(blocks, total)
             by_tier[tier] = int(hits.sum()) - sum(by_tier.values())
     kind = (
         "offline bound: Belady's optimum of all tiers as one; by tier, what each adds to the optimum of those above it"
     )
-    found = totals(trace, hits, trace.unit, time, by_tier)
+    found = totals(trace, hits, blocks.unit, time, by_tier)
     return ReplayResult(**found, policy=OPTIMUM, capacity=capacity, bound=kind, hit_blocks_by_tier=by_tier)
 
 
@@ -105,6 +114,8 @@ def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
     for index in range(len(trace)):
         start = offsets[index]
         ids = trace.ids_of(index).tolist()
+        if not ids:
+            continue  # it asks for nothing: what a prompt larger than the cache left there stays for the next one
         count = next((at for at, block in enumerate(ids) if next_use[block] < 0), len(ids))
         hits[index] = count
         missing = {block for block in ids[count:] if next_use[block] < 0}

@@ -15,7 +15,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.replay.simulate import ReplayConfig, ReplayResult, best_run, hit_curve, replay
-from kvpool.replay.trace import Trace, footprint, reuses, working_set
+from kvpool.replay.trace import Trace, footprint, reuses, to_blocks, working_set
 
 SUNBURST_DEPTH = 5
 SUNBURST_CHILDREN = 12  # of one node; the others are drawn as one
@@ -208,18 +208,19 @@ def all_pictures(trace: Trace, results: Sequence[ReplayResult], configs: Sequenc
     if any(result.capacity is not None for result in results):
         caption = "Higher is better. Dashed and dotted: bounds that no policy can pass."
         pictures.append(Picture("Hit ratio by capacity", caption, lambda: hit_curves(results)))
-    if trace.num_ids:
+    blocks = to_blocks(trace, keep_ends=False)
+    if blocks.num_ids:
         caption = (
             "The part of all reuses that come within so many seconds, or so many new blocks, after the use before."
         )
-        pictures.append(Picture("Distance between uses of a block", caption, lambda: reuse_distances(trace)))
+        pictures.append(Picture("Distance between uses of a block", caption, lambda: reuse_distances(blocks)))
         caption = "Different blocks that are used in windows of time, and all that were ever used."
-        pictures.append(Picture("Working set", caption, lambda: working_sets(trace)))
+        pictures.append(Picture("Working set", caption, lambda: working_sets(blocks)))
         caption = (
             f"From the inside out: the first {SUNBURST_DEPTH} blocks of prompts, as wide as many requests go through them. "
             f"Grey: all beyond the {SUNBURST_CHILDREN} most frequent; white: prompts that share no more."
         )
-        pictures.append(Picture("Tree of prompts", caption, lambda: sunburst(trace)))
+        pictures.append(Picture("Tree of prompts", caption, lambda: sunburst(blocks)))
     best = best_run(results)
     shown = [config for result, config in zip(results, configs, strict=False) if result is best]
     return pictures + [picture for config in shown for picture in _occupancy_pictures(trace, config)]

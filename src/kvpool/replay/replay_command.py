@@ -89,7 +89,7 @@ def replay(
     rules = _rules(checkpoint_every, machine)
     started = time.perf_counter()
     loaded = _read(out, trace, max_errors, limit, full_blocks_only)
-    configs = _configs(loaded, sizes, block_size, bounds, machine, rules)
+    configs = _configs(sizes, block_size, bounds, machine, rules)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
     rows = [result.row() for result in results]
@@ -182,7 +182,6 @@ def _rules(checkpoint_every: str | None, machine: _Machine | None) -> list[dict[
 
 
 def _configs(
-    trace: Trace,
     sizes: _Sizes,
     block_size: int | None,
     bounds: bool,
@@ -200,8 +199,7 @@ def _configs(
         for size in capacities
     ]
     models = [name for name, _ in names if name in MODELS]
-    known = trace.unit == 1 or block_size is None or block_size == trace.unit
-    if bounds and known:
+    if bounds:
         models += [OPTIMUM, INFINITE]
     below = {tier: blocks for tier, blocks in lower.items() if tier in ("host", "disk")}
     for name in dict.fromkeys(models):

@@ -107,12 +107,11 @@ def _curve_remark(results: Sequence[ReplayResult]) -> str:
 
 def _facts(figures: dict[str, Any]) -> str:
     """Figures of the trace as cards, without its name, which is in the heading, and without unknown figures."""
-    unit = "token" if figures.get("tokens_per_id") == 1 else "block"
     cells = []
     for name, (show, label) in _FACTS.items():
         value = figures.get(name)
         if value is not None and not (value == 0 and name in ("sessions", "tenants")):
-            cells.append(f"<div><b>{escape(show(value))}</b>{escape(label.format(unit=unit))}</div>")
+            cells.append(f"<div><b>{escape(show(value))}</b>{escape(label)}</div>")
     if not figures["reuse_known"]:
         cells.append("<div><b>not known</b>what prompts share</div>")
     return f'<div class="facts">{"".join(cells)}</div>'
@@ -140,11 +139,11 @@ _FACTS: dict[str, tuple[Callable[[Any], str], str]] = {
     "prompt_tokens_p99": (_number, "tokens in 99 % of the prompts, or fewer"),
     "prompt_tokens_max": (_number, "tokens in the longest prompt"),
     "output_tokens_median": (_number, "tokens in half of the answers, or fewer"),
-    "tokens_per_id": (_number, "tokens per {unit}"),
-    "ids": (_number, "{unit}s asked for"),
-    "different_ids": (_number, "different {unit}s"),
-    "ids_used_once": (_number, "{unit}s used only once"),
-    "reuse_ratio_infinite_cache": ("{:.1%}".format, "of {unit}s had been used before"),
+    "tokens_per_id": (_number, "tokens per block"),
+    "ids": (_number, "blocks asked for"),
+    "different_ids": (_number, "different blocks"),
+    "ids_used_once": (_number, "blocks used only once"),
+    "reuse_ratio_infinite_cache": ("{:.1%}".format, "of blocks had been used before"),
     "reuse_gap_seconds_median": (_duration, "between two uses in half of the cases, or less"),
     "reuse_gap_seconds_p90": (_duration, "between two uses in 90 % of the cases, or less"),
     "sessions": (_number, "sessions"),

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvpool.replay.bounds import MODELS, run_model
-from kvpool.replay.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay, totals
-from kvpool.replay.synth import to_blocks
+from kvpool.replay.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay
 from kvpool.replay.trace import Trace
 
 Item = TypeVar("Item")
@@ -26,14 +25,9 @@ def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
     """One row: a policy through the manager, or a bound (`infinite`, `optimum`) or model (`fifo-flat`) without it."""
     if config.policy not in MODELS:
         return replay(trace, config)
-    if trace.unit > 1:
-        return run_model(trace, config.policy, config.capacity, config.host, config.disk, config.time)
-    # In a trace of tokens only full blocks are published. The others still count as requested.
-    size = config.block_size or trace.block_size
-    blocks = to_blocks(trace, size).full_blocks_only()
-    found = run_model(blocks, config.policy, config.capacity, config.host, config.disk, config.time)
-    assert found.hits is not None
-    return replace(found, **totals(trace, found.hits, size, config.time, found.hit_blocks_by_tier))
+    return run_model(
+        trace, config.policy, config.capacity, config.host, config.disk, config.time, block_size=config.block_size
+    )
 
 
 def run_all(

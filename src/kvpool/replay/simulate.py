@@ -224,16 +224,11 @@ class _Replay:
     def __init__(self, trace: Trace, config: ReplayConfig) -> None:
         self.trace, self.config = trace, config
         block_size = config.block_size or trace.block_size
-        if block_size % trace.unit:
-            raise InvalidArgumentError(
-                f"block_size={block_size} is no multiple of the trace's blocks of {trace.unit} tokens; "
-                "what lies inside them is not known"
-            )
+        self.ids_per_block = trace.ids_per_block(block_size)
         if config.checkpoint_every is not None and config.checkpoint_every % block_size:
             raise InvalidArgumentError(
                 f"checkpoint_every={config.checkpoint_every} is no multiple of the blocks of {block_size} tokens"
             )
-        self.ids_per_block = block_size // trace.unit
         sizes = self._sizes(block_size)
         self.capacity, self.checkpoints = sizes[Tier.GPU]
         self.now = 0.0

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.replay.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder
+from kvpool.replay.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder, to_blocks
 
 MAX_BLOCKS = 2**24  # that one turn may add
 MAX_GAP = 2**40  # seconds between two turns
@@ -76,8 +76,7 @@ def fit(trace: Trace) -> WorkloadModel:
             first_blocks=_log_normal(ceil_div(trace.input_lengths, TOKENS_PER_BLOCK)),
             output_tokens=_log_normal(trace.output_lengths),
         )
-    if trace.unit == 1:
-        trace = to_blocks(trace, TOKENS_PER_BLOCK)
+    trace = to_blocks(trace)
     turns, fresh, gaps, stems = _classify(trace)
     starts = turns == 0
     reached = np.bincount(np.minimum(turns, MAX_TURN), minlength=MAX_TURN + 2).astype(float)
@@ -205,30 +204,3 @@ def _expected_turns(continues: tuple[float, ...]) -> float:
 def _arrival_gap(random: np.random.Generator, rate: float, burstiness: float) -> float:
     shape = 1 / max(burstiness, 0.05) ** 2
     return float(random.gamma(shape, 1 / (rate * shape)))
-
-
-def to_blocks(trace: Trace, block_size: int) -> Trace:
-    """Turns a trace of tokens into block ids: equal prefixes of full blocks get equal ids, a partial end its own."""
-    if trace.unit != 1:
-        raise InvalidArgumentError(f"{trace.name} holds blocks of {trace.unit} tokens already, not tokens")
-    if block_size < 1:
-        raise InvalidArgumentError(f"block_size is {block_size}; it must be at least 1")
-    numbers: dict[tuple[int, bytes], int] = {}
-    builder = TraceBuilder(trace.name, unit=block_size, format=trace.format)
-    for request in trace:
-        ids, parent = [], -1
-        for start in range(0, len(request.ids), block_size):
-            key = (parent, request.ids[start : start + block_size].tobytes())
-            parent = numbers.setdefault(key, len(numbers))
-            ids.append(parent)
-        builder.add(
-            request.timestamp,
-            ids,
-            request.input_length,
-            request.output_length,
-            request.session,
-            request.tenant,
-            request.stop,
-            request.expected_seconds,
-        )
-    return builder.build()

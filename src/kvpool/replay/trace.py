@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import TraceError
+from kvpool.config.layers import ceil_div
+from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
 from kvpool.scope import ReuseHint
 
@@ -118,6 +119,15 @@ class Trace:
     def block_size(self) -> int:
         """Tokens of a block: those of the trace, or the usual number if its ids are tokens."""
         return self.unit if self.unit > 1 else TOKENS_PER_BLOCK
+
+    def ids_per_block(self, block_size: int) -> int:
+        """Ids in a block of so many tokens."""
+        if block_size < 1 or block_size % self.unit:
+            raise InvalidArgumentError(
+                f"block_size={block_size} is no multiple of the trace's blocks of {self.unit} tokens; "
+                "what lies inside them is not known"
+            )
+        return block_size // self.unit
 
     @property
     def num_ids(self) -> int:
@@ -293,6 +303,28 @@ class TraceBuilder:
         )
 
 
+def to_blocks(trace: Trace, block_size: int | None = None, *, keep_ends: bool = True) -> Trace:
+    """The trace in blocks of so many tokens, by default its own, whose ids stand for all that precedes them, too.
+
+    Equal prefixes have equal ids and no others do, whatever the ids of the trace stand for. Ids at the end of a prompt that
+    fill no block are a block of their own; without `keep_ends` they are left out, since no cache finds them again.
+    """
+    size = trace.block_size if block_size is None else block_size
+    step = trace.ids_per_block(size)
+    if step == 1 and trace.is_tree:
+        return trace
+    numbers: dict[tuple[int, bytes], int] = {}
+    builder = TraceBuilder(trace.name, unit=size, format=trace.format, reuse_known=trace.reuse_known)
+    for request in trace:
+        stop = len(request.ids) if keep_ends else len(request.ids) // step * step
+        ids, parent = [], -1
+        for start in range(0, stop, step):
+            parent = numbers.setdefault((parent, request.ids[start : start + step].tobytes()), len(numbers))
+            ids.append(parent)
+        builder.add(request.timestamp, ids, *request[2:])
+    return builder.build()
+
+
 class Reuses(NamedTuple):
     """Every use of a block that was used before."""
 
@@ -301,7 +333,7 @@ class Reuses(NamedTuple):
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """Figures of a trace by name, in the order of display."""
+    """Figures of a trace by name, in the order of display. Ids are those of blocks, of a trace of tokens as well."""
     lengths = trace.input_lengths
     figures: dict[str, Any] = {
         "name": trace.name,
@@ -318,17 +350,18 @@ def summary(trace: Trace) -> dict[str, Any]:
     }
     if not trace.reuse_known or not trace.num_ids:
         return figures
-    found = reuses(trace)
+    blocks = to_blocks(trace, keep_ends=False)
+    found, num_ids = reuses(blocks), int(ceil_div(np.diff(trace.offsets), blocks.unit // trace.unit).sum())
     figures |= {
-        "tokens_per_id": trace.unit,
-        "ids": trace.num_ids,
-        "different_ids": trace.num_unique,
-        "reuse_ratio_infinite_cache": len(found.seconds) / trace.num_ids,
-        "ids_used_once": int((np.unique(trace.ids, return_counts=True)[1] == 1).sum()),
+        "tokens_per_id": blocks.unit,
+        "ids": num_ids,
+        "different_ids": blocks.num_unique,
+        "reuse_ratio_infinite_cache": len(found.seconds) / num_ids,
+        "ids_used_once": int((np.unique(blocks.ids, return_counts=True)[1] == 1).sum()),
         "reuse_gap_seconds_median": float(np.median(found.seconds)) if len(found.seconds) else 0.0,
         "reuse_gap_seconds_p90": float(np.percentile(found.seconds, 90)) if len(found.seconds) else 0.0,
-        "sessions": len(set(trace.sessions)) if trace.sessions is not None else 0,
-        "tenants": len(set(trace.tenants)) if trace.tenants is not None else 0,
+        "sessions": len(set(trace.sessions or ()) - {None}),
+        "tenants": len(set(trace.tenants or ()) - {None}),
     }
     return figures
 
@@ -340,7 +373,7 @@ def reuses(trace: Trace) -> Reuses:
     again = np.flatnonzero(trace.ids[order[1:]] == trace.ids[order[:-1]])
     before, after = order[again], order[again + 1]
     is_first = np.zeros(len(trace.ids), np.bool_)
-    is_first[order[np.concatenate(([True], trace.ids[order[1:]] != trace.ids[order[:-1]]))]] = True
+    is_first[np.unique(trace.ids, return_index=True)[1]] = True
     appeared = np.cumsum(is_first)
     times = trace.timestamps
     return Reuses((times[owner[after]] - times[owner[before]]) / 1000, appeared[after] - appeared[before])

@@ -10,7 +10,7 @@ import typer
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.command_options import load_trace
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS, write_trace
-from kvpool.replay.trace import summary
+from kvpool.replay.trace import summary, to_blocks
 from kvpool.terminal import check_files, console, parse_count, write_json
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
@@ -55,14 +55,12 @@ def convert(
     trace: TraceArgument,
     output: Annotated[Path, typer.Argument(help="Where to write JSONL; .gz and .zst are compressed.")],
     block_size: Annotated[
-        int | None, typer.Option(help="Turn a trace of tokens into one of blocks of this size.")
+        int | None, typer.Option(help="Turn tokens, or smaller blocks, into blocks of so many tokens.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
     max_errors: MaxErrors = DEFAULT_MAX_ERRORS,
 ) -> None:
     """Writes a trace in Mooncake's form (block ids) or as tokens."""
-    from kvpool.replay.synth import to_blocks
-
     check_files(output)
     loaded = load_trace(trace, max_errors, limit)
     if not loaded.reuse_known:
