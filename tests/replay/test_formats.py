@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import ReuseHint
-from kvpool.replay import Trace, TraceError, read_trace, write_trace
+from kvpool.replay import Trace, TraceBuilder, TraceError, read_trace, write_trace
 from kvpool.replay.trace import to_blocks
 
 TOKENS = {"timestamp": 0, "tokens": [7, 8, 9, 10]}
@@ -53,6 +53,15 @@ def test_given_expected_continuations_then_they_are_read_and_written_and_survive
     write_trace(trace, tmp_path / "again.jsonl")
     again = to_blocks(read_trace(tmp_path / "again.jsonl"), 2)
     assert again.hints() == [ReuseHint("tool_calls", 3.0), None] == again.head(2).full_blocks_only().hints()
+
+
+@pytest.mark.parametrize("size", [3, 48, 100, 512])
+def test_given_blocks_of_any_size_then_they_are_read_as_they_were_written(tmp_path: Path, size: int) -> None:
+    builder = TraceBuilder("t")
+    for length in (size + 1, 5 * size - 1, 9 * size, 20 * size - 1, 1):
+        builder.add(0, [1] * length, length, 0)
+    write_trace(to_blocks(builder.build(), size), tmp_path / "blocks.jsonl")
+    assert read_trace(tmp_path / "blocks.jsonl").unit == size
 
 
 def test_given_reasons_to_stop_then_known_ones_are_read_and_written(tmp_path: Path) -> None:

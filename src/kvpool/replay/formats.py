@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from kvpool.checks import check_int, check_number, show
-from kvpool.config.layers import MAX_BLOCK_SIZE
+from kvpool.config.layers import MAX_BLOCK_SIZE, ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.files import parse_json
 from kvpool.pools.arrays import Int32Array
@@ -158,14 +158,21 @@ def _name(record: dict[str, Any], key: str) -> str | None:
 
 
 def _with_inferred_unit(trace: Trace) -> Trace:
-    """Infers the tokens per id from the lengths: the power of two nearest to what most requests have."""
-    ratios = [r.input_length / len(r.ids) for r in trace.head(_SNIFFED_REQUESTS) if len(r.ids) and r.input_length]
-    if not ratios:
+    """Infers the tokens per id from the lengths: the power of two nearest to what most requests have.
+
+    Where it does not fit all of them and another number does, it is that number.
+    """
+    sizes = [(r.input_length, len(r.ids)) for r in trace.head(_SNIFFED_REQUESTS) if len(r.ids) and r.input_length]
+    if not sizes:
         return trace
-    typical = median(ratios)
+    typical = median(tokens / ids for tokens, ids in sizes)
     unit = 1 << max(0, round(typical)).bit_length()  # the power of two above; the last block is partial, so round up
     if unit // 2 and typical <= unit // 2 * 1.02:
         unit //= 2
+    if not all(ids in (tokens // unit, ceil_div(tokens, unit)) for tokens, ids in sizes):
+        least = max(ceil_div(tokens, ids) for tokens, ids in sizes)
+        most = min(((tokens - 1) // (ids - 1) for tokens, ids in sizes if ids > 1), default=least)
+        unit = max(range(least, most + 1), key=lambda size: size & -size, default=unit)  # the roundest that fits all
     if unit > MAX_BLOCK_SIZE:
         raise TraceError(
             f"{trace.name} says that one id stands for about {typical:,.0f} tokens; no block is as large as that: give the "
