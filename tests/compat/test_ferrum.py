@@ -244,6 +244,16 @@ def test_given_a_short_prefix_then_it_is_neither_stored_nor_found() -> None:
     assert cache.find_prefix(PROMPT[:9]) is not None
 
 
+def test_given_a_prefix_that_fills_no_block_then_it_is_not_kept_and_drives_no_other_out() -> None:
+    cache = limited(max_prefixes=1)
+    store(cache, "long", PROMPT)
+    handle = cache.allocate("short", tokens=[7, 8, 9])
+    assert cache.store_prefix([7, 8, 9], handle) is False
+    assert cache.find_prefix([7, 8, 9, 1]) is None
+    assert cache.find_prefix(PROMPT) is not None
+    assert stats_of(cache).active_prefixes == 1
+
+
 @pytest.mark.parametrize("limits", [dict(max_prefixes=0), dict(max_prefixes=1.5), dict(min_prefix_length=-1)])
 def test_given_limits_that_make_no_sense_then_the_error_names_them(limits: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):

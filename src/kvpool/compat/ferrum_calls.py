@@ -162,8 +162,8 @@ class FerrumCalls(Adapter):
     def _tokens_in(self, source: KVCacheHandle, num_blocks: int) -> int:
         """Tokens of the first whole blocks, at most those that are written."""
         size = self.manager.config.block_size
-        blocks = min(as_count(num_blocks, "num_prefix_blocks"), source.num_written // size)
-        if num_blocks and not blocks:
+        blocks = min(as_count(num_blocks, "num_prefix_blocks", minimum=1), source.num_written // size)
+        if not blocks:
             raise SequenceStateError(
                 f"request {source.request_id!r} has {source.num_written} written tokens, not one whole block of {size}; "
                 "write what is to be shared first (write_kv)"

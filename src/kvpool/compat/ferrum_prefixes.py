@@ -184,15 +184,15 @@ class PrefixCache:
         """The keys and values of `tokens` are written in the blocks of `kv_handle`: others may reuse them from now on.
 
         The cache owns the blocks, so they outlive the request. False when the prefix is shorter than `min_length` (then
-        nothing happens), when the request publishes nothing because what it began with was evicted, and when the logits
-        could not be kept.
+        nothing happens), when it fills no block, when the request publishes nothing because what it began with was evicted,
+        and when the logits could not be kept.
         """
         found, ids = self._adapter.handle(kv_handle), as_token_array(tokens)
         if len(ids) < self.min_length:
             return False
         self._adapter.commit_known(found, ids)
         size = self.manager.config.block_size
-        if self._cached_length(ids) < len(ids) // size * size:
+        if self._cached_length(ids) < max(len(ids) // size, 1) * size:
             return False
         self._add(ids)
         return last_logits is None or self.manager.store_last_logits(found, last_logits, len(ids))
