@@ -141,6 +141,8 @@ def test_given_as_many_beginnings_as_the_limit_then_all_sessions_are_known_and_t
     assert [made.of_session(name) for name in ("one", "two", "three")] == [[A], [B], [C]]
     made.begin("four", D)
     assert [made.of_session(name) for name in ("one", "two", "three", "four")] == [[A], [], [C], [D]]
+    made.begin("five", B)
+    assert [made.of_session(name) for name in ("one", "three", "four", "five")] == [[A], [], [D], [B]]
 
 
 def test_given_one_session_with_more_blocks_than_are_known_then_it_is_not_forgotten() -> None:

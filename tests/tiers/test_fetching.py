@@ -201,10 +201,12 @@ def test_given_a_tier_that_lends_then_a_prefix_is_loaded_only_if_the_device_cann
     tier._lend = lambda *_: lent  # type: ignore[method-assign]
     chain = TierChain([tier])
     storer, now = Storer(chain.watched, memory), time.monotonic()
-    fetcher = Fetcher(chain, groups, SIZE, Decider(1), memory, storer, lambda loan: may_borrow)
+    fetcher = Fetcher(chain, groups, SIZE, decider := Decider(1), memory, storer, lambda loan: may_borrow)
     fetcher.run(Fetch(PromptKeys(2 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append)
     (fetch,) = done
     assert (fetch.num_blocks, fetch.is_lent, lent.has_ended) == (2, may_borrow, not may_borrow)
+    assert (fetch.num_bytes, fetch.loading_seconds > 0) == (sum(map(len, values)), True)
+    assert (decider.speeds[0].count, decider.speeds[0]._bytes) == (1, fetch.num_bytes)
     assert [bytes(row) for row in fetch.groups[0].rows] == values
     assert (memory.lent_bytes > 0, fetch.is_held()) == (not may_borrow, True)
     fetch.release()
@@ -262,3 +264,23 @@ def test_given_a_row_of_any_size_then_a_value_that_leaves_its_end_as_it_was_has_
     assert found == [Outcome.OK, Outcome.FAILED]
     assert rows[0].tobytes() == value(0, size)
     stage.release()
+
+
+def test_given_staging_memory_for_a_part_of_what_two_tiers_have_then_the_part_is_as_long_as_it_can_be() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=64)], block_size=SIZE, gpu_blocks=8))
+    block_bytes = groups[0].spec.block_bytes
+    keys, tiers, memory = (
+        [key(0), key(1), key(2)],
+        [MemoryTier(2**24) for _ in range(2)],
+        StagingMemory(8 * block_bytes),
+    )
+    for number, tier in enumerate((0, 1, 1)):
+        tiers[tier].store([key(number)], [value(number, block_bytes)])
+    chain = TierChain(tiers)
+    storer, done, now = Storer(chain.watched, memory), [], time.monotonic()
+    Fetcher(chain, groups, SIZE, Decider(2), memory, storer).run(
+        Fetch(PromptKeys(3 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append
+    )
+    assert (done[0].num_blocks, done[0].is_part) == (2, True)
+    done[0].release()
+    storer.close(SECONDS)

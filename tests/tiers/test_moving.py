@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import mmap
 import re
 import threading
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,9 +318,32 @@ def test_given_a_storer_that_is_closed_then_what_it_is_told_to_take_out_counts_a
     storer = Storer([WatchedTier(MemoryTier(2**20)) for _ in range(2)], StagingMemory(2**20))
     storer.close(SECONDS)
     storer.purge(KeyPattern())
-    assert storer.stats().not_removed == 2
+    assert (storer.stats().removed, storer.stats().not_removed) == (0, 2)
     storer.remove([key(1), key(2), key(3)])
-    assert storer.stats().not_removed == 2 + 2 * 3
+    assert (storer.stats().removed, storer.stats().not_removed) == (0, 2 + 2 * 3)
+
+
+def test_given_two_tiers_of_which_one_hangs_then_not_everything_is_stored_yet() -> None:
+    gate, tiers = threading.Event(), [MemoryTier(2**20), MemoryTier(2**20)]
+    purge = tiers[1]._purge
+    tiers[1]._purge = lambda *given: (gate.wait(SECONDS), purge(*given))[1]  # type: ignore[method-assign]
+    storer = Storer([WatchedTier(tier) for tier in tiers], StagingMemory(2**20))
+    storer.purge(KeyPattern())
+    assert not storer.flush(0.0)
+    gate.set()
+    assert storer.flush(SECONDS)
+    storer.close(SECONDS)
+
+
+def test_given_a_job_that_is_over_then_what_it_held_is_free_before_the_next_one_comes() -> None:
+    pool, held = ThreadPool("test", 1, 4), MemoryTier(2**20)
+    seen = weakref.ref(held)
+    assert pool.submit(partial(bool, held), nothing)
+    assert pool.flush(SECONDS)
+    del held
+    gc.collect()
+    assert seen() is None
+    assert pool.stop(SECONDS)
 
 
 def test_given_values_that_are_taken_out_then_those_that_may_still_be_there_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
 import time
@@ -860,3 +861,18 @@ def test_given_a_size_that_cannot_be_then_it_is_refused(folder: Path, num_bytes:
 def test_given_a_wrong_address_then_it_is_refused_by_name(address: str, problem: str) -> None:
     with pytest.raises(InvalidArgumentError, match=problem):
         open_tier(address)
+
+
+def test_given_no_linux_or_no_package_for_checksums_then_a_tier_says_so_when_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lacks(*_: object) -> int:
+        raise ConfigError("install xxhash")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_tier, "checksum", lacks)
+        with pytest.raises(ConfigError, match="install xxhash"):
+            NodeTier("node:n")
+    monkeypatch.delattr(socket, "SO_PEERCRED")
+    with pytest.raises(ConfigError, match="node: needs Linux"):
+        NodeTier("node:n")

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from nodes import NodeProcess, needs_linux, node_folder
@@ -18,8 +18,10 @@ from servers import eventually
 from kvpool.cli import main
 from kvpool.errors import ConfigError
 from kvpool.testing import load, store, value
-from kvpool.tiers import NodeTier, Outcome, TierConfig
+from kvpool.tiers import MemoryTier, NodeTier, Outcome, TierConfig
 from kvpool.tiers.keys import tenant_tag
+from kvpool.tiers.node import node_command
+from kvpool.tiers.node.server import NodeServer
 from kvpool.tiers.node.settings import read_node
 from ports import free_ports
 
@@ -166,3 +168,41 @@ def test_given_settings_of_an_engine_then_a_node_is_an_address_like_others() -> 
     assert TierConfig.of(remote="node:", remote_timeout=3.0).remote_address == "node:?timeout=3.0"
     with pytest.raises(ConfigError, match="remote_ttl"):
         TierConfig.of(remote="node:", remote_ttl=3.0)
+
+
+class Closed(MemoryTier):
+    """Notes its name when it is closed."""
+
+    def __init__(self, address: str, closed: list[str]) -> None:
+        super().__init__(2**20)
+        self._address, self._noted = address, closed
+
+    def _close(self) -> None:
+        self._noted.append(self._address)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_given_a_node_that_ends_or_cannot_begin_then_all_that_it_opened_is_closed_and_a_line_said_what_it_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    closed: list[str] = []
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(node_command, "open_tier", lambda address: Closed(address, closed))
+    monkeypatch.setattr(node_command.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(NodeServer, "serve", lambda server: handlers[signal.SIGTERM]())
+    options = {"bytes": "1MB", "disk": str(folder / "disk"), "disk_bytes": "1MB", "remote": "redis://host"}
+    settings = read_node(None, options)
+    if fails:
+        monkeypatch.setattr(NodeServer, "__init__", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            node_command.run(folder / "n", settings, quiet=False)
+    else:
+        node_command.run(folder / "n", settings, quiet=False)
+        node_command.run(folder / "n", settings, quiet=True)
+        node_command.run(folder / "n", read_node(None, {"bytes": "1MB", "metrics": "127.0.0.1:0"}), quiet=False)
+        first, second = capsys.readouterr().err.splitlines()
+        memory = f"node:{folder / 'n'} owns 1.0 MiB"
+        assert first == f"{memory}, empty"
+        assert re.fullmatch(rf"{memory}, 0 values of an earlier node, http://127.0.0.1:\d+/metrics", second)
+        assert set(handlers) == {signal.SIGTERM, signal.SIGINT}
+    assert {address.partition(":")[0] for address in closed} == {"disk", "redis"}

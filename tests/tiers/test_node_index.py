@@ -250,7 +250,8 @@ def test_given_a_slab_with_a_value_of_high_priority_then_values_of_another_size_
         index.commit(holder, reservation, [7 for slot in slots if slot is not None])
 
     store(0, 16 * PAGE, 90)
-    for number in range(1, 300):
+    store(299, 16 * PAGE, 0)  # it lies beside the other, and goes with it or stays
+    for number in range(1, 299):
         store(number, PAGE, 35)
     assert look(index, [KEYS[0]]) != [None]
 
@@ -334,6 +335,10 @@ def test_given_values_that_were_stored_one_by_one_then_a_prefix_that_was_used_is
 @pytest.mark.parametrize("length", [0, 1, 2**34 - 1])
 def test_given_a_length_and_a_worth_then_one_number_carries_both(length: int, worth: Worth, read: Worth) -> None:
     assert unrated(rated(length, worth)) == (length, read)
+
+
+def test_given_a_value_longer_than_any_slot_then_its_worth_is_carried_all_the_same() -> None:
+    assert unrated(rated(2**34 + 5, Worth(100, 7, 1.0))) == (2**34 - 1, Worth(100, 7, 1.0))
 
 
 @pytest.mark.parametrize("policy", ["priority", "adaptive"])

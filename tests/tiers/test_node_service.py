@@ -250,7 +250,7 @@ def test_given_names_then_the_longest_is_taken_and_statistics_name_them_up_to_a_
 ) -> None:
     alone.ask(Verb.HELLO, body=b"n", handle=alone.service.hello)
     answer = alone.ask(Verb.HELLO, body=b"n" * wire.MAX_NAME, handle=alone.service.hello)
-    assert (answer.verb, answer.number) == (Verb.HELLO, ROOM)
+    assert (answer.verb, answer.num, answer.number) == (Verb.HELLO, 0, ROOM)
     assert alone.client.holder.owner == owner_of("n" * wire.MAX_NAME)
     alone.put(1)
     monkeypatch.setattr(service_module, "MAX_NAMES", len(alone.service.names) + 1)
@@ -506,9 +506,10 @@ def test_given_a_size_then_a_region_has_at_most_128_parts_of_at_least_a_mebibyte
 
 def test_given_a_directory_that_others_can_enter_then_no_node_uses_it(folder: Path) -> None:
     (folder / "n").mkdir(0o700)
-    (folder / "n").chmod(0o710)
-    with pytest.raises(ConfigError, match="nobody else can enter"):
-        server_module._locked(folder / "n")
+    for mode in (0o701, 0o702, 0o704, 0o710, 0o720, 0o740):
+        (folder / "n").chmod(mode)
+        with pytest.raises(ConfigError, match="nobody else can enter"):
+            server_module._locked(folder / "n")
     (folder / "link").symlink_to(folder)
     with pytest.raises(ConfigError, match="nobody else can enter"):
         server_module._locked(folder / "link")

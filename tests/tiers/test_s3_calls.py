@@ -172,6 +172,9 @@ def test_given_values_then_they_are_objects_that_are_found_listed_purged_and_rem
         obstore.objects[f"{key(8)[:8].hex()}/{key(8)[8:].hex()}"] = bytes(5000)  # as before tenants had folders
         assert tier.listed() == ({key(1): 5000, key(2): 5000}, "")
         assert tier.contains([key(7)]) == [False]
+        assert store(tier, [10], 0) == [OK]
+        assert tier.contains([key(10)]) == [True]
+        assert tier.remove([key(10)]) == [OK]
         assert tier.purge(KeyPattern(SPACE, key(1)[8:12])) == Purged(1, is_complete=True)
         assert tier.purge(KeyPattern()) == Purged(3, is_complete=True)
         assert list(obstore.objects) == ["notes.txt"]
@@ -219,12 +222,18 @@ def test_given_an_error_then_the_beginning_of_its_first_line_is_shown_or_its_kin
 
 @pytest.mark.parametrize("name", ["head", "get", "bytes", "put", "delete", "list", "folders"])
 def test_given_a_request_that_hangs_then_its_call_ends_at_the_deadline_and_writes_nothing_later(
-    obstore: Obstore, name: str
+    obstore: Obstore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hangs(call: str) -> None:
         if call == name:
             await asyncio.Event().wait()
 
+    async def wait(tasks: Any, *, timeout: float) -> Any:
+        assert obstore.fault is None or timeout <= 0.02
+        return await waiting(tasks, timeout=timeout)
+
+    waiting = asyncio.wait
+    monkeypatch.setattr(asyncio, "wait", wait)
     with tier_over() as tier:
         assert store(tier, [1]) == [OK]
         obstore.fault = hangs

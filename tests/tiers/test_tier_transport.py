@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from sides import FULL, PROMPT, SECONDS, SIZE, SLIDING, Side, sides
 
 from kvpool import (
@@ -26,6 +28,7 @@ from kvpool.errors import TransferError
 from kvpool.scheduling import Request
 from kvpool.tiers import MemoryTier, Outcome
 from kvpool.tiers.contract import Loan, Worth
+from kvpool.tiers.transport import tier_transport
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.shard_keeper import ShardKeeper
 
@@ -484,3 +487,49 @@ def test_given_a_long_prefix_then_its_blocks_are_taken_part_by_part_and_no_more_
         monkeypatch.setattr(other.manager, "extend", lambda handle, num: taken.append(num) or extend(handle, num))
         assert other.take_in(PROMPT, other.fetch(PROMPT)) == 28
     assert taken == steps
+
+
+def test_given_a_cpu_then_memory_that_was_read_comes_back_at_once_and_none_is_locked() -> None:
+    class Lender(MemoryTier):
+        has_slots = True
+        lent = 0
+
+        def _lend(self, *_: Any) -> None:
+            self.lent += 1
+
+    tier, lender = MemoryTier(2**20), Lender(2**20)
+    with sides((tier,), (tier,), (lender,)) as (one, other, linked):
+        assert linked.transport.fetch_threads.flush(SECONDS)
+        one.store(one.compute(PROMPT))
+        fetch = other.fetch(PROMPT)
+        other.transport.fetch_threads.submit = lambda *_: pytest.fail("no thread waits for a CPU")
+        assert other.take_in(PROMPT, fetch) == 28
+        del other.transport.fetch_threads.submit
+    assert lender.lent == 0
+
+
+def test_given_a_gpu_then_its_staging_memory_is_pinned_and_other_memory_lies_near_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def empty(num_bytes: int, **options: Any) -> Any:
+        asked.append((num_bytes, options))
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    near = tier_transport._near(torch.device("meta"), 8)
+    assert (near.device.type, near.shape, near.dtype) == ("meta", (8,), torch.uint8)
+    device = torch.device("meta")
+    cuda = SimpleNamespace(
+        device=lambda device: nullcontext(asked.append(device)),
+        get_device_properties=lambda device: SimpleNamespace(total_memory=memory),
+    )
+    monkeypatch.setattr(tier_transport, "torch", SimpleNamespace(cuda=cuda, empty=empty, uint8="bytes"))
+    for num_bytes in (0, 1, 5):
+        assert tier_transport._pinned("cuda:1", num_bytes).tolist() == [0] * num_bytes  # type: ignore[arg-type]
+    memory = 2**30
+    assert tier_transport._near_bytes(device) == 2**23
+    memory = 2**40
+    assert tier_transport._near_bytes(device) == tier_transport.NEAR_BYTES
+    options = {"dtype": "bytes", "pin_memory": True}
+    assert asked == ["cuda:1", (1, options), "cuda:1", (1, options), "cuda:1", (5, options)]

@@ -34,9 +34,10 @@ class TransferSpeed:
     0.009
     """
 
+    measured_at: float  # by the clock of who observes
+
     def __init__(self) -> None:
         self.count = 0
-        self.measured_at = -math.inf
         self._weight = self._bytes = self._seconds = self._squares = self._products = 0.0
         self._error = 0.0  # mean relative error of predictions
 
