@@ -6,8 +6,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,19 @@ from kvpool import KVCacheConfig, LayerSpec
 from kvpool.cli import main
 from kvpool.scope import ReuseScope
 from kvpool.testing import key, load, store, value
-from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, MemoryTier, Outcome, open_tier, opening
+from kvpool.tiers import (
+    DiskTier,
+    Fingerprint,
+    KeyedTier,
+    KeyPattern,
+    KeySpace,
+    MemoryTier,
+    Outcome,
+    Purged,
+    open_tier,
+    opening,
+    upkeep,
+)
 from kvpool.tiers.contract import Listing, Room, TierStats
 from kvpool.tiers.disk.upkeep import Checked, Upkeep
 from kvpool.tiers.tier_command import shown_time
@@ -79,6 +92,18 @@ def test_given_a_directory_then_ls_shows_whose_values_lie_in_it(
     shown = capsys.readouterr().out
     assert "tiny" in shown
     assert "195.3 KiB" in shown
+
+
+def test_given_weights_with_a_long_digest_then_ls_shows_its_beginning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = "0123456789abcdef" * 4
+    space = KeySpace(replace(SPACE.fingerprint, weights=digest))
+    with DiskTier(tmp_path, CAPACITY) as tier:
+        tier.introduce(space)
+        assert tier.store(space.keys([key(1)]), [b"value"]) == [Outcome.OK]
+    assert main(["tier", "ls", str(tmp_path)]) == 0
+    assert digest[:16] in capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify"])
@@ -213,6 +238,82 @@ def test_given_a_model_of_another_format_in_a_directory_then_a_text_is_taken_out
     assert "some may be left: the description of the model 'older' has format 1; this kvpool reads" in said
     assert contained(str(path)) == [1, 3, 3]
     assert main([*words, "--space", SPACE.prefix.hex()]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(
+            (f"--all {other}", "--all takes everything; leave out the other options")
+            for other in ("--tenant a", "--space 00", "--adapter a", "--salt a", "--tokens a", "--unused-days 0")
+        ),
+        ("", "say what to take out: --space, --tenant, --tokens, --unused-days or --all"),
+        ("--fingerprints a", "say what to take out: --space, --tenant, --tokens, --unused-days or --all"),
+        ("--adapter a", '--adapter and --salt are those of a --tenant; --tenant "" is no tenant'),
+        ("--salt a", '--adapter and --salt are those of a --tenant; --tenant "" is no tenant'),
+        ("--tenant a --fingerprints a", "--fingerprints says whose the --tokens are; without them it has no effect"),
+        ("--space 00", "--space '00' must be 16 hexadecimal digits; see `kvpool tier ls`"),
+        ("--space wrong", "--space 'wrong' must be 16 hexadecimal digits; see `kvpool tier ls`"),
+    ],
+)
+def test_given_options_of_purge_that_do_not_go_together_then_one_line_says_exactly_this(
+    options: str, said: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tier", "purge", str(directory), *options.split()]) == 2
+    assert capsys.readouterr().err.removeprefix("kvpool: ").split() == said.split()
+
+
+class Stubborn(MemoryTier):
+    """Keeps what it is asked to remove at some places, and does not say why."""
+
+    kept: tuple[int, ...] = ()
+
+    def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
+        found = super()._remove(keys, deadline)
+        return [Outcome.FAILED if at in self.kept else outcome for at, outcome in enumerate(found)]
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        return Purged(super()._purge(pattern, deadline).removed, not self.kept)
+
+
+@pytest.mark.parametrize("by_text", [True, False])
+@pytest.mark.parametrize("kept", [(), (0,), (1,), (0, 1)])
+def test_given_a_store_that_keeps_some_values_then_the_command_counts_the_others_and_says_so(
+    kept: tuple[int, ...],
+    by_text: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Stubborn(10**6)
+    fill(tier)
+    tier.kept = kept
+    monkeypatch.setattr(upkeep, "open_tier", lambda address: tier)
+    ids, known = tmp_path / "ids.json", tmp_path / "known.json"
+    ids.write_text(json.dumps(list(range(8))))
+    known.write_text(json.dumps({"spaces": [5, {}, {"description": SPACE.fingerprint.describe()}]}))
+    options = ["--tokens", str(ids), "--fingerprints", str(known)] if by_text else []
+    status = main(["tier", "purge", "redis://h", "--tenant", "acme", *options])
+    said = " ".join(capsys.readouterr().out.split())
+    removed = f"{2 - len(kept) if by_text else 6} values removed"
+    assert (status, said) == ((1, f"{removed} some may be left: see the log; run it again") if kept else (0, removed))
+
+
+def test_given_a_model_of_another_format_in_a_file_then_a_text_is_taken_out_of_the_others_and_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = MemoryTier(10**6)
+    fill(tier)
+    monkeypatch.setattr(upkeep, "open_tier", lambda address: tier)
+    ids, known = tmp_path / "ids.json", tmp_path / "known.json"
+    ids.write_text(json.dumps(list(range(8))))
+    old = {**SPACE.fingerprint.describe(), "model": "older", "version": 1}
+    known.write_text(json.dumps({"spaces": [{"description": old}, {"description": SPACE.fingerprint.describe()}]}))
+    words = ["tier", "purge", "redis://h", "--tenant", "acme", "--tokens", str(ids), "--fingerprints", str(known)]
+    assert main(words) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 values removed" in said
+    assert "some may be left: the description of the model 'older' has format 1; this kvpool reads" in said
 
 
 def test_given_a_store_that_is_down_then_the_command_says_that_some_may_be_left(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_given_keys_and_values_then_planes_are_exact_and_smaller_by_zstd(dtype: 
     assert stats.largest_error == 0.0
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_given_a_plane_that_does_not_shrink_then_it_is_kept_as_it_is(more: int) -> None:
+    codec, data = Planes("float32"), value(1, 4 * 100)
+    packed: dict[bytes, bytes] = {}
+
+    def compress(plane: Any) -> bytes:
+        packed[bytes(len(plane) + more)] = plane.tobytes()
+        return bytes(len(plane) + more)
+
+    codec._compress, codec._decompress = compress, lambda found, length: packed[bytes(found)]
+    encoded = b"".join(codec.encode(memoryview(data)))
+    assert (encoded.count(bytes(99)) > 0) == (more < 0)
+    if more >= 0:
+        out = bytearray(len(data))
+        codec.decode(memoryview(encoded), memoryview(out))
+        assert out == data
+
+
 # --- fp8 -------------------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +181,53 @@ def test_given_keys_and_values_then_fp8_halves_them_and_reports_its_error(dtype:
     stats = tier.compression()
     assert stats.bytes_after <= share * stats.bytes_before
     assert 0.0 < stats.largest_error <= 1.0
+
+
+def test_given_every_number_of_a_type_then_fp8_writes_and_reads_the_bytes_of_its_format() -> None:
+    found = []
+    for dtype, end in (("bfloat16", 0x7F80), ("float16", 0x7C00), ("float32", 0x7F60)):
+        bits = np.arange(2**16, dtype=np.uint16)
+        bits = bits[(bits & 0x7FFF) < end]
+        bits = np.concatenate([bits, np.random.default_rng(0).permutation(bits)])  # of one size, and of all sizes
+        data = as_floats(bits, dtype).astype(np.float32).tobytes() if dtype == "float32" else bits.tobytes()
+        codec, out = Fp8(dtype), bytearray(len(data) + 3)
+        encoded = b"".join(codec.encode(memoryview(data + b"end")))
+        codec.decode(memoryview(encoded), memoryview(out))
+        found += [hashlib.sha256(encoded).hexdigest()[:16], hashlib.sha256(out).hexdigest()[:16], codec.error()]
+    assert found == [
+        *("4b909e540f5dd60e", "12906ddaee754f2a", 1.0),
+        *("7dc532dcd7fe9234", "6de8c39e08c87137", 1.0),
+        *("07991fb7fa54a3d7", "6e309071814dcd6a", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        ([448.0, 2.0**-10], 1.0),  # the smallest code is 2^-9: the other one becomes 0
+        ([448.0, 2.0**-11], 0.5),
+        ([448.0, 1.0625], 1 / 1.0625),  # between 1 and 1.125: off by a sixteenth of 1
+        ([-448.0, 1.125], 0.0),
+        ([0.0, 0.0], 0.0),
+    ],
+)
+def test_given_numbers_between_two_codes_then_the_error_is_a_share_of_the_bound(
+    numbers: list[float], error: float
+) -> None:
+    codec = Fp8("float32")
+    codec.encode(memoryview(np.array(numbers + [0.0] * (GROUP - 2), np.float32).tobytes()))
+    assert codec.error() == pytest.approx(error, rel=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "least", "largest"), [("bfloat16", 0x7F78, 0x7F7F), ("float16", 0x7BC0, 0x7BFF)])
+def test_given_the_largest_numbers_of_a_type_then_fp8_makes_none_of_them_infinite(
+    dtype: str, least: int, largest: int
+) -> None:
+    data = np.resize(np.arange(least, largest + 1, dtype=np.uint16) | np.uint16(0x8000), GROUP).tobytes()
+    codec, out = Fp8(dtype), bytearray(len(data))
+    codec.decode(memoryview(b"".join(codec.encode(memoryview(data)))), memoryview(out))
+    assert set(np.frombuffer(out, np.uint16).tolist()) == {largest | 0x8000}
+    assert codec.error() <= 1.0
 
 
 def test_given_zeros_then_fp8_brings_zeros_back() -> None:

@@ -300,6 +300,34 @@ def test_given_a_directory_in_use_when_another_process_wants_to_write_then_it_is
     assert in_another_process(code, tmp_path) == ""
 
 
+def test_given_a_directory_in_use_then_the_error_tells_whether_this_process_or_another_writes_to_it(
+    tmp_path: Path,
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    with DiskTier(tmp_path, 2**20):
+        with pytest.raises(ConfigError, match=f"^this process writes to {tmp_path} already: close what has opened it"):
+            DiskTier(tmp_path, 2**20)
+        assert num_open(tmp_path / "lock") == 1
+    assert num_open(tmp_path / "lock") == 0
+    with (tmp_path / "lock").open("w") as other:  # as another process has it: not known here
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for written, shown in (("", "unknown"), (" 77\n", "77")):
+            other.write(written)
+            other.flush()
+            with pytest.raises(ConfigError, match=f"^{tmp_path} belongs to process {shown}, which writes to it"):
+                DiskTier(tmp_path, 2**20)
+            assert Directory(tmp_path, create=False).owner() == shown
+        assert num_open(tmp_path / "lock") == 1
+    DiskTier(tmp_path, 2**20).close()
+    assert Directory(tmp_path, create=False).owner() == ""
+
+
+def num_open(path: Path) -> int:
+    """How often this process has a file open."""
+    files = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(file.exists() and file.samefile(path) for file in files)
+
+
 def test_given_a_reader_that_misses_then_it_reads_the_files_again_at_most_once_in_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

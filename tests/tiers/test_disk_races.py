@@ -292,6 +292,15 @@ def test_given_a_file_system_that_allocates_nothing_then_a_slab_has_its_size_all
     assert bool(sizes) == is_made
 
 
+def test_given_a_system_without_a_call_that_allocates_then_a_slab_has_its_size_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    slab = slab_module.Slab.create(tmp_path, 3 * PAGE, 5, direct=False)
+    assert slab.path.stat().st_size == PAGE + 5 * 3 * PAGE
+    slab.close()
+
+
 # --- opening and closing -------------------------------------------------------------------------------------------------
 
 

@@ -299,6 +299,13 @@ def test_given_tensors_of_any_size_then_exactly_these_bytes_count() -> None:
     assert samples_of(struct.pack("<Q", len(text)) + text + bytes(end)) == pieces + moved(expected, head)
 
 
+@pytest.mark.parametrize("end", [-1, 2**20 + 1])
+def test_given_a_tensor_that_lies_outside_of_its_file_then_every_byte_of_the_file_counts(end: int) -> None:
+    text = json.dumps({"a": {"data_offsets": [0, 5]}, "b": {"data_offsets": [5, end]}}).encode()
+    size = 8 + len(text) + 2**20
+    assert samples_of(struct.pack("<Q", len(text)) + text + bytes(2**20)) == [(0, 2**20), (2**20, size)]
+
+
 def test_given_an_archive_of_torch_then_its_members_count_as_tensors_do() -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as file:

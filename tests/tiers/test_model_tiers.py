@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,26 @@ def test_given_any_tensor_when_one_number_changes_or_two_change_places_then_it_i
                 assert weights_id(model) != known, name
                 flat.copy_(before)
     assert weights_id(model) == known
+
+
+def test_given_tensors_of_any_type_and_shape_then_they_have_the_digest_that_stored_values_are_known_by() -> None:
+    def made(shape: tuple[int, ...], dtype: Any) -> Any:
+        return (torch.arange(math.prod(shape)) % 100).reshape(shape).to(dtype)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tied = self.weight = torch.nn.Parameter(made((3, 5), torch.float32))
+            self.register_buffer("kept", made((2, 3, 4), torch.bfloat16))
+            self.register_buffer("passing", made((7,), torch.float64), persistent=False)
+            self.register_buffer("bytes", made((2, 6), torch.uint8))
+            self.register_buffer("turned", made((4, 6), torch.float16).T)
+            self.register_buffer("large", made((2, 3), torch.complex128))
+            self.register_buffer("nothing", made((0, 4), torch.float32))
+            self.register_buffer("number", torch.tensor(5))
+
+    assert weights_id(Model()) == "5c38b19aa2c352e510144cb48d7ec0cf0b98abfdf0e955790715edf7370dedc8"
+    assert weights_id(torch.nn.Module()) == hashlib.sha256().hexdigest()
 
 
 def test_given_any_field_of_the_configuration_when_it_changes_then_it_is_another_model_or_the_field_is_in_the_short_list(

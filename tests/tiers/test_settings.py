@@ -12,7 +12,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.tiers import DiskTier, TierConfig, open_tier, read_tiers
 from kvpool.tiers.options import count, text
-from kvpool.tiers.settings import PREFIX, _Given
+from kvpool.tiers.settings import COMMAND_OPTIONS, PREFIX, _Given, help_of
 
 WHOLE = """
 title = "not ours"
@@ -186,6 +186,42 @@ def test_given_a_wrong_variable_then_the_error_names_it_and_what_is_right(
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"tier_timeout": None}, "tier_timeout=None must be a number of seconds from 0.001 to 3600"),
+        ({"tier_min_uses": None}, "tier_min_uses=None must be a whole number from 1 to 2147483647"),
+        ({"disk_bytes": 2**20}, "disk_bytes=1048576 needs disk as well"),
+        ({"disk": "d", "disk_bytes": 2**20 - 1}, "disk_bytes=1048575 must be at least 1048576 bytes"),
+        ({"offload_min_priority": 1}, "offload_min_priority=1 needs host_bytes as well"),
+        ({"offload_on_evict": False, "host_bytes": 0}, "offload_on_evict=False needs host_bytes as well"),
+        ({"host_write": "back"}, "host_write='back' needs host_bytes as well"),
+        ({"disk": "d", "disk_dtype": "float16"}, "disk_dtype='float16' needs disk_compression as well"),
+        ({"disk": "d", "remote_ttl": 5}, "remote_ttl=5 needs remote as well"),
+        (
+            {"remote": "redis://h?ttl=5", "remote_ttl": 5},
+            "remote_ttl=5 is in the address of the store, too; say it once",
+        ),
+        ({"remote": "disk:d", "remote_ttl": 5}, "remote_ttl=5 is for redis://, rediss://, and the store is disk://"),
+        ({"remote": 5}, "remote must be the address of a tier: node:, redis://, rediss://, s3:// or mooncake://"),
+    ],
+)
+def test_given_a_wrong_keyword_then_the_error_says_exactly_this(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TierConfig.of(**keywords)
+    assert str(caught.value) == said
+
+
+def test_given_keywords_that_go_together_then_they_are_the_settings() -> None:
+    assert TierConfig.of(disk=None, disk_bytes=None, remote=None) == TierConfig()
+    assert TierConfig.of(tier_timeout=3, disk="d", disk_bytes=2**20) == TierConfig(
+        timeout=3.0, disk="d", disk_bytes=2**20
+    )
+    assert TierConfig.of(host_bytes=1, host_write="back", remote="redis://h?a=1", remote_ttl=5) == TierConfig(
+        host_bytes=1, host_write="back", remote="redis://h?a=1", remote_ttl=5.0
+    )
+
+
 def test_given_a_wrong_option_then_the_error_names_it_as_it_was_typed() -> None:
     with pytest.raises(ConfigError, match="--tier-timeout = 0 must be"):
         read_tiers(None, {}, {"timeout": 0})
@@ -210,6 +246,13 @@ def test_given_a_file_that_is_no_configuration_then_the_error_names_it(
     with pytest.raises(ConfigError, match=words) as caught:
         read_tiers(path, {})
     assert str(path) in str(caught.value)
+
+
+def test_given_an_option_of_engines_then_its_help_says_what_it_is_for_and_what_it_is_without_it() -> None:
+    texts = {option: help_of(setting) for option, setting in COMMAND_OPTIONS.items()}
+    assert list(texts) == ["tier_timeout", "disk", "disk_bytes", "remote"]
+    assert texts["tier_timeout"] == "Seconds that a request waits for them at most: 2."
+    assert texts["disk_bytes"].endswith(": 10GiB.")
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------

@@ -190,6 +190,15 @@ def test_given_a_head_of_slots_that_cannot_be_then_it_counts_as_damaged(
             read_head(head)
 
 
+def test_given_a_head_that_is_cut_short_then_it_is_read_if_all_its_fields_are_there() -> None:
+    head = _head(_MAGIC, 7, 2 * PAGE, 3)
+    fields = len(head.rstrip(b"\0"))
+    assert read_head(head[:fields]) == (7, 2 * PAGE, 3)
+    for size in (0, fields - 1):
+        with pytest.raises(UnreadableSlabError, match="is cut short"):
+            read_head(head[:size])
+
+
 @pytest.mark.parametrize(
     ("capacity", "slab_bytes_at_most"),
     [(2**28, 2**24), (2**32, 2**28), (2**36, 2**30), (2**40, 2**34), (2**44, 2**34)],

@@ -30,6 +30,7 @@ LOWEST_EXPONENT, NUM_EXPONENTS = -142, 263
 """Exponents of scales, for values from the smallest subnormal to the largest bfloat16."""
 
 _LARGEST = 448.0
+_LARGEST_OF_TYPE = {"bfloat16": 2.0**128 - 2.0**120, "float16": 65504.0}
 
 
 @functools.cache
@@ -117,10 +118,10 @@ class Table:
     def _add(self, exponent: int) -> None:
         finite = np.where(np.isfinite(self._every), self._every, 0.0)
         codes = nearest_codes(finite * 2.0**-exponent)
-        magnitudes = np.append(_e4m3(), 0.0) * 2.0**exponent
-        with np.errstate(over="ignore"):  # codes that no finite number of the type has
-            values = np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
-            bits = values.astype(np.float16).view(np.uint16) if self.dtype == "float16" else round_to_bfloat16(values)
+        # the nearest code of the largest numbers of a type stands for more than the type can hold
+        magnitudes = np.minimum(np.append(_e4m3(), 0.0) * 2.0**exponent, _LARGEST_OF_TYPE[self.dtype])
+        values = np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
+        bits = values.astype(np.float16).view(np.uint16) if self.dtype == "float16" else round_to_bfloat16(values)
         self._exponents[exponent] = len(self._codes)
         self._codes = np.concatenate([self._codes, codes[None]])
         self._bits = np.concatenate([self._bits, bits[None]])
@@ -172,7 +173,6 @@ class Planes(Codec):
     def __init__(self, dtype: str = "bfloat16", method: str = "zstd", level: int = 1) -> None:
         self._item = _item_bytes(dtype)
         check_int(level, "level", 1, 19 if method == "zstd" else 12)
-        self._level = level
         self._compress, self._decompress = _functions(method, level)
         self.identity = f"planes {self._item} {method}"
 

@@ -170,4 +170,4 @@ def _taken(read: _Read, buffer: Buffer) -> bool:
 
 def _is_aligned(view: memoryview) -> bool:
     """Whether a file that is open for direct I/O can be read into this memory."""
-    return view.nbytes % PAGE == 0 and view.nbytes > 0 and np.frombuffer(view, np.uint8).ctypes.data % PAGE == 0
+    return view.nbytes % PAGE == 0 and np.frombuffer(view, np.uint8).ctypes.data % PAGE == 0

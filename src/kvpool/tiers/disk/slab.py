@@ -125,7 +125,7 @@ class Slab:
         self.notes: list[str] = []
         """What was wrong with its files, one sentence each."""
         self.records = empty_records(num_slots)
-        self.newest_use = 0
+        self.newest_use: int  # the catalog knows it
         self.num_jobs = 0  # reads and writes in flight; until they end, the files stay open
         self.num_writing = 0
         self.retired = False
