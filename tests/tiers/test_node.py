@@ -381,6 +381,16 @@ def test_given_a_node_that_is_started_again_then_values_are_there_in_their_order
         assert tier.contains([key(0)]) == [False]
 
 
+def test_given_a_use_right_before_a_node_ends_then_the_next_one_knows_of_it(folder: Path) -> None:
+    with node_thread(folder, MEGABYTE), tier_of(folder) as tier:
+        assert store(tier, list(range(28)), 36_000) == [Outcome.OK] * 28
+        load(tier, [2], 36_000)  # the last one of a part goes first otherwise
+    assert not (folder / "socket").exists()
+    with node_thread(folder, MEGABYTE), tier_of(folder) as tier:
+        assert store(tier, [28], 36_000) == [Outcome.OK]
+        assert tier.contains([key(1), key(2)]) == [False, True]
+
+
 def test_given_values_that_were_damaged_between_two_nodes_then_they_are_gone_and_not_wrong(folder: Path) -> None:
     with node_thread(folder), tier_of(folder) as tier:
         store(tier, list(range(20)))

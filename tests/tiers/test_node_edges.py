@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvpool.eviction import LRUPolicy
 from kvpool.testing import VALUE_BYTES, key, load, store, value
 from kvpool.tiers import Fingerprint, KeySpace, MemoryTier, NodeTier, Outcome
 from kvpool.tiers.contract import Worth
+from kvpool.tiers.keys import KeyPattern
 
 pytestmark = needs_linux
 
@@ -691,3 +693,22 @@ def test_given_many_clients_that_are_cut_off_then_four_lines_say_so_and_a_refusa
     sent: list[bytes] = []
     server.NodeServer._refuse(SimpleNamespace(send=sent.append), "x" * 2000)  # type: ignore[arg-type]
     assert sent == [wire.message(Verb.REFUSED, 0, 0, b"x" * 1024)]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+@pytest.mark.parametrize("which", ["keys", "keys with numbers", "numbers", "places", "flags", "pattern"])
+def test_given_a_message_with_less_or_more_than_it_says_then_nothing_of_it_is_read(which: str, change: int) -> None:
+    read, size = {
+        "keys": (wire.keys_in, 3 * 32),
+        "keys with numbers": (partial(wire.keys_in, with_numbers=True), 3 * 40),
+        "numbers": (wire.numbers_in, 3 * 8),
+        "places": (wire.places_in, 3 * 24),
+        "flags": (wire.flags_in, 3),
+        "pattern": (wire.pattern_in, len(wire.pattern_bytes(KeyPattern()))),
+    }[which]
+    whole, wrong = (
+        wire.Message(Verb.FIND, 3, 0, memoryview(bytes(length))) for length in (size, size + change * size // 3)
+    )
+    read(whole)
+    with pytest.raises(wire.WireError, match=f"has {size} bytes, not {len(wrong.body)}"):
+        read(wrong)

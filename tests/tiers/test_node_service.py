@@ -360,21 +360,21 @@ def test_given_a_lease_of_what_is_behind_then_only_what_is_there_gets_a_slot_and
     assert talk.held() == set()
 
 
-@pytest.mark.parametrize("gone", ["it is not there", "it is not whole", "it was removed", "all was purged", "no room"])
+@pytest.mark.parametrize("gone", ["not there", "not whole", "removed", "purged", "removed and purged", "no room"])
 def test_given_a_lease_of_what_does_not_come_then_it_is_a_miss_and_no_slot_is_kept(talk: Talk, gone: str) -> None:
     size = 2 * MEGABYTE if gone == "no room" else SIZE
     assert talk.lease(1, size=size) == LATER
     _, _, found = talk.behind.next("find")
-    found([gone != "it is not there"])
-    if gone not in ("it is not there", "no room"):
+    found([gone != "not there"])
+    if gone not in ("not there", "no room"):
         _, _, _, loaded = talk.behind.next("load")
-        if gone == "it was removed":
+        if "removed" in gone:
             assert talk.keys(Verb.REMOVE, 1) == LATER
             assert talk.behind.next("remove")[0] == (key(1),)
-        if gone == "all was purged":
+        if "purged" in gone:
             assert talk.ask(Verb.PURGE, body=wire.pattern_bytes(KeyPattern(None))) == LATER
             talk.behind.next("purge")
-        loaded([None if gone == "it is not whole" else 5])
+        loaded([None if gone == "not whole" else 5])
     answer = talk.answer()
     assert (answer.number, wire.places_in(answer)) == (0, [ABSENT])
     assert (talk.index.used_bytes, len(talk.index), talk.service.counts["fetched"]) == (0, 0, 0)

@@ -6,6 +6,7 @@ again by `python tests/tiers/test_same_node.py`: see `test_same_answers.py`.
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class Node:
         tiers = [Slow(run, 300_000, "near"), Slow(run, 900_000, "far")] if with_behind else []
         self.behind = Behind(tiers, lambda job: job())
         self.is_up = True
+        self.heard = hashlib.sha256()
         self.begin()
 
     def begin(self) -> None:
@@ -82,6 +84,7 @@ class Wire:
 
     def tell(self, packet: bytes, deadline: float) -> Any:
         run = self.node.run
+        self.node.heard.update(packet)
         run.wait(0.001)
         chosen = run.rng.random()
         if chosen < 0.01:
@@ -181,7 +184,7 @@ def node(with_behind: bool) -> Callable[[Run], None]:
                 said = step(run, shared, tier)
                 stats = shared.service.stats(shared.clients)
                 there = [number for number in range(NUM_KEYS) if key(number) in shared.service.index._values]
-                run.say(tier.engine, said, figures(tier), tier._num_lent, stats, there)
+                run.say(tier.engine, said, figures(tier), tier._num_lent, stats, there, shared.heard.hexdigest())
             run.say(prometheus_text(shared.service.stats(shared.clients)))
             for tier in tiers:
                 tier.close()

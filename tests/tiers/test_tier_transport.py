@@ -21,6 +21,7 @@ from kvpool import (
     KVCacheHandle,
     LayerSpec,
     Retention,
+    ReuseScope,
     Tier,
     TokenRange,
 )
@@ -191,6 +192,34 @@ def test_given_a_prefix_that_was_invalidated_while_it_was_on_its_way_then_it_is_
         assert other.take_in(PROMPT, fetch) == 0
         assert other.transport.stats().imports == 0
         assert other.fetch(PROMPT).num_blocks == 0  # its keys are others from now on
+
+
+def test_given_other_content_that_was_invalidated_meanwhile_then_a_prefix_is_taken_in_all_the_same() -> None:
+    tier = MemoryTier(2**20)
+    with sides((tier,), (tier,)) as (one, other):
+        one.store(one.compute(PROMPT))
+        fetch = other.fetch(PROMPT)
+        other.transport.invalidator.content(lambda: 0, np.arange(500, 512, dtype=np.int32), None, None)
+        assert other.take_in(PROMPT, fetch) == 28
+
+
+def test_given_a_tenant_or_a_scope_that_is_forgotten_then_a_tier_loses_also_what_another_engine_stored() -> None:
+    tier = MemoryTier(2**20)
+    scopes = [ReuseScope(tenant="t"), ReuseScope(salt="s"), ReuseScope()]
+    with sides((tier,), (tier,), layers=(FULL,)) as (one, other):
+        for name, scope in zip("abc", scopes, strict=True):
+            handle = one.manager.allocate(name, PROMPT, scope=scope)
+            one.manager.slot_mapping([handle], 0, len(PROMPT))
+            one.manager.commit(handle)
+            one.store(handle)
+        assert tier.stats().num_values == 21
+        invalidator = other.transport.invalidator
+        assert invalidator.of_tenant(lambda: 3, "t") == 3
+        assert other.transport.storer.flush(SECONDS)
+        assert tier.stats().num_values == 14
+        assert invalidator.content(lambda: 4, None, scopes[1], None) == 4
+        assert other.transport.storer.flush(SECONDS)
+        assert tier.stats().num_values == 7
 
 
 @pytest.mark.parametrize(
