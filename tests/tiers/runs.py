@@ -22,7 +22,7 @@ from kvpool.testing import value
 from kvpool.tiers import KeyedTier, KeyPattern, MemoryTier, Outcome
 from kvpool.tiers.codecs import Codec, UnreadableValueError
 from kvpool.tiers.contract import CountedKeeper
-from kvpool.tiers.disk.buffers import Call, Job, Workers
+from kvpool.tiers.disk.buffers import Buffer, Call, Job, Workers
 from kvpool.tiers.remote.breaker import Breaker
 from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share, StaleKeys, StoreNode
 from kvpool.tiers.transport.chain import WatchedTier
@@ -91,6 +91,7 @@ class Run:
             patch.setattr(Workers, "submit", lambda workers, job: self._jobs.append(job))
             patch.setattr(Call, "next", self._worked_off(Call.next))
             patch.setattr(Workers, "close", self._worked_off(Workers.close))
+            patch.setattr(Workers, "take_buffer", self._waited_for(Workers.take_buffer))
             log.addHandler(handler)
             try:
                 yield self
@@ -101,11 +102,24 @@ class Run:
         """The same after all jobs."""
 
         def worked_off(called: Any) -> Any:
-            while self._jobs:
-                self._jobs.popleft()()
+            self._work_off()
             return method(called)
 
         return worked_off
+
+    def _waited_for(self, method: Callable[[Workers, float], Buffer | None]) -> Callable[..., Buffer | None]:
+        """The same after all jobs, if a caller would wait."""
+
+        def waited_for(workers: Workers, deadline: float) -> Buffer | None:
+            if workers._buffers.empty() and deadline > self.now:
+                self._work_off()
+            return method(workers, deadline)
+
+        return waited_for
+
+    def _work_off(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
 
     def wait(self, seconds: float) -> None:
         self.now = round(self.now + seconds, 6)

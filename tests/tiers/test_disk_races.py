@@ -125,6 +125,28 @@ def test_given_no_buffer_until_the_deadline_then_that_value_and_all_behind_it_ar
     assert store(tier, [2, 3]) == [Outcome.OK] * 2
 
 
+def test_given_no_buffer_when_one_comes_back_then_a_store_goes_on_at_once(tier: DiskTier) -> None:
+    buffers = [taken(tier._workers, 0.0) for _ in range(BUFFERS_PER_THREAD)]
+    take, asked, outcomes = tier._workers.take_buffer, threading.Event(), list[Outcome]()
+
+    def watched(deadline: float) -> Buffer | None:
+        if deadline > time.monotonic():
+            asked.set()  # it waits
+            return take(deadline)
+        found = take(deadline)
+        asked.set()
+        return found
+
+    tier._workers.take_buffer = watched  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: outcomes.extend(store(tier, [1])))
+    thread.start()
+    assert asked.wait(SECONDS)
+    for buffer in buffers:
+        tier._workers.give_buffer(buffer)
+    thread.join(SECONDS / 2)
+    assert outcomes == [Outcome.OK]
+
+
 # --- while a value is read -----------------------------------------------------------------------------------------------
 
 

@@ -67,8 +67,8 @@ class Storing:
                 outcomes[index] = found
                 continue
             outcomes[index] = Outcome.LATE
-            buffer = self._buffer(call, outcomes)
-            if buffer is None:  # the deadline
+            buffer = self._workers.take_buffer(deadline)
+            if buffer is None:
                 self._end(found, Outcome.LATE)
                 outcomes[index + 1 :] = [Outcome.LATE] * (len(keys) - index - 1)
                 break
@@ -77,15 +77,6 @@ class Storing:
         _collect(call, outcomes)
         self._flush_if_due()
         return outcomes
-
-    def _buffer(self, call: Call, outcomes: list[Outcome]) -> Buffer | None:
-        """A buffer to fill. While it waits for one, it records writes that have ended."""
-        while (buffer := call.take_buffer()) is None:
-            finished = call.next() if call.num_pending else None
-            if finished is None:
-                return None
-            outcomes[finished.number] = finished.outcome
-        return buffer
 
     def _reserve(self, call: Call, index: int, key: bytes, length: int, used: int, before: int) -> _Write | Outcome:
         """A slot for a value; `OK` if it is there, `LATE` if its write is in flight, `REFUSED` if there is no room."""
