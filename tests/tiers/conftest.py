@@ -10,10 +10,22 @@ from typing import Any
 
 import pytest
 
-from kvpool.tiers import DiskTier
+from kvpool.tiers import DiskTier, KeyedTier
+from kvpool.tiers.contract import CALL_TIMEOUT
 from kvpool.tiers.disk.buffers import BUFFERS_PER_THREAD, Workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test names no time, a call to a tier may take a minute: a second is little on a busy machine."""
+    make = KeyedTier.__init__
+
+    def make_patient(tier: Any, name: str, *, timeout: float = CALL_TIMEOUT) -> None:
+        make(tier, name, timeout=60.0 if timeout == CALL_TIMEOUT else timeout)
+
+    monkeypatch.setattr(KeyedTier, "__init__", make_patient)
 
 
 @pytest.fixture(autouse=True)

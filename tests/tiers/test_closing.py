@@ -20,7 +20,7 @@ from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, NodeTi
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.node.settings import read_node
 
-pytestmark = needs_linux
+pytestmark = [needs_linux, pytest.mark.usefixtures("patience")]
 USED = [Outcome.OK] * 3
 
 

@@ -23,6 +23,8 @@ from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Upkeep, remove_everything
 from kvpool.tiers.transport.staging import page_aligned
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 PAGE = 4096
 SLOT = 12_288  # of a value of 5,000 bytes: a page for the header, two for the value

@@ -23,6 +23,8 @@ from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Upkeep
 from kvpool.tiers.transport.staging import page_aligned
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 CAPACITY = 2**22
 PAGE, SLOT = 4096, 12_288
 

@@ -24,7 +24,7 @@ from kvpool.tiers.keys import tenant_tag
 from kvpool.tiers.remote import remote_tier
 from kvpool.tiers.remote.breaker import Breaker
 
-pytestmark = needs_linux
+pytestmark = [needs_linux, pytest.mark.usefixtures("patience")]
 
 if hasattr(os, "eventfd"):
     from kvpool.tiers.node import lending, node_tier, wire
