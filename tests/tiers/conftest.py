@@ -1,9 +1,13 @@
-"""Tests of tiers import servers.py beside them. None may lose a buffer or a job, or leave a disk tier or a slab open."""
+"""Tests of tiers import servers.py beside them. None may lose a buffer or a job, or leave a disk tier or a slab open.
+
+No thread of a tier keeps a process alive.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,13 @@ def nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             lost.append(f"{missing} buffers")
         return have_ended
 
+    def started(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvpool-") and not thread.daemon:
+            lost.append(f"the thread {thread.name} is no daemon")
+        start(thread)
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", started)
     monkeypatch.setattr(DiskTier, "__init__", recorded)
     monkeypatch.setattr(DiskTier, "_close", checked)
     monkeypatch.setattr(Workers, "close", checked_workers)

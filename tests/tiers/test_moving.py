@@ -145,6 +145,7 @@ def test_given_a_full_lane_then_more_is_refused_and_stopping_drops_what_waits() 
     assert threads.submit(lambda: done.append("second"), lambda: done.append("dropped"))
     assert threads.submit(lambda: done.append("third"), lambda: done.append("dropped"))
     assert not threads.submit(nothing, nothing)
+    assert threads.num_waiting == 2
     assert not threads.flush(0.0)
     assert not threads.stop(0.0)
     gate.set()

@@ -646,6 +646,8 @@ def test_given_a_client_that_waits_for_tiers_then_it_may_be_silent_until_they_ha
         assert raw.heard().verb == Verb.LEASE
         server.call(lambda: look_after(SILENCE_SECONDS / 2), 30)
         assert raw.ask(wire.message(Verb.STATS)).verb == Verb.STATS, "its time began with the answer"
+        server.call(lambda: look_after(SILENCE_SECONDS * 2 / 3), 30)
+        assert raw.ask(wire.message(Verb.STATS)).verb == Verb.STATS, "and again with each message"
         server.call(lambda: look_after(SILENCE_SECONDS + 1), 30)
         assert raw.is_cut_off()
         sound(server)

@@ -167,6 +167,14 @@ class Introduced(MemoryTier):
         self.prefixes.append(space.prefix)
 
 
+def test_given_models_then_a_node_hears_of_those_whose_description_fills_half_a_message_at_most(folder: Path) -> None:
+    with NodeTier(f"node:{folder}") as tier:
+        for number, size in enumerate((wire.MAX_MESSAGE // 2 - 1, wire.MAX_MESSAGE // 2)):
+            described = SimpleNamespace(describe=lambda size=size: "x" * (size - 2))
+            tier.introduce(SimpleNamespace(prefix=number, fingerprint=described))  # type: ignore[arg-type]
+        assert list(tier._spaces) == [0]
+
+
 def test_given_a_model_then_a_node_hears_of_it_also_if_it_is_started_later(folder: Path) -> None:
     space, long = (KeySpace(Fingerprint(name, "weights", 16, ())) for name in ("model", "m" * wire.MAX_MESSAGE))
     behind = Introduced()
@@ -659,6 +667,7 @@ def test_given_values_that_are_evicted_then_their_policy_hears_of_each_with_its_
         put(index, holder, number, length=300)
         index.remove(key(number))
     assert told == [(key(3), 0), (key(1), 1), (key(2), 1)]  # a whole slab
+    assert MEGABYTE // 2 not in index._ranking._shelves
     index.region.close()
 
 
@@ -712,3 +721,22 @@ def test_given_a_message_with_less_or_more_than_it_says_then_nothing_of_it_is_re
     read(whole)
     with pytest.raises(wire.WireError, match=f"has {size} bytes, not {len(wrong.body)}"):
         read(wrong)
+
+
+def test_given_a_second_part_that_does_not_come_in_time_then_only_its_values_are_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_KEYS", 2)
+    with node_thread(folder, MEGABYTE), NodeTier(f"node:{folder}?timeout={SECONDS}") as tier:
+        assert store(tier, [1, 2, 3, 4]) == [Outcome.OK] * 4
+        load_part = tier._load_part
+
+        def late(node: Any, keys: Any, **rest: Any) -> Any:
+            if key(3) in keys:
+                raise TimeoutError
+            return load_part(node, keys, **rest)
+
+        monkeypatch.setattr(tier, "_load_part", late)
+        outcomes, found = load(tier, [1, 2, 3, 4, 5])
+        assert outcomes == [Outcome.OK] * 2 + [Outcome.LATE] * 3
+        assert found[:2] == [value(1), value(2)]
