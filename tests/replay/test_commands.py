@@ -80,6 +80,13 @@ def test_given_a_file_without_requests_then_every_command_refuses_it(
         (["--costs", "nowhere.json"], "kvpool bench"),
         (["--max-errors", "-1"], "--max-errors"),
         (["--limit", "0"], "--limit"),
+        (["--tiers", "gpu=5,gpu=6"], "names gpu twice"),
+        (["--tiers", "gpu=5", "--capacity", "6"], "--capacity would do nothing with --tiers"),
+        (["--kv-dtype", "fp8"], "--kv-dtype would do nothing without --model"),
+        (["--speed", "2", "--slo-ttft", "1"], "--speed, --slo-ttft would do nothing without --gpu or --costs"),
+        (["--all-reduce-latency", "9"], "--all-reduce-latency would do nothing without --tensor-parallel"),
+        (["--exact", "--capacity", "9", "--report", "out.html"], "--capacity, --report would do nothing with --exact"),
+        (["--csv", "-", "--json", "-"], "both go to stdout"),
     ],
 )
 def test_given_a_wrong_option_then_it_is_refused_before_the_trace_is_read(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llama_config import LLAMA
 
-from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.replay.capacity_plan import PlanRequest, curve_sentence, knee, make_plan
 from kvpool.replay.costs import GPUS, costs_for, count_weights, find_gpu
 
@@ -264,7 +264,16 @@ def test_given_gpu_names_then_spelling_is_forgiven_and_unknown_ones_are_refused(
         find_gpu("voodoo2")
 
 
-@pytest.mark.parametrize("bad", [{"context": 0}, {"concurrency": -1}, {"gpu_fraction": 0.0}, {"num_gpus": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"context": 0},
+        {"concurrency": -1},
+        {"gpu_fraction": 0.0},
+        {"num_gpus": 0},
+        *({"weight_bytes": value} for value in (0.0, -1.0, float("nan"), float("inf"))),
+    ],
+)
 def test_given_a_wrong_request_then_the_field_is_named(bad: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
+    with pytest.raises(KVPoolError, match=next(iter(bad))):
         PlanRequest(config(), "h200", **bad)

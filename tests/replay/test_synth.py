@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import nan
 
 import numpy as np
 import pytest
@@ -38,10 +39,19 @@ def test_given_a_synthetic_trace_when_fitted_then_its_parameters_come_back() -> 
     assert found.turn_blocks[0] == pytest.approx(model.turn_blocks[0], abs=0.3)
 
 
-@pytest.mark.parametrize("bad", [{"rate": 0.0}, {"num_stems": 0}, {"continues": (1.0,)}, {"continues": ()}])
+@pytest.mark.parametrize(
+    "bad", [{"rate": 0.0}, {"rate": nan}, {"num_stems": 0}, {"continues": (1.0,)}, {"continues": ()}]
+)
 def test_given_impossible_parameters_then_they_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError):
         WorkloadModel(**bad)
+
+
+def test_given_what_no_trace_can_hold_then_none_is_made() -> None:
+    with pytest.raises(InvalidArgumentError, match="seed=-1"):
+        synthesise(WorkloadModel(), 5, seed=-1)
+    with pytest.raises(TraceError, match=r"at rate=1e-300 .* no trace can hold such times"):
+        synthesise(WorkloadModel(rate=1e-300), 5)
 
 
 def test_given_tokens_then_equal_prefixes_of_blocks_get_equal_ids() -> None:

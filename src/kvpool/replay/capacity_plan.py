@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool.checks import check_number
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import ceil_div
 from kvpool.config.model_config import layers_from_hf
@@ -69,6 +70,11 @@ class PlanRequest:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1")
         if not 0 < self.gpu_fraction <= 1:
             raise InvalidArgumentError(f"gpu_fraction is {self.gpu_fraction}; it must lie above 0 and not above 1")
+        if (
+            self.weight_bytes is not None
+            and not check_number(self.weight_bytes, "weight_bytes", "a number above 0") > 0
+        ):
+            raise InvalidArgumentError(f"weight_bytes is {self.weight_bytes}; it must be above 0")
 
 
 @dataclass

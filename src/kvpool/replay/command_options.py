@@ -119,6 +119,30 @@ Plots: TypeAlias = Annotated[
 Quiet: TypeAlias = Annotated[
     bool, typer.Option("--quiet", "-q", help="No table, no progress.", rich_help_panel=_RESULTS)
 ]
+
+
+def refuse_unused(call: typer.Context, why: str, *names: str) -> None:
+    """Refuses options that were given though this call does not read them."""
+    sources = {name: call.get_parameter_source(name) for name in names}
+    unused = [
+        f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    ]
+    if unused:
+        raise InvalidArgumentError(f"{', '.join(unused)} would do nothing {why}; leave it out")
+
+
+def refuse_unread(call: typer.Context, *, serves: bool) -> None:
+    """Refuses options of `kvpool replay` that belong to others which were not given."""
+    if call.params["tiers"]:
+        refuse_unused(call, "with --tiers, which has the blocks of the GPU", "capacity")
+    if call.params["model"] is None:
+        refuse_unused(call, "without --model", "kv_dtype")
+    if call.params["tensor_parallel"] == 1:
+        refuse_unused(call, "without --tensor-parallel", "all_reduce_bandwidth", "all_reduce_latency")
+    if not serves:
+        refuse_unused(call, "without --gpu or --costs, which serve the trace", "speed", "slo_ttft", "slo_tpot")
+
+
 DEFAULT_STEPS = (1, 2, 3, 5)  # of each power of ten in a range
 
 
@@ -164,6 +188,8 @@ def parse_tiers(text: str) -> dict[str, int]:
         name, equals, value = part.strip().lower().partition("=")
         if not equals or name not in ("gpu", "host", "disk"):
             raise InvalidArgumentError(f"--tiers has {part!r}; write gpu=10k,host=50k,disk=1m (blocks)")
+        if name in tiers:
+            raise InvalidArgumentError(f"--tiers {text!r} names {name} twice; write gpu=10k,host=50k,disk=1m (blocks)")
         tiers[name] = parse_count(value, f"--tiers {name}")
     if "gpu" not in tiers:
         raise InvalidArgumentError(f"--tiers {text!r} has no gpu tier; write gpu=10k,host=50k")

@@ -20,13 +20,12 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines, open_bytes
 from kvpool.recording.operations import MAGIC_KEY, MAX_SECONDS, Operations, unpack
 from kvpool.recording.playback import recorded_scope
-from kvpool.replay.trace import MAX_LENGTH, Trace, TraceBuilder
+from kvpool.replay.trace import MAX_LENGTH, MAX_TIMESTAMP, Trace, TraceBuilder
 from kvpool.scope import ReuseHint, known_stop
 
 FORMATS = ("mooncake", "tokens", "azure", "recording")
 DEFAULT_MAX_ERRORS = 10
 DEFAULT_UNIT = 512  # tokens of a Mooncake block
-MAX_TIMESTAMP = 2**53  # milliseconds; a float cannot hold larger ones exactly
 MAX_NAME = 1024  # characters that name a session or a tenant
 _SNIFFED_REQUESTS = 256
 _TOKEN_KEYS = ("tokens", "token_ids", "prompt_token_ids")

@@ -41,6 +41,7 @@ def register(app: typer.Typer, name: str) -> None:
 
 
 def plan(
+    call: typer.Context,
     model: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
     gpu: Annotated[str | None, typer.Option(help=f"One of {', '.join(GPUS)}.")] = None,
     costs: Annotated[
@@ -83,6 +84,10 @@ def plan(
     """
     if (gpu is None) == (costs is None):
         raise InvalidArgumentError("give --gpu NAME, or --costs FILE written by `kvpool bench --json FILE`")
+    if trace is None:
+        opt.refuse_unused(call, "without --trace", "policy")
+    if tensor_parallel == 1:
+        opt.refuse_unused(call, "without --tensor-parallel", "all_reduce_bandwidth", "all_reduce_latency")
     request = PlanRequest(
         str(model),
         gpu,

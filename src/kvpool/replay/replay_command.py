@@ -15,7 +15,14 @@ from kvpool.recording.playback import play_recording
 from kvpool.replay import command_options as opt
 from kvpool.replay.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
 from kvpool.replay.capacity_plan import curve_sentence
-from kvpool.replay.command_options import load_trace, parse_capacities, parse_checkpoints, parse_tiers
+from kvpool.replay.command_options import (
+    load_trace,
+    parse_capacities,
+    parse_checkpoints,
+    parse_tiers,
+    refuse_unread,
+    refuse_unused,
+)
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.runs import map_over, run_all
 from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult, hit_curve
@@ -35,6 +42,7 @@ def register(app: typer.Typer, name: str) -> None:
 
 
 def replay(
+    call: typer.Context,
     trace: opt.TraceFile,
     policy: opt.Policy = None,
     capacity: opt.Capacity = DEFAULT_CAPACITIES,
@@ -79,13 +87,18 @@ def replay(
     out = console(to_stderr="-" in (csv, json))
     check_files(csv, json, report)
     check_folders(plots)
+    if csv == json == "-":
+        raise InvalidArgumentError("--csv - and --json - would both go to stdout; write one of them to a file")
     if exact:
+        read = {"trace", "exact", "policy", "csv", "json", "quiet", "workers"}
+        refuse_unused(call, "with --exact, which does what was recorded", *sorted(call.params.keys() - read))
         _exact(trace, policy, json, csv, out)
         return
     sizes = _sizes(policy or _USUAL_POLICIES, capacity, tiers, host_write, objective)
     machine = _machine(model, kv_dtype, gpu, costs)
     if tensor_parallel > 1:
         machine = _divided(machine, model, kv_dtype, gpu, tensor_parallel, (all_reduce_bandwidth, all_reduce_latency))
+    refuse_unread(call, serves=machine is not None and machine.costs is not None)
     rules = _rules(checkpoint_every, machine)
     started = time.perf_counter()
     loaded = _read(out, trace, max_errors, limit, full_blocks_only)

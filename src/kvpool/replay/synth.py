@@ -7,9 +7,10 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from kvpool.checks import check_int, check_number
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.replay.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder, to_blocks
+from kvpool.replay.trace import MAX_LENGTH, MAX_TIMESTAMP, TOKENS_PER_BLOCK, Trace, TraceBuilder, to_blocks
 
 MAX_BLOCKS = 2**24  # that one turn may add
 MAX_GAP = 2**40  # seconds between two turns
@@ -40,6 +41,7 @@ class WorkloadModel:
     num_tenants: int = 0  # 0: the trace does not say who asked
 
     def __post_init__(self) -> None:
+        check_number(self.rate, "rate", "a number of requests per second", InvalidArgumentError)
         if self.rate <= 0 or self.num_stems < 1 or not self.continues:
             raise InvalidArgumentError("rate must be above 0, num_stems at least 1 and continues not empty")
         if not 0 <= self.num_tenants <= self.num_stems:
@@ -145,7 +147,7 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
     >>> synthesise(WorkloadModel(), 100).num_ids == synthesise(WorkloadModel(), 100).num_ids
     True
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(check_int(seed, "seed", 0, 2**63, InvalidArgumentError))
     builder = TraceBuilder(name, unit=model.unit, format="synthetic")
     weights = 1.0 / np.arange(1, model.num_stems + 1) ** model.stem_skew
     stem_lengths = 1 + random.poisson(max(0.0, model.stem_blocks - 1), model.num_stems)
@@ -173,6 +175,8 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
         tokens = len(blocks) * model.unit - int(random.integers(model.unit))
         output = max(1, round(_draw(random, model.output_tokens, MAX_LENGTH)))
         who = f"tenant {tenant + 1}" if model.num_tenants else None
+        if time * 1000 > MAX_TIMESTAMP:
+            raise TraceError(f"at rate={model.rate:g} a request comes after {time:.3g} s: no trace can hold such times")
         builder.add(time * 1000, blocks, tokens, output, tenant=who)
         if random.random() < model.continues[min(turn, len(model.continues) - 1)]:
             serial += 1

@@ -22,6 +22,7 @@ END_MARK = MAX_TOKEN_ID  # ids of a trace are smaller
 MAX_IDS = 2**30  # a trace may take 4 GiB of memory, whatever its file holds
 MAX_REQUESTS = 2**25
 MAX_LENGTH = 2**31 - 1  # tokens of a prompt or an answer
+MAX_TIMESTAMP = 2**53  # milliseconds; a float cannot hold larger ones exactly
 
 
 class TraceRequest(NamedTuple):
