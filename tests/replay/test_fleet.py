@@ -60,6 +60,18 @@ def test_given_many_cells_then_those_from_the_idlest_to_the_busiest_are_simulate
     assert result.busiest_cell_over_mean == 20.0
 
 
+def test_given_tokens_or_ids_that_recur_elsewhere_then_a_cluster_counts_blocks_with_all_that_precedes_them() -> None:
+    tokens = TraceBuilder("tokens")
+    for number in range(6):
+        tokens.add(number * 1000, [1] * 64 + [2 + number] * 32, 96, 1)
+    found = simulate_fleet(tokens.build(), FleetConfig(nodes=1, capacity=100))
+    assert (found.requested_blocks, found.ideal_blocks, found.hit_blocks) == (36, 20, 20)
+    assert found.index_blocks == 4 + 6 * 2
+    contents = TraceBuilder("contents", unit=16).add(0, [1, 2, 1], 48, 0).add(0, [2, 1], 32, 0).build()
+    found = simulate_fleet(contents, FleetConfig(nodes=1, capacity=100))
+    assert (found.ideal_blocks, found.share_of_ideal, found.event_bytes_per_second) == (0, 1.0, 0.0)
+
+
 def test_given_prompts_longer_than_a_cache_then_their_beginning_is_served() -> None:
     trace = TraceBuilder("long", unit=16).add(0, list(range(20)), 320, 1).add(1, list(range(20)), 320, 1).build()
     assert simulate_fleet(trace, FleetConfig(1, 8)).hit_blocks == 8

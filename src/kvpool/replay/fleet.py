@@ -27,7 +27,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.replay.trace import Trace, TraceRequest
+from kvpool.replay.trace import Trace, TraceRequest, to_blocks
 
 ROUTINGS = ("prefix", "session", "round-robin")
 _HASH_BYTES, _TOKEN_BYTES = 9, 5  # of a number on the wire, at most
@@ -104,7 +104,7 @@ def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], 
     """
     if not trace.reuse_known:
         raise TraceError(f"{trace.name} has lengths only: what its prompts share is not known")
-    return _Fleet(trace, config).run(progress)
+    return _Fleet(to_blocks(trace), config).run(progress)
 
 
 class _FleetNode:
@@ -261,7 +261,7 @@ class _Fleet:
             hit / ideal if ideal else 1.0,
             round(float(np.mean([size.num_blocks for size in sizes]))),
             round(float(np.mean([size.num_bytes for size in sizes]))),
-            (stored + removed) / max(self.trace.duration, 1e-9) / len(nodes),
+            (stored + removed) / self.trace.duration / len(nodes) if self.trace.duration else 0.0,
             max(node.num_requests for node in nodes) * len(nodes) / max(len(waits), 1),
             float(self.loads.max() / max(self.loads.mean(), 1e-9)) if self.loads.any() else 1.0,
             float(waits.mean()) if len(waits) else 0.0,
