@@ -256,3 +256,10 @@ def test_given_one_of_two_tiers_unmeasured_then_only_options_with_its_bytes_are_
     both = decider.decide([option(4, 4, 0), option(8, 4, 4)], 0, SIZE)
     assert (both.reason, both.load_seconds, both.is_prediction) == ("a tier was not measured yet", 0.0, False)
     assert both.compute_seconds == pytest.approx(8 * SIZE / 1e3, rel=1e-3)
+
+
+def test_given_loads_that_took_no_time_then_the_first_that_does_is_no_error_of_a_prediction() -> None:
+    speed = TransferSpeed()
+    speed.observe(100, 0.0)
+    speed.observe(100, 1.0)
+    assert speed.predict(100) == speed.expect(100) > 0

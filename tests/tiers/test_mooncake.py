@@ -232,6 +232,14 @@ def test_given_a_store_that_cannot_be_joined_then_the_tier_opens_says_why_and_jo
         assert call != "register_buffer" or all(joined[:-1])
 
 
+def test_given_a_store_that_does_not_answer_then_the_tier_opens_and_says_so(mooncake: tuple[FakeStore, int]) -> None:
+    fake, port = mooncake
+    gate = fake.gates["batch_is_exist"] = threading.Event()
+    with opened(port, "timeout=0.05&pause=3600") as tier:
+        eventually(lambda: tier.stats().problem.startswith("no answer"), "it says so")
+        gate.set()
+
+
 def test_given_no_master_then_the_tier_opens_and_says_so(mooncake: tuple[FakeStore, int]) -> None:
     with opened(1) as tier:
         assert tier.stats().problem.startswith("no master: ")

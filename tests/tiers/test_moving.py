@@ -424,3 +424,12 @@ def test_given_threads_that_hang_then_stopping_waits_for_all_of_them_together_on
         patch.setattr("time.monotonic", lambda: now[0])
         assert not pool.stop(seconds)
     assert [thread.waits for thread in threads] == [[wait] for wait in waits]
+
+
+def test_given_jobs_one_after_the_other_then_one_thread_does_them_all() -> None:
+    threads = ThreadPool("test", 4)
+    for _ in range(3):
+        assert threads.submit(nothing, nothing)
+        assert threads.flush(SECONDS)
+    assert len(threads._threads) == 1
+    assert threads.stop(SECONDS)

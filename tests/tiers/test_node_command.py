@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import urllib.error
@@ -206,3 +207,18 @@ def test_given_a_node_that_ends_or_cannot_begin_then_all_that_it_opened_is_close
         assert re.fullmatch(rf"{memory}, 0 values of an earlier node, http://127.0.0.1:\d+/metrics", second)
         assert set(handlers) == {signal.SIGTERM, signal.SIGINT}
     assert {address.partition(":")[0] for address in closed} == {"disk", "redis"}
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_given_words_of_a_command_then_the_node_gets_them_and_its_warnings_are_shown_unless_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, kvpool: Callable[..., Ended], quiet: bool
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(node_command, "run", lambda *given: called.append(given))
+    monkeypatch.setattr(node_command.logging, "basicConfig", lambda **options: called.append(options))
+    words = ["--bytes", "2MB", "--policy", "priority", "--engine-share", "0.5", "--tenant-share", "0.25"]
+    assert kvpool("node", "/x/y", *words, *["--quiet"] * quiet).status == 0
+    *shown, (directory, settings, was_quiet) = called
+    assert shown == [] if quiet else [{"level": logging.WARNING, "format": "%(message)s"}]
+    assert (directory, was_quiet, settings.bytes, settings.policy) == (Path("/x/y"), quiet, 2**21, "priority")
+    assert (settings.quotas.engine, settings.quotas.tenant, settings.metrics) == (0.5, 0.25, None)

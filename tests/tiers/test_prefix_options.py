@@ -129,3 +129,9 @@ def test_given_images_then_a_prompt_has_the_keys_of_the_blocks_that_a_manager_ca
     assert tuple(rest) == stored.digests[1:]
     for others in ((items[0]._replace(key="dog"),), ()):
         assert not set(own) & set(keys.of_prompt(tokens, ReuseScope(), others).keys[0])
+
+
+def test_given_blocks_of_one_token_then_a_prefix_of_one_block_needs_that_block() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=1, gpu_blocks=8))
+    for found, blocks in ((NOWHERE, 0), (0, 1)):
+        assert usable_blocks(groups, [np.array([found, NOWHERE], np.int16)], 2, 1) == blocks

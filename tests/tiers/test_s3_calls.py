@@ -305,8 +305,9 @@ def test_given_a_long_prefix_then_it_is_asked_in_parts_until_the_gap(
 ) -> None:
     with tier_over() as tier:
         store(tier, list(range(18)))
-        parts: list[int] = []
+        parts: list[tuple[int, float]] = []
         contains = tier._contains
-        tier._contains = lambda part, due: parts.append(len(part)) or contains(part, due)  # type: ignore[method-assign,func-returns-value]
+        tier._contains = lambda part, due: parts.append((len(part), due)) or contains(part, due)  # type: ignore[method-assign,func-returns-value]
         assert tier.contains_prefix([key(number) for number in range(20)], timeout=timeout) == 18
-        assert parts == asked
+        assert [count for count, _ in parts] == asked
+        assert parts[1][1] == pytest.approx(parts[0][1], abs=1.0)  # one deadline for all
