@@ -1,4 +1,4 @@
-"""Tests of tiers import servers.py beside them. None may lose a buffer or a job, or leave a disk tier or a slab open.
+"""Tests of tiers import servers.py beside them. None may lose a buffer or a job, or leave a disk tier or a file of it open.
 
 No thread of a tier keeps a process alive.
 """
@@ -65,18 +65,18 @@ def nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(DiskTier, "__init__", recorded)
     monkeypatch.setattr(DiskTier, "_close", checked)
     monkeypatch.setattr(Workers, "close", checked_workers)
-    before = open_slabs()
+    before = open_files()
     yield
     lost += [f"open: {tier.directory.path}" for tier in made if not tier._closed]
-    lost += open_slabs() - before
+    lost += open_files() - before
     assert lost == []
 
 
-def open_slabs() -> set[str]:
-    """The files of slabs that this process has open."""
+def open_files() -> set[str]:
+    """The files of disk tiers that this process has open: slabs, their records, locks, descriptions."""
     try:
         links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     except OSError:  # not Linux
         return set()
     found = {os.readlink(link) for link in links if os.path.islink(link)}
-    return {path for path in found if path.removesuffix(" (deleted)").endswith((".kvslab", ".kvindex"))}
+    return {path for path in found if path.removesuffix(" (deleted)").endswith((".kvslab", ".kvindex", "/lock", ".json", ".new"))}

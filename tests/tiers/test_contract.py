@@ -40,6 +40,13 @@ def test_given_a_value_larger_than_the_tier_then_it_is_refused_and_nothing_leave
     assert tier.stats().refused == 1
 
 
+def test_given_a_memory_tier_that_is_closed_then_it_holds_no_memory() -> None:
+    tier = MemoryTier(6_000)
+    store(tier, [1])
+    tier.close()
+    assert (tier._values, tier._used) == ({}, 0)
+
+
 class BrokenTier(KeyedTier):
     """Raises in every call."""
 

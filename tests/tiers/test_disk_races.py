@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import time
@@ -95,6 +96,20 @@ def test_given_larger_values_then_a_buffer_grows_and_its_second_page_begins_a_hu
     assert (np.frombuffer(whole, np.uint8).ctypes.data + PAGE) % 2**21 == 0
     assert buffer.view(100) is not None
     assert buffer._memory is whole
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="as on Linux")
+def test_given_a_buffer_then_it_asks_for_huge_pages_and_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Small(mmap.mmap):
+        def madvise(self, advice: int) -> None:  # type: ignore[override]
+            asked.append(advice)
+            raise OSError(errno.EINVAL, "no huge pages")
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    assert Buffer().view(PAGE + 1).nbytes == PAGE + 1
+    assert asked == [mmap.MADV_HUGEPAGE]
 
 
 def test_given_a_write_that_ends_after_its_caller_left_then_the_value_is_there(

@@ -188,7 +188,9 @@ def test_given_a_directory_then_removing_everything_leaves_what_is_not_kvpools(t
     total = sum(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
     assert remove_everything(tmp_path) == total - 4
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "lock") == ["folder.kvslab", "mine.txt"]
-    assert Directory(tmp_path, create=False).lock()
+    directory = Directory(tmp_path, create=False)
+    assert directory.lock()
+    directory.unlock()
 
 
 def test_given_a_directory_that_cannot_be_locked_or_read_then_upkeep_says_so_and_keeps_no_lock(
