@@ -79,4 +79,8 @@ def open_files() -> set[str]:
     except OSError:  # not Linux
         return set()
     found = {os.readlink(link) for link in links if os.path.islink(link)}
-    return {path for path in found if path.removesuffix(" (deleted)").endswith((".kvslab", ".kvindex", "/lock", ".json", ".new"))}
+    return {
+        path
+        for path in found
+        if path.removesuffix(" (deleted)").endswith((".kvslab", ".kvindex", "/lock", ".json", ".new"))
+    }

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from servers import PATIENCE, MotoServer, RedisCluster, RedisServer, running
 
-pytest.importorskip("typer")
+typer = pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.cli import main
+from kvpool.errors import InvalidArgumentError
 from kvpool.scope import ReuseScope
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import (
@@ -34,6 +35,7 @@ from kvpool.tiers import (
     Purged,
     open_tier,
     opening,
+    tier_command,
     upkeep,
 )
 from kvpool.tiers.contract import Listing, Room, TierStats
@@ -261,6 +263,25 @@ def test_given_options_of_purge_that_do_not_go_together_then_one_line_says_exact
 ) -> None:
     assert main(["tier", "purge", str(directory), *options.split()]) == 2
     assert capsys.readouterr().err.removeprefix("kvpool: ").split() == said.split()
+
+
+@pytest.mark.parametrize("end", [tier_command._end_with, lambda problem: upkeep._end_with([problem])])
+def test_given_a_problem_with_brackets_then_it_is_shown_as_it_is(
+    end: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        end("no answer from [red]a[/red]")
+    captured = capsys.readouterr()
+    assert caught.value.exit_code == 1
+    assert "no answer from [red]a[/red]" in captured.out + captured.err
+
+
+def test_given_a_store_that_cannot_list_then_the_error_says_what_can_be_done() -> None:
+    stored: Any = Hollow()
+    stored.can_list = False
+    stored.name = "mooncake://h"
+    with pytest.raises(InvalidArgumentError, match="^mooncake://h cannot list what it holds; `kvpool tier stat` says"):
+        upkeep.listed(stored)
 
 
 class Stubborn(MemoryTier):
@@ -752,7 +773,7 @@ def test_given_a_store_then_verify_counts_what_came_and_removes_what_is_damaged_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("kvpool.tiers.upkeep.BATCH_KEYS", 3 if problem or LATE in outcomes else 5)
-    stored: Any = Listed(outcomes, problem, timeout=90.0 if repair else 1.0)
+    stored: Any = Listed(outcomes, problem, timeout=90.0 if given else 1.0)
     sizes, progress = {key(number): number + 1 for number in range(5)}, list[int]()
     result, reason = verify_store(stored, Listing(sizes, given), progress.append, repair=repair)
     seen, num_values, num_bytes, damaged, removed = checked
@@ -761,4 +782,4 @@ def test_given_a_store_then_verify_counts_what_came_and_removes_what_is_damaged_
     assert result.damaged == [key(number).hex() for number in damaged]
     assert stored.removed == [key(number) for number in damaged if repair]
     assert result.removed == (removed if repair else 0)
-    assert set(stored.timeouts) == {90.0 if repair else 60.0}
+    assert set(stored.timeouts) == {90.0 if given else 60.0}

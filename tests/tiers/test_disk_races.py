@@ -22,6 +22,7 @@ from kvpool.tiers.disk import slab as slab_module
 from kvpool.tiers.disk.buffers import BUFFERS_PER_THREAD, Buffer, Call, Workers
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Upkeep
+from kvpool.tiers.envelope import seal
 from kvpool.tiers.transport.staging import page_aligned
 
 CAPACITY = 2**21
@@ -199,6 +200,28 @@ def test_given_a_slab_that_is_given_up_before_or_while_it_is_read_then_its_value
     assert (kept.users, slab.num_jobs, tier.stats().misses) == (0, 1, 2)
     tier._state.end_job(slab)
     assert (slab.data_fd, slab.index_fd) == (-1, -1)
+
+
+def test_given_a_slot_that_gets_another_value_while_it_is_read_then_it_is_a_miss_and_the_other_value_stays(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tier, [1])
+    ((_, slab),) = tier._state.catalog.slabs.items()
+
+    def replace() -> None:
+        with tier._state.lock:
+            catalog = tier._state.catalog
+            place = catalog.withdraw(key(1))
+            assert place is not None
+            catalog.fill(place, slab_module.made_record(slab.slab_id, 0, key(2), 5000, catalog.stamp(1)))
+            catalog.publish(place, key(2))
+        overwrite(slab, 0, seal(key(2), memoryview(value(2))), at=0)
+        overwrite(slab, 0, value(2))
+
+    before_reading(monkeypatch, replace)
+    assert load(tier, [1])[0] == [Outcome.MISS]
+    assert load(tier, [2]) == ([Outcome.OK], [value(2)])
+    assert (slab.num_jobs, slab.num_writing, len(tier._state.catalog)) == (0, 0, 1)
 
 
 def overwrite(slab: slab_module.Slab, slot: int, content: bytes, at: int = PAGE) -> None:

@@ -37,6 +37,7 @@ _UNREAD = (
     *(".*", "*.md", "LICENSE*", "tokenizer*", "chat_template*", "generation_config.json"),
     *("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.tflite"),
 )
+LONGEST_HEADER = 2**27  # of a safetensors file, in bytes
 _STEP = 2**20
 _SAMPLE = 4096
 _SMALL = 256 * 2**10
@@ -173,7 +174,7 @@ def _tensors(stream: BinaryIO, size: int) -> tuple[int, Sequence[int]]:
 
 def _safetensors(stream: BinaryIO) -> tuple[int, Sequence[int]]:
     length = int.from_bytes(stream.read(8), "little")
-    if length > 2**27:
+    if length > LONGEST_HEADER:
         raise ValueError("no header of safetensors is that long")
     described = json.loads(stream.read(length))
     head = 8 + length
