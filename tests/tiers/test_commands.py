@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from servers import PATIENCE, MotoServer, RedisCluster, RedisServer, running
 
-typer = pytest.importorskip("typer")
+pytest.importorskip("typer")
 pytest.importorskip("rich")
+
+from typer import Exit
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.cli import main
@@ -269,7 +271,7 @@ def test_given_options_of_purge_that_do_not_go_together_then_one_line_says_exact
 def test_given_a_problem_with_brackets_then_it_is_shown_as_it_is(
     end: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(typer.Exit) as caught:
+    with pytest.raises(Exit) as caught:
         end("no answer from [red]a[/red]")
     captured = capsys.readouterr()
     assert caught.value.exit_code == 1
@@ -280,7 +282,7 @@ def test_given_a_store_that_cannot_list_then_the_error_says_what_can_be_done() -
     stored: Any = Hollow()
     stored.can_list = False
     stored.name = "mooncake://h"
-    with pytest.raises(InvalidArgumentError, match="^mooncake://h cannot list what it holds; `kvpool tier stat` says"):
+    with pytest.raises(InvalidArgumentError, match=r"^mooncake://h cannot list what it holds; `kvpool tier stat` says"):
         upkeep.listed(stored)
 
 

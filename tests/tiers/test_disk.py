@@ -480,6 +480,25 @@ def test_given_a_wrong_argument_then_it_is_refused_by_name(
         DiskTier(**settings)  # type: ignore[arg-type]
 
 
+def test_given_no_library_for_checksums_then_a_tier_is_refused_before_it_makes_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"need xxhash: pip install 'kvpool\[tiers\]'"):
+        DiskTier(tmp_path / "cache", 2**20)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("count", "shown"), [(5, "a0, a1, a2, a3, a4"), (7, "a0, a1, a2, a3, a4 and 2 more")])
+def test_given_foreign_files_then_the_first_five_are_named_and_the_others_counted(
+    tmp_path: Path, count: int, shown: str
+) -> None:
+    for number in range(count):
+        (tmp_path / f"a{number}").touch()
+    with DiskTier(tmp_path, 2**20) as tier:
+        assert tier.notes == [f"not kvpool's and left alone: {shown}"]
+
+
 def test_given_a_file_in_place_of_the_directory_then_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="cannot make the directory"):

@@ -7,12 +7,23 @@ from urllib.parse import quote
 import pytest
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.options import TierURL, read_options
+from kvpool.tiers.options import MAX_BYTES, TierURL, read_options, size
 from kvpool.tiers.remote.redis_node import RedisOptions, _milliseconds
 
 
 def namespace_of(text: str) -> str:
     return str(read_options(RedisOptions, TierURL.parse(f"redis://host?namespace={quote(text)}"))["namespace"])
+
+
+def test_given_limits_then_the_rule_of_a_size_names_those_that_are_not_obvious() -> None:
+    rules = [size(0).rule, size(1).rule, size(2).rule, size(0, 9).rule, size(1, 5000).rule]
+    assert rules == [
+        'must be a size, as 0 or "8GB"',
+        'must be a size above 0, as 1048576 or "50GB"',
+        f"must be 2 to {MAX_BYTES:,} bytes",
+        "must be 0 to 9 bytes",
+        "must be 1 to 5,000 bytes",
+    ]
 
 
 @pytest.mark.parametrize("text", ["a", "team-7_of.Them", "x" * 64])

@@ -89,7 +89,6 @@ class Table:
         largest = as_floats((groups & np.uint16(0x7FFF)).max(axis=1), self.dtype)
         mantissa, exponent = np.frexp(largest)  # largest = mantissa * 2**exponent, mantissa from 0.5 to 1
         found: npt.NDArray[np.int16] = (exponent - 9 + (mantissa > 0.875)).astype(np.int16)
-        found[largest == 0] = LOWEST_EXPONENT
         return found
 
     def encode(self, groups: Bits, exponents: npt.NDArray[np.int16]) -> Codes:
