@@ -16,7 +16,9 @@ from kvpool.cluster.index import MAX_NODES, ClusterIndex, Hit, NodeBlocks
 from kvpool.cluster.subscriber import NodeFeed
 from kvpool.cluster.translator import WireTranslator, group_names
 from kvpool.cluster.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
+from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
+from kvpool.events import Removed
 
 SIZE = 2
 NODES = ["a", "b", "c"]
@@ -188,10 +190,33 @@ def test_given_more_nodes_than_bits_then_the_next_is_refused_and_a_place_that_be
         index.apply(63, [AllBlocksCleared()])
 
 
-@pytest.mark.parametrize("prompt", [[1.5, 2.5], [[1, 2]], ["a"]])
+@pytest.mark.parametrize("prompt", [[1.5, 2.5], [[1, 2]], ["a"], [[1], [1, 2]]])
 def test_given_no_row_of_ids_when_asked_then_it_is_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="row of token ids"):
+    with pytest.raises(InvalidArgumentError, match=r"row of token ids|not a rectangular array"):
         ClusterIndex(SIZE).match(prompt)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (BlockStored([1, 2], None, [1, 2], SIZE), "2 blocks of 2 tokens were stored with 2 tokens"),
+        (BlockStored([1], None, [1, 2, 3], SIZE), "stored with 3 tokens"),
+        (BlockStored([-1], None, [1, 2], SIZE), "no uint64"),
+        (BlockStored([1], -1, [1, 2], SIZE), "no uint64"),
+        (BlockStored([1], None, [1, 2**64], SIZE), "no int64"),
+        (BlockRemoved([2**64]), "no uint64"),
+        (Removed(1, (b"digest",), Tier.GPU, 0, "evicted"), "WireTranslator"),
+    ],
+)
+def test_given_an_event_that_cannot_be_then_it_is_refused_and_the_index_stays(event: Any, message: str) -> None:
+    index = ClusterIndex(SIZE)
+    index.add_node("a")
+    index.apply("a", [BlockStored([9], None, [5, 6], SIZE)])
+    before = index.stats(), index.node_blocks()
+    with pytest.raises(InvalidArgumentError, match=message):
+        index.apply("a", [event])
+    assert (index.stats(), index.node_blocks()) == before
+    assert index.match([5, 6]) == {"a": Hit(2, 2, 2)}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 8, 24])  # of the last two, multipliers gather names that are counted up

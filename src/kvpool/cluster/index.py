@@ -22,6 +22,7 @@ from kvpool.checks import check_int, show
 from kvpool.cluster.hash_table import HashTable, Keys, Slots
 from kvpool.cluster.wire_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import as_array
 
 MAX_NODES = 64
 _MASK_64 = (1 << 64) - 1
@@ -157,6 +158,10 @@ class ClusterIndex:
                     self._remove(known, event)
                 elif isinstance(event, AllBlocksCleared):
                     self._clear(known)
+                else:
+                    raise InvalidArgumentError(
+                        f"{show(event)} is no event of the wire: WireTranslator makes them from those of a manager"
+                    )
         return num_orphans
 
     def _store(self, node: _Node, event: BlockStored) -> int:
@@ -167,15 +172,19 @@ class ClusterIndex:
         if event.medium not in MEDIA or event.block_size != self.block_size:
             self._num_refused += 1
             return 0
-        hashes = np.array(event.hashes, np.uint64)
+        hashes, tokens = _numbers(event.hashes, np.uint64), _numbers(event.tokens, np.int64)
+        if len(tokens) != len(hashes) * self.block_size:
+            raise InvalidArgumentError(
+                f"{len(hashes)} blocks of {self.block_size} tokens were stored with {len(tokens)} tokens: {show(event)}"
+            )
         depth, base = 0, self._root(event.lora_name)
         if event.parent is not None:
-            parent = int(self._resolve(node, np.array([event.parent], np.uint64))[0])
+            parent = int(self._resolve(node, _numbers([event.parent], np.uint64))[0])
             if parent < 0:
                 self._num_orphans += len(hashes)
                 return len(hashes)
             depth, base = int(self._depths[parent]) + 1, int(self._keys[parent])
-        keys = self._content(np.array(event.tokens, np.int64), depth, base, event.extra_keys)
+        keys = self._content(tokens, depth, base, event.extra_keys)
         slots = self._by_content.find(keys)
         is_new = slots < 0
         if is_new.any():
@@ -207,7 +216,7 @@ class ClusterIndex:
         if event.medium not in MEDIA:
             self._num_refused += 1
             return
-        slots = self._resolve(node, np.array(event.hashes, np.uint64))
+        slots = self._resolve(node, _numbers(event.hashes, np.uint64))
         slots = np.unique(slots[slots >= 0])
         medium = MEDIA.index(event.medium)
         bit, words = _ONE << np.uint64(node.bit), self._holders[medium, slots]
@@ -324,7 +333,7 @@ class ClusterIndex:
     def _match(
         self, tokens: Any, lora_name: str | None, extra_keys: Sequence[Any] | None
     ) -> tuple[Keys, dict[Hashable, Hit]]:
-        ids = np.asarray(tokens)
+        ids = as_array(tokens, "tokens")
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise InvalidArgumentError(f"a prompt is a row of token ids, got {show(tokens)}")
         num_tokens = len(ids) // self.block_size * self.block_size
@@ -411,6 +420,16 @@ class ClusterIndex:
         arrays = (self._keys, self._hashes, self._depths, self._named, self._holders, self._free, self._weights)
         tables = self._by_content.num_bytes + self._by_hash.num_bytes
         return tables + sum(array.nbytes for array in arrays) + self._block_weights.nbytes
+
+
+def _numbers(values: Sequence[int], dtype: type[Any]) -> npt.NDArray[Any]:
+    """Hashes or tokens of an event."""
+    try:
+        return np.array(values, dtype)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"an event has {show(values)}, which are no {np.dtype(dtype).name}: {error}"
+        ) from None
 
 
 def _spread(names: Keys) -> Keys:
