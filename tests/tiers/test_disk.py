@@ -62,6 +62,15 @@ def test_given_a_directory_that_a_tier_makes_then_no_other_user_may_look_into_it
         assert (tmp_path / "made").stat().st_mode & 0o077 == 0
 
 
+def test_given_a_lock_then_others_may_read_who_has_it_and_only_its_user_may_write(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        DiskTier(tmp_path / "cache", 2**20).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache" / "lock").stat().st_mode & 0o777 == 0o644
+
+
 def test_given_a_directory_that_is_there_then_its_permissions_stay(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     with DiskTier(tmp_path, 2**22):

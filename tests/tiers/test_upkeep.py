@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from nodes import node_folder
 from kvpool.errors import ConfigError
 from kvpool.testing import key, load, value
 from kvpool.tiers import DiskTier, KeyPattern, NodeTier, Outcome
-from kvpool.tiers.contract import Listing
+from kvpool.tiers.contract import Listing, TierStats
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.slab import is_held
 from kvpool.tiers.disk.upkeep import Upkeep, remove_everything
@@ -234,6 +235,66 @@ def test_given_listings_of_stores_then_the_largest_model_is_first() -> None:
         (0, 1, 5),
         (1, 1, 5),
     ]
+
+
+def test_given_the_statistics_of_a_node_then_people_can_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats: dict[str, Any] = {
+        "values": 7,
+        "slots": [{"slots": 5000, "free": 1000, "bytes": 2048}, {"slots": 3, "free": 3, "bytes": 5}],
+        "clients": [{"engine": "one", "pid": 11, "leased": 2}, {"engine": "two", "pid": 12, "leased": 0}],
+        "engines": {"one": 1024, "two": 3},
+        "tenants": {"ab": 2**20},
+        "behind": [{"name": "disk", "hits": 1234, "problem": ""}, {"name": "far", "hits": 0, "problem": "down"}],
+    }
+    node = object.__new__(NodeTier)
+    node.name = "node:x"
+    monkeypatch.setattr(NodeTier, "node_stats", lambda node: stats)
+    assert store_figures(node) == {
+        "store": "node:x",
+        "values": 7,
+        "slots": "4,000 of 5,000 of 2.0 KiB, 0 of 3 of 5 B",
+        "connected": "one (11): 2 leased, two (12): 0 leased",
+        "engines": "one: 1.0 KiB, two: 3 B",
+        "tenants": "ab: 1.0 MiB",
+        "behind": "disk: 1,234 hits, far: 0 hits down",
+        "problem": "",
+    }
+
+
+class Silent:
+    """A store that cannot list, and whose first answer takes some seconds."""
+
+    name, can_list, timeout = "far", False, 3.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, well_at: float) -> None:
+        self.now, self.well_at, self.asked = 10.0, well_at, list[list[bytes]]()
+        monkeypatch.setattr("kvpool.tiers.upkeep.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now = round(self.now + seconds, 6)
+
+    def stats(self) -> TierStats:
+        return TierStats("far", problem="connecting" if self.now < self.well_at else "")
+
+    def contains(self, keys: list[bytes]) -> None:
+        self.asked.append(keys)
+
+
+@pytest.mark.parametrize(
+    ("well_at", "until", "problem"), [(0.0, 10.0, ""), (15.0, 15.0, ""), (99.0, 16.0, "connecting")]
+)
+def test_given_a_store_that_cannot_list_then_it_is_asked_once_it_answers_and_waited_for_twice_its_time(
+    monkeypatch: pytest.MonkeyPatch, well_at: float, until: float, problem: str
+) -> None:
+    stored: Any = Silent(monkeypatch, well_at)
+    assert store_figures(stored) == {
+        **{"store": "far", "values": None, "value_bytes": None, "spaces": None, "problem": problem},
+        "notes": ["it cannot list what it holds; the metrics of its master count it"],
+    }
+    assert (stored.now, stored.asked) == (until, [] if problem else [[bytes(32)]])
 
 
 def test_given_a_node_that_is_not_there_then_its_figures_say_why() -> None:
