@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -16,19 +17,38 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvpool.cli import main
+from kvpool.server import running
+from kvpool.server.auth import Access
 from kvpool.server.limits import Gate, Limits
 from kvpool.server.running import _drain, bound
-from kvpool.server.serve_settings import step_limits
+from kvpool.server.serve_settings import ServeSettings, step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 
 
 def test_given_a_cpu_then_a_step_has_room_for_all_that_decode_and_few_tokens_of_prompts() -> None:
     assert step_limits("cpu", 64).max_tokens_per_step == 64 + 256
+
+
+def test_given_loaded_models_then_the_garbage_collector_looks_at_them_no_more(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    server = SimpleNamespace(run=lambda sockets: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(running, "announced", lambda *_, **options: server)
+    model: Any = SimpleNamespace(name="tiny", make_engine=lambda: nullcontext(engine), tool_parser="")
+    alive = len(gc.get_objects())
+    try:
+        running.serve_models(ServeSettings(port=0), [model], Access(), quiet=True)
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > alive / 2
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import signal
@@ -56,6 +57,9 @@ def serve_models(settings: ServeSettings, models: Sequence[ModelSettings], acces
             any_name=settings.insecure,
             allow_origins=settings.allow_origins,
         )
+        # What is there now stays. A full collection would look at half a million objects and stop all requests meanwhile.
+        gc.collect()
+        gc.freeze()
         for each in served:
             each.engine.warm_up(wait=False)
         config = uvicorn.Config(app, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on", **options)
