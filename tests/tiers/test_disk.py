@@ -163,6 +163,19 @@ def test_given_a_batch_larger_than_the_tier_then_its_beginning_stays(tmp_path: P
         assert tier.contains_prefix([key(i) for i in range(200)]) == held
 
 
+def test_given_a_clock_that_stands_still_then_a_call_evicts_what_the_last_one_stored_and_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab_module.time, "time_ns", lambda: 10**18)
+    with DiskTier(tmp_path, 2**20) as tier:  # room for one of these values
+        for number in (1, 2):
+            assert tier.store([key(number)], [value(number, 600_000)]) == [Outcome.OK]
+        numbers = [3, 4, 5]
+        stored = tier.store([key(n) for n in numbers], [value(n, 600_000) for n in numbers])
+        assert stored == [Outcome.OK, Outcome.REFUSED, Outcome.REFUSED]
+        assert tier.contains([key(number) for number in range(1, 6)]) == [False, False, True, False, False]
+
+
 def test_given_a_model_that_nobody_uses_any_more_then_its_slabs_go_to_blocks_of_another_size(tmp_path: Path) -> None:
     with DiskTier(tmp_path, 2**20) as tier:
         store_one_by_one(tier, range(200))
