@@ -464,6 +464,22 @@ def test_given_recently_used_values_then_purge_of_unused_ones_leaves_them(
     assert asked == [(10**9 - 36 * 3600) * 10**6]
 
 
+def test_given_a_number_of_days_then_what_was_used_before_them_is_taken_out(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, day = 1_500_000_000, 86_400 * 10**6
+    with Upkeep(directory, writing=True) as opened:
+        for number, slab in enumerate(opened.slabs):
+            held = np.flatnonzero(slab.records["check"])
+            slab.records["used"][held] = now * 10**6 - 3 * day
+            slab.records["used"][held[:1]] -= not number  # the first of all
+            slab.write_records()
+    monkeypatch.setattr(time, "time", lambda: float(now))
+    for days, removed in ((4, 0), (3, 1), (2.5, 49)):
+        assert main(["tier", "purge", str(directory), "--unused-days", str(days), "--quiet"]) == 0
+        assert capsys.readouterr().out.startswith(f"{removed} values removed; `kvpool tier compact")
+
+
 def test_given_foreign_files_then_purge_of_everything_leaves_them(directory: Path) -> None:
     (directory / "notes.txt").write_text("mine")
     (directory / "slab-1.kvslab").write_bytes(b"kvslab\0\0 of an older format")

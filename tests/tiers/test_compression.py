@@ -408,6 +408,23 @@ def test_given_a_group_of_values_then_its_scale_is_the_smallest_at_which_none_ex
     assert (largest > 448 * 2.0 ** (exponents - 1)).all()
 
 
+def test_given_a_codec_then_keys_and_values_are_those_of_its_format() -> None:
+    class Doubled(Fp8):
+        identity = "doubled"
+
+        def __init__(self) -> None:
+            pass
+
+        def encode(self, data: memoryview) -> list[Any]:
+            return [data, data]
+
+    inner = MemoryTier(10**6)
+    assert CompressedTier(inner, Doubled()).store([key(1)], [b"abc"]) == [Outcome.OK]
+    ((own, stored),) = inner._values.items()
+    assert own == key(1)[:12] + hashlib.sha256(b"kvpool codec\0doubled\0" + key(1)).digest()[12:]
+    assert stored == b"\3\0\0\0\0\0\0\0" + b"\6\0\0\0\0\0\0\0" + b"abcabc"
+
+
 def test_given_a_model_then_the_inner_tier_hears_of_it() -> None:
     told: list[Any] = []
     inner = MemoryTier(2**20)

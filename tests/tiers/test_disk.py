@@ -335,15 +335,9 @@ def test_given_a_directory_in_use_then_the_error_tells_whether_this_process_or_a
     assert num_open(tmp_path / "lock") == 0
     with (tmp_path / "lock").open("w") as other:  # as another process has it: not known here
         fcntl.flock(other, fcntl.LOCK_EX)
-        for written, shown in (("", "unknown"), (" 77\n", "77")):
-            other.write(written)
-            other.flush()
-            with pytest.raises(ConfigError, match=f"^{tmp_path} belongs to process {shown}, which writes to it"):
-                DiskTier(tmp_path, 2**20)
-            assert Directory(tmp_path, create=False).owner() == shown
+        with pytest.raises(ConfigError, match=f"^{tmp_path} belongs to process unknown, which writes to it"):
+            DiskTier(tmp_path, 2**20)
         assert num_open(tmp_path / "lock") == 1
-    DiskTier(tmp_path, 2**20).close()
-    assert Directory(tmp_path, create=False).owner() == ""
 
 
 def num_open(path: Path) -> int:
