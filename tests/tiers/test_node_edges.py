@@ -740,3 +740,60 @@ def test_given_a_second_part_that_does_not_come_in_time_then_only_its_values_are
         outcomes, found = load(tier, [1, 2, 3, 4, 5])
         assert outcomes == [Outcome.OK] * 2 + [Outcome.LATE] * 3
         assert found[:2] == [value(1), value(2)]
+
+
+def test_given_idle_connections_of_a_node_that_is_gone_then_one_is_asked_and_all_are_closed(folder: Path) -> None:
+    asked: list[Any] = []
+    closed: list[Any] = []
+
+    def ask(node: Any) -> str:
+        asked.append(node.name)
+        if node.name != "new":
+            raise LostNodeError("it left")
+        return "found"
+
+    def connection(name: str) -> Any:
+        return SimpleNamespace(name=name, close=lambda: closed.append(name))
+
+    tier = NodeTier(f"node:{folder}")
+    tier._idle.extend(map(connection, ("first", "second", "third")))
+    tier._new_connection = lambda: connection("new")  # type: ignore[method-assign]
+    assert tier._asked(ask) == "found"
+    assert asked == ["third", "new"]
+    assert sorted(closed) == ["first", "second", "third"]
+    tier.close()
+    assert closed[-1] == "new"
+
+
+def test_given_an_answer_that_takes_long_then_a_client_yields_at_first_and_then_sleeps_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    done: list[Any] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: done.append("yield"))
+    connection = Connection.__new__(Connection)
+    connection._socket = "socket"  # type: ignore[assignment]
+    connection._poll = SimpleNamespace(
+        register=lambda *given: done.append(given), poll=lambda ms: done.append(ms) or True
+    )  # type: ignore[assignment]
+    tries = iter([*[BlockingIOError] * (connection_module.YIELDS + 2), None])
+
+    def call() -> str:
+        if (error := next(tries)) is not None:
+            raise error
+        return "answer"
+
+    assert connection._retried(call, 5, 102.0004) == "answer"
+    assert done == ["yield"] * connection_module.YIELDS + [("socket", 5), 2001] * 2
+    connection._poll.poll = lambda ms: []  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        connection._wait(5, 102.0)
+
+
+def test_given_a_node_that_waits_then_stopping_wakes_it(folder: Path) -> None:
+    made = server.NodeServer(folder, MEGABYTE)
+    assert made._epoll.poll(0) == []
+    made.stop()
+    assert [fd for fd, _ in made._epoll.poll(0)] == [made._wake]
+    made.serve()
+    made.close()

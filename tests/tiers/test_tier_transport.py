@@ -562,3 +562,22 @@ def test_given_a_gpu_then_its_staging_memory_is_pinned_and_other_memory_lies_nea
     assert tier_transport._near_bytes(device) == tier_transport.NEAR_BYTES
     options = {"dtype": "bytes", "pin_memory": True}
     assert asked == ["cuda:1", (1, options), "cuda:1", (1, options), "cuda:1", (5, options)]
+
+
+@pytest.mark.parametrize(("batch_bytes", "sent"), [(1, [1] * 7), (3, [3, 3, 1]), (2**20, [7])])
+def test_given_blocks_to_store_then_they_go_to_a_tier_in_parts_of_so_many_bytes(
+    monkeypatch: pytest.MonkeyPatch, batch_bytes: int, sent: list[int]
+) -> None:
+    with sides((MemoryTier(2**20),), layers=(FULL,)) as (side,):
+        block_bytes, parts = side.manager.config.groups[0].block_bytes, []
+        batch = batch_bytes if batch_bytes == 1 else batch_bytes * block_bytes
+        monkeypatch.setattr("kvpool.tiers.transport.cache_blocks.BATCH_BYTES", batch)
+        offers = side.transport.offers
+        send = offers.send
+        monkeypatch.setattr(
+            offers, "send", lambda group, keys, *rest: parts.append(len(keys)) or send(group, keys, *rest)
+        )
+        handle = side.compute(PROMPT)
+        offers.offer(handle, handle.token_ids, offers.begin(handle.scope))
+        assert parts == sent
+        assert side.transport.storer.flush(SECONDS)

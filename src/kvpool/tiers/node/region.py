@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.files import NotPlainError, open_plain
 from kvpool.pools.arrays import Int64Array
@@ -81,7 +80,7 @@ class Region:
         self.num_slabs = num_bytes // self.slab_bytes
         self.num_bytes = self.num_slabs * self.slab_bytes
         self._table = _HEADER.size
-        self._first = ceil_div(_HEADER.size + 8 * self.num_slabs, PAGE) * PAGE
+        self._first = PAGE  # of the records: there are 128 slabs at most
         self._per_slab = self.slab_bytes // PAGE
         records_bytes = self._first + self.num_slabs * self._per_slab * _RECORD.size
         self.fd = _opened(directory / REGION, self.num_bytes)
