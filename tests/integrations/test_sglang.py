@@ -187,6 +187,9 @@ def test_given_flat_pages_then_get_and_set_bring_them_back(storage: Any, tmp_pat
     assert torch.equal(backend.get("a"), page)
     assert backend.get("b") is None
     target = backend.mem_pool_host.get_dummy_flat_data_page()
+    strided = torch.zeros(len(target), 2, dtype=target.dtype)[:, 0]
+    assert torch.equal(backend.get("a", strided), backend.get("a"))
+    assert torch.equal(strided, backend.get("a"))
     found, missing = backend.batch_get(["a", "b"], [target, target.clone()])
     assert found is target
     assert torch.equal(found, page)

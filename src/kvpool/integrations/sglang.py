@@ -170,7 +170,11 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
         """The pages; None for the first missing page and all after it."""
         pages = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-        found = self._ready.load(keys, [_as_bytes(page) for page in pages])
+        rows = [page.contiguous() for page in pages]  # itself, unless its values lie apart
+        found = self._ready.load(keys, [_as_bytes(row) for row in rows])
+        for page, row in zip(pages[:found], rows, strict=False):
+            if row is not page:
+                page.copy_(row)
         return [*pages[:found], *[None] * (len(keys) - found)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
