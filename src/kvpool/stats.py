@@ -53,6 +53,11 @@ class PoolStats:
         """The fraction that live sequences hold."""
         return self.referenced / self.total if self.total else 0.0
 
+    @property
+    def available(self) -> int:
+        """Free blocks, and those that eviction could free: pinned ones are not among them."""
+        return self.free + self.cached - self.pinned
+
 
 class GroupStats(NamedTuple):
     """Blocks that one layer group uses on one tier. Free blocks are counted by pool."""

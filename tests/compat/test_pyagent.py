@@ -57,6 +57,18 @@ def test_given_a_half_full_block_when_extending_then_a_block_is_taken_only_past_
     assert cache.get_num_free_blocks() == 16
 
 
+def test_given_a_cached_prompt_then_its_blocks_are_free_for_others() -> None:
+    """As `can_allocate` says: a program that waits for so many free blocks would wait for ever."""
+    cache = make_cache()
+    cache.allocate("a", tokens=list(range(16)))
+    cache.commit("a", None)
+    cache.free("a")
+    assert (cache.get_num_free_blocks(), cache.can_allocate(16 * 4)) == (16, True)
+    pin = cache.manager.cache.pin(list(range(16)))
+    assert cache.get_num_free_blocks() == 12
+    cache.manager.cache.unpin(pin)
+
+
 def test_given_mistakes_then_they_raise_and_change_nothing() -> None:
     cache = make_cache()
     cache.allocate("a", 8)

@@ -257,7 +257,7 @@ class FerrumCalls(Adapter):
             sum(pool.referenced * pool.block_bytes for pool in pools),
             stats.num_sequences,
             sum(pool.total for pool in pools),
-            sum(pool.free + pool.cached - pool.pinned for pool in pools),
+            sum(pool.available for pool in pools),
             hits / stats.prompt_blocks if stats.prompt_blocks else 0.0,
             sum(stats.evictions.values()),
             stats.requests,

@@ -52,7 +52,7 @@ class BlockPool:
 
     def stats(self) -> BlockPoolStats:
         pool = self._owner.manager.stats().pool(0, Tier.GPU)
-        return BlockPoolStats(pool.total, pool.free + pool.cached - pool.pinned, pool.referenced, pool.total)
+        return BlockPoolStats(pool.total, pool.available, pool.referenced, pool.total)
 
     def get_block(self, physical_id: int) -> KVCacheBlock | None:
         """Who holds a block, with its reference count; None past the end of the pool."""

@@ -79,7 +79,7 @@ class PagedKVCache(Adapter):
         try:
             yield
         except OutOfBlocksError as error:
-            free = sum(pool.free + pool.cached for pool in self.manager.stats().pools if pool.tier == Tier.HOST)
+            free = sum(pool.available for pool in self.manager.stats().pools if pool.tier == Tier.HOST)
             if not free:
                 raise
             raise type(error)(
@@ -120,7 +120,8 @@ class PagedKVCache(Adapter):
         return self.manager.inspect.usage
 
     def get_num_free_blocks(self) -> int:
-        return self.manager.inspect.num_free_blocks()
+        """Free GPU blocks, those that eviction could free included."""
+        return self.manager.stats().pool(0, Tier.GPU).available
 
     @property
     def allocator(self) -> KVCacheAllocator:

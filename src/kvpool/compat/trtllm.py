@@ -338,7 +338,7 @@ class TrtLlmKVCacheManager(Adapter):
     def get_kv_cache_stats(self) -> KvCacheStats:
         stats, config = self.manager.stats(), self.manager.config
         primary = {pool.pool: pool for pool in stats.pools if pool.tier == Tier.GPU}
-        free = {index: pool.free + pool.cached - pool.pinned for index, pool in primary.items()}
+        free = {index: pool.available for index, pool in primary.items()}
         reused, missed = sum(stats.hit_blocks.values()), stats.miss_blocks
         per_window: dict[int, int] = {}
         for group, window in zip(config.groups, window_sizes(config), strict=True):

@@ -88,7 +88,7 @@ class KVCacheBlockPool:
     def num_free_blocks(self) -> int:
         """Primary blocks that nobody reads, those with cached content included; pinned ones are not free."""
         stats = self._stats(Tier.GPU)
-        return stats.free + stats.cached - stats.pinned if stats else 0
+        return stats.available if stats else 0
 
     @property
     def num_allocated_blocks(self) -> int:

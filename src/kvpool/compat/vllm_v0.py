@@ -326,7 +326,7 @@ class BlockManager(Adapter):
 
     def _free_blocks(self, tier: Tier) -> int:
         pools = [pool for pool in self.manager.stats().pools if pool.tier == tier]
-        return sum(pool.free + pool.cached - pool.pinned for pool in pools)
+        return sum(pool.available for pool in pools)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets everything cached; False, changing nothing, while sequences are live (the manager itself could)."""
