@@ -593,21 +593,27 @@ def delta_rule(folder: Path) -> Any:
     extra = {"host_bytes": "64MB", "disk": str(folder / "delta"), "disk_bytes": "64MB"}
     seen: dict[str, Any] = {}
     with life(qwen, **options) as alone:
-        expected = alone.answers(PROMPTS)
+        block = alone.core.scheduler.block_size  # vLLM's choice, which is not the same on every processor
+        whole = WHOLE // block * block
+        asked = [prompt[: whole + 2] for prompt in PROMPTS]  # so few tokens behind it do not outlive a wrong state
+        expected = alone.answers(asked)
         seen["differ"] = len({tuple(answer) for answer in expected})
         seen["groups"] = len(alone.core.scheduler.kv_cache_config.kv_cache_groups)
-        seen["block"] = alone.core.scheduler.block_size
+
+    def cached_as(got: list[tuple[list[int], int]], num_tokens: int) -> bool:
+        return got == [(answer, num_tokens) for answer in expected]
+
     with life(qwen, extra, **options) as first:
-        seen["cold"] = _seen(first.asked(PROMPTS), expected)
+        seen["cold"] = cached_as(first.asked(asked), 0)
         first.forget()
-        seen["host"] = _seen(first.asked(PROMPTS), expected)
+        seen["host"] = cached_as(first.asked(asked), whole)
         first.settle()
     with life(qwen, extra, **options) as second:
-        seen["disk"] = _seen(second.asked(PROMPTS), expected)
+        seen["disk"] = cached_as(second.asked(asked), whole)
     with life(qwen, {"host_bytes": "64MB"}, connector="PoisonedStates", module="poisoned", **options) as poison:
-        poison.answers(PROMPTS)
+        poison.answers(asked)
         poison.forget()
-        seen["poisoned"] = sum(got == right for got, right in zip(poison.answers(PROMPTS), expected, strict=True))
+        seen["poisoned"] = sum(got == right for got, right in zip(poison.answers(asked), expected, strict=True))
     return seen
 
 
