@@ -40,6 +40,13 @@ def test_given_a_value_larger_than_the_tier_then_it_is_refused_and_nothing_leave
     assert tier.stats().refused == 1
 
 
+@pytest.mark.parametrize("wrong", [-1, 2**63, "1GB", 1.5, True, None])
+def test_given_a_wrong_capacity_then_a_memory_tier_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="capacity_bytes="):
+        MemoryTier(wrong)
+    assert MemoryTier(0).store([key(1)], [b"a"]) == [Outcome.REFUSED]
+
+
 def test_given_a_memory_tier_that_is_closed_then_it_holds_no_memory() -> None:
     tier = MemoryTier(6_000)
     store(tier, [1])
