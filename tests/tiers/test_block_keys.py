@@ -71,6 +71,15 @@ def test_given_something_forgotten_before_when_more_above_it_is_forgotten_then_n
     assert not set(used(forgotten)[1:]) & {*before[1:], *PATH}
 
 
+def test_given_something_that_is_forgotten_then_the_version_is_one_that_never_was() -> None:
+    forgotten, versions = Forgotten(limit=2), [0]
+    for forget in (forgotten.forget_all, lambda: forgotten.forget([A]), forgotten.forget_all, forgotten.forget_all):
+        forget()
+        versions.append(forgotten.version)
+    forgotten.forget([A, B, C])
+    assert sorted({*versions, forgotten.version}) == [*versions, forgotten.version]
+
+
 def test_given_as_many_forgotten_blocks_as_are_remembered_then_nothing_else_is_forgotten() -> None:
     forgotten = Forgotten(limit=2)
     forgotten.forget([C, D])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -283,4 +284,23 @@ def test_given_staging_memory_for_a_part_of_what_two_tiers_have_then_the_part_is
     )
     assert (done[0].num_blocks, done[0].is_part) == (2, True)
     done[0].release()
+    storer.close(SECONDS)
+
+
+def test_given_values_of_a_second_tier_then_their_memory_stays_until_the_first_has_them() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    tiers, memory, gate, done = [MemoryTier(2**20), MemoryTier(2**20)], StagingMemory(2**20), threading.Event(), []
+    tiers[1].store([key(0)], [value(0, groups[0].spec.block_bytes)])
+    put = tiers[0]._store
+    tiers[0]._store = lambda *given: (gate.wait(SECONDS), put(*given))[1]  # type: ignore[method-assign]
+    chain = TierChain(tiers)
+    storer, now = Storer(chain.watched, memory), time.monotonic()
+    Fetcher(chain, groups, SIZE, Decider(2), memory, storer).run(
+        Fetch(PromptKeys(SIZE + 1, ([key(0)],)), 0, now, now + SECONDS), done.append
+    )
+    done[0].release()
+    assert memory.lent_bytes > 0
+    gate.set()
+    assert storer.flush(SECONDS)
+    assert (memory.lent_bytes, tiers[0].contains([key(0)])) == (0, [True])
     storer.close(SECONDS)

@@ -7,6 +7,7 @@ import gc
 import mmap
 import re
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from servers import eventually
 
 from kvpool import MultimodalItem
 from kvpool.testing import key, value
@@ -28,7 +30,7 @@ from kvpool.tiers.transport.deciding import DecisionStats
 from kvpool.tiers.transport.fetching import FetchStats
 from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
-from kvpool.tiers.transport.threads import ThreadPool
+from kvpool.tiers.transport.threads import Pending, ThreadPool
 from kvpool.tiers.transport.tier_transport import HandoverStats
 from managers import make_manager
 
@@ -221,7 +223,9 @@ class Answers(KeyedTier):
     _load = _store = _remove = _contains  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("on fire"), [], [Outcome.OK], None, 3, ["yes", "no"]])
+@pytest.mark.parametrize(
+    "answer", [RuntimeError("on fire"), [], [Outcome.OK], None, 3, ["yes", "no"], [Outcome.OK, "no"], [True, "no"]]
+)
 def test_given_a_tier_that_breaks_the_contract_then_it_has_nothing_and_nobody_hears_of_it(answer: object) -> None:
     watched = WatchedTier(Answers(answer))
     keys = [key(1), key(2)]
@@ -433,3 +437,14 @@ def test_given_jobs_one_after_the_other_then_one_thread_does_them_all() -> None:
         assert threads.flush(SECONDS)
     assert len(threads._threads) == 1
     assert threads.stop(SECONDS)
+
+
+def test_given_a_job_that_ends_then_who_waits_for_it_goes_on_at_once() -> None:
+    pending: Pending[int] = Pending(time.monotonic() + 3600.0)
+    found: list[int | None] = []
+    waiter = threading.Thread(target=lambda: found.append(pending.wait()), daemon=True)
+    waiter.start()
+    eventually(lambda: len(pending._changed._waiters) == 1, "it waits")
+    pending.end(5)
+    waiter.join(SECONDS)
+    assert found == [5]

@@ -190,7 +190,8 @@ def test_given_a_node_that_ends_or_cannot_begin_then_all_that_it_opened_is_close
     handlers: dict[int, Any] = {}
     monkeypatch.setattr(node_command, "open_tier", lambda address: Closed(address, closed))
     monkeypatch.setattr(node_command.signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(NodeServer, "serve", lambda server: handlers[signal.SIGTERM]())
+    served: list[NodeServer] = []
+    monkeypatch.setattr(NodeServer, "serve", lambda server: served.append(server) or handlers[signal.SIGTERM]())
     options = {"bytes": "1MB", "disk": str(folder / "disk"), "disk_bytes": "1MB", "remote": "redis://host"}
     settings = read_node(None, options)
     if fails:
@@ -206,6 +207,7 @@ def test_given_a_node_that_ends_or_cannot_begin_then_all_that_it_opened_is_close
         assert first == f"{memory}, empty"
         assert re.fullmatch(rf"{memory}, 0 values of an earlier node, http://127.0.0.1:\d+/metrics", second)
         assert set(handlers) == {signal.SIGTERM, signal.SIGINT}
+        assert [server._is_stopping for server in served] == [True] * 3
     assert {address.partition(":")[0] for address in closed} == {"disk", "redis"}
 
 

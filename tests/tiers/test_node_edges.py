@@ -797,3 +797,35 @@ def test_given_a_node_that_waits_then_stopping_wakes_it(folder: Path) -> None:
     assert [fd for fd, _ in made._epoll.poll(0)] == [made._wake]
     made.serve()
     made.close()
+
+
+def test_given_a_region_of_another_size_then_the_files_of_the_earlier_one_are_closed(tmp_path: Path) -> None:
+    Region(tmp_path, MEGABYTE).close()
+    files = open_files()
+    Region(tmp_path, 2 * MEGABYTE).close()
+    assert open_files() <= files
+
+
+def test_given_terms_in_any_order_then_they_end_in_the_order_of_time_also_after_some_were_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranking, "_FEW_TERMS", 4)
+    terms = ranking.Terms()
+    values: list[Any] = [SimpleNamespace(created=17 * number % 40, is_gone=number % 3 == 0) for number in range(40)]
+    for each in values:
+        terms.add(float(each.created), each)
+    ended = [each.created for now in range(40) for each in terms.ended(float(now))]
+    assert ended == sorted(each.created for each in values if not each.is_gone)
+
+
+def test_given_a_node_that_is_away_then_an_answer_of_an_older_connection_does_not_mean_that_it_is_back(
+    folder: Path,
+) -> None:
+    tier = NodeTier(f"node:{folder}")
+    tier._breaker.failed("it was away")
+    tier._breaker._open_until = 0.0
+    assert tier._breaker.claim_probe()
+    tier._idle.append(SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+    assert tier._asked(lambda node: 7) == 7
+    assert not tier._breaker.allows()
+    tier.close()

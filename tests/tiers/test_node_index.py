@@ -433,3 +433,12 @@ def test_given_a_slab_that_was_used_with_the_value_that_goes_next_then_the_value
     index.reserve(holders[0], [(KEYS[2], 256 * PAGE, Worth())])
     assert (hits, [value is not None for value in look(index, KEYS[:2])]) == (2, [False, True])
     index.region.close()
+
+
+def test_given_an_older_slab_of_the_same_priority_then_values_of_another_size_take_it(folder: Path) -> None:
+    index, holder = NodeIndex(Region(folder, 2 * MEGABYTE), "priority"), Holder(1)
+    for name, pages in zip(KEYS, [256] + [1] * 257, strict=False):
+        number, _ = index.reserve(holder, [(name, pages * PAGE, Worth(35))])
+        index.commit(holder, number, [7])
+    assert [name for name in KEYS[:258] if name not in index._values] == KEYS[:1]
+    index.region.close()

@@ -311,3 +311,18 @@ def test_given_a_long_prefix_then_it_is_asked_in_parts_until_the_gap(
         assert tier.contains_prefix([key(number) for number in range(20)], timeout=timeout) == 18
         assert [count for count, _ in parts] == asked
         assert parts[1][1] == pytest.approx(parts[0][1], abs=1.0)  # one deadline for all
+
+
+def test_given_one_request_of_several_that_hangs_then_the_store_is_not_down(obstore: Obstore) -> None:
+    hung: list[str] = []
+
+    async def first_hangs(call: str) -> None:
+        hung.append(call)
+        if len(hung) == 1:
+            await asyncio.Event().wait()
+
+    with tier_over() as tier:
+        store(tier, [1, 2])
+        obstore.fault = first_hangs
+        assert sorted(tier.contains([key(1), key(2)], timeout=0.05)) == [False, True]
+        assert tier.stats().problem == ""

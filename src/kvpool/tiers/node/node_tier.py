@@ -295,7 +295,6 @@ class NodeTier(KeyedTier):
                 node.close()  # an answer may be under way: nobody shall take it for his own
                 raise
             else:
-                self._breaker.succeeded()
                 return node, found
 
     def _take(self) -> Connection | None:
