@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from nodes import MEGABYTE, RawClient, needs_linux, node_folder, node_thread
@@ -215,6 +216,24 @@ def test_given_more_values_than_may_be_reserved_at_a_time_then_a_caller_writes_t
         assert source.written == numbers
         assert load(tier, numbers, 36_000)[1] == [value(number, 36_000) for number in numbers]
         sound(server)
+
+
+def test_given_values_that_are_as_much_as_may_be_reserved_at_a_time_then_they_go_in_one_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[int] = []
+    part = node_tier._store_part
+
+    def counted(*given: Any, **options: Any) -> list[Outcome]:
+        parts.append(len(found := part(*given, **options)))
+        return found
+
+    monkeypatch.setattr(node_tier, "_store_part", counted)
+    with node_thread(folder, 4 * MEGABYTE), tier_of(folder) as tier:
+        eighth = 4 * MEGABYTE // node_tier.PART_SHARE
+        assert tier.store([key(1), key(2)], [value(1, eighth - 5000), value(2, 5000)]) == [Outcome.OK] * 2
+        assert tier.store([key(3), key(4)], [value(3, eighth - 5000), value(4, 5001)]) == [Outcome.OK] * 2
+    assert parts == [2, 1, 1]
 
 
 def test_given_a_node_that_leaves_while_its_values_are_lent_then_the_loan_says_so(folder: Path) -> None:

@@ -510,6 +510,7 @@ def test_given_a_directory_that_others_can_enter_then_no_node_uses_it(folder: Pa
         (folder / "n").chmod(mode)
         with pytest.raises(ConfigError, match="nobody else can enter"):
             server_module._locked(folder / "n")
+    os.close(server_module._locked(folder / "deep" / "n"))  # it makes what is missing
     (folder / "link").symlink_to(folder)
     with pytest.raises(ConfigError, match="nobody else can enter"):
         server_module._locked(folder / "link")
