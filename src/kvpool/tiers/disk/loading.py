@@ -27,7 +27,7 @@ class _Read(NamedTuple):
     slot: int
     out: memoryview
     keeper: Keeper | None = None  # given: it is read straight into `out`
-    attempt: int = 1
+    is_second: bool = False  # the first found unexpected bytes
 
 
 class Loading:
@@ -62,7 +62,7 @@ class Loading:
             if outcome == Outcome.OK and not _taken(read, finished.buffer):
                 outcome = self._doubted(read)
                 if outcome == Outcome.LATE:
-                    waiting.appendleft(read._replace(attempt=read.attempt + 1))
+                    waiting.appendleft(read._replace(is_second=True))
             self._workers.give_buffer(finished.buffer)
             outcomes[read.number] = outcome
             if outcome == Outcome.OK:
@@ -129,7 +129,7 @@ class Loading:
         with state.lock:
             if slab.retired or state.catalog.find(read.key) != read.place:
                 return Outcome.MISS
-            if read.attempt == 1 and not is_replaced:
+            if not read.is_second and not is_replaced:
                 return Outcome.LATE
             if not state.is_writable:
                 state.catalog.forget(read.key)
