@@ -326,3 +326,11 @@ def test_given_one_request_of_several_that_hangs_then_the_store_is_not_down(obst
         obstore.fault = first_hangs
         assert sorted(tier.contains([key(1), key(2)], timeout=0.05)) == [False, True]
         assert tier.stats().problem == ""
+
+
+def test_given_a_value_that_was_broken_when_it_is_removed_then_nothing_of_it_is_remembered(obstore: Obstore) -> None:
+    with tier_over() as tier:
+        store(tier, [1])
+        tier.stale.add(key(1))
+        assert tier.remove([key(1)]) == [OK]
+        assert key(1) not in tier.stale
