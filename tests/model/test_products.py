@@ -23,6 +23,7 @@ from kvpool.model import products
 from kvpool.model.products import (
     ChosenLinear,
     PackedWeight,
+    PartedProduct,
     Way,
     choose_products,
     in_float32,
@@ -174,6 +175,14 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate(x)) + self.up(x.flip(-2))[..., :256] * self.up(x)[..., 64:]
+
+
+def test_given_a_part_of_a_shared_product_that_its_module_has_changed_then_it_is_computed_again() -> None:
+    shared, x = PartedProduct([2, 3, 1]), torch.arange(6.0)
+    shared.part(0, x, torch.clone).add_(100)
+    shared.part(1, x, torch.clone).add_(100)
+    assert shared.part(1, x, torch.clone).tolist() == [2, 3, 4]
+    assert shared.part(2, x, torch.clone).tolist() == [5]
 
 
 @pytest.mark.usefixtures("compiled")

@@ -151,18 +151,20 @@ class PartedProduct:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
-        self._latest: tuple[Tensor, Sequence[Tensor]] | None = (
-            None  # an input and its product, set together for threads
-        )
+        # An input and what is left of its product, set together for threads
+        self._latest: tuple[Tensor, dict[int, Tensor]] | None = None
 
     def part(self, place: int, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-        """The part of module number `place`: of the product that the first one computed, if that was with the same tensor."""
+        """The part of module number `place`: of the product that the first one computed, if that was with the same tensor.
+
+        Each part is given once, since its module may add to it in place.
+        """
         latest = self._latest
-        if place == 0 or latest is None or latest[0] is not x:
-            latest = self._latest = x, multiply(x).split_with_sizes(self._sizes, -1)
+        if place == 0 or latest is None or latest[0] is not x or place not in latest[1]:
+            latest = self._latest = x, dict(enumerate(multiply(x).split_with_sizes(self._sizes, -1)))
         if place == len(self._sizes) - 1:  # the last module frees the product
             self._latest = None
-        return latest[1][place]
+        return latest[1].pop(place)
 
 
 class ChosenLinear(nn.Linear):
