@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,18 @@ def test_given_ids_that_are_large_or_text_then_they_are_renumbered_consistently(
 def test_given_lengths_then_the_block_size_is_inferred(tmp_path: Path, length: int, count: int, unit: int) -> None:
     record = {**GOOD, "input_length": length, "hash_ids": list(range(count))}
     assert read_trace(write(tmp_path / "t.jsonl", record)).unit == unit
+
+
+def test_given_ids_for_more_tokens_than_a_block_has_then_no_size_is_tried(tmp_path: Path) -> None:
+    record = {**GOOD, "input_length": 2**22 * 8 // 5, "hash_ids": [1, 2, 3]}  # 1.1 million sizes would fit
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    try:
+        with pytest.raises(TraceError, match="about 2,236,962 tokens"):
+            read_trace(write(tmp_path / "t.jsonl", record))
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] < 10_000
 
 
 def test_given_a_file_that_is_missing_empty_or_cut_then_the_message_says_so(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def _with_inferred_unit(trace: Trace) -> Trace:
     if not all(ids in (tokens // unit, ceil_div(tokens, unit)) for tokens, ids in sizes):
         least = max(ceil_div(tokens, ids) for tokens, ids in sizes)
         most = min(((tokens - 1) // (ids - 1) for tokens, ids in sizes if ids > 1), default=least)
-        unit = max(range(least, most + 1), key=lambda size: size & -size, default=unit)  # the roundest that fits all
+        fitting = range(least, min(most, MAX_BLOCK_SIZE) + 1)
+        unit = max(fitting, key=lambda size: size & -size, default=unit)  # the roundest that fits all
     if unit > MAX_BLOCK_SIZE:
         raise TraceError(
             f"{trace.name} says that one id stands for about {typical:,.0f} tokens; no block is as large as that: give the "
