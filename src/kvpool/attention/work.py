@@ -102,7 +102,7 @@ def max_items(num_tiles: int, target_items: int) -> int:
     return 2 * num_tiles + target_items * (1 if num_tiles < target_items else MANY_WAVES)
 
 
-def max_partials(spec: AttentionSpec, num_tiles: int, target_items: int, waves: int = MANY_WAVES) -> int:
+def max_partials(spec: AttentionSpec, num_tiles: int, target_items: int, waves: int) -> int:
     """The number of partial results for which up to `num_tiles` tiles can be divided into equal shares."""
     return max(2, waves) * target_items + (2 * num_tiles if spec.sink_tokens else 0)
 

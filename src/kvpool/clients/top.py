@@ -10,7 +10,6 @@ import math
 import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any
@@ -103,8 +102,8 @@ def _bound(labels: Labels) -> float:
     return float(dict(labels)["le"])
 
 
-def _unescaped(text: str, escapes: Mapping[str, str] = _ESCAPES) -> str:
-    return re.sub(r"\\[\\\"n]", lambda found: escapes[found[0]], text)
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\[\\\"n]", lambda found: _ESCAPES[found[0]], text)
 
 
 def register(app: typer.Typer, name: str) -> None:

@@ -83,7 +83,7 @@ class Parts(NamedTuple):
     inputs: InputEncoder | None  # of an encoder-decoder model
 
 
-def load_draft(settings: EngineSettings, loaded: LoadedModel, sharding: Sharding | None = None) -> LoadedModel | None:
+def load_draft(settings: EngineSettings, loaded: LoadedModel, sharding: Sharding | None) -> LoadedModel | None:
     """What guesses tokens for a model that was loaded; None: nothing, or the text before."""
     if settings.draft == MTP:
         from kvpool.model.mtp import load_mtp

@@ -54,6 +54,8 @@ from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
 from kvpool.storage.transfer import Transfer
 
+log = logging.getLogger("kvpool")
+
 
 class PlannedCopies:
     """The copies that a scheduler planned and that are not done."""
@@ -84,9 +86,6 @@ class PlannedCopies:
         """Forgets all copies: nobody waits for them any more."""
         self._unstarted.clear()
         self._started.clear()
-
-
-log = logging.getLogger("kvpool")
 
 
 def rotates(layer: AttentionSpec | LayerSpec) -> tuple[bool, bool]:
@@ -338,9 +337,8 @@ class ModelRunner:
     def drop_adapted_graphs(self) -> None:
         """Forgets graphs with adapters, whose stacks have changed. They are captured again when a step needs them."""
         self._wait_for_graphs()
-        for graphs in (self.graphs, self.mixed_graphs):
-            if graphs is not None:
-                graphs.drop_adapted()
+        for graphs in self._all_graphs():
+            graphs.drop_adapted()
 
     def _wait_for_graphs(self) -> None:
         if self.device.type == "cuda" and self.graphs is not None:
@@ -372,12 +370,9 @@ class ModelRunner:
         where = plan.positions if positions is None else positions
         if self.mirror is not None:
             self.mirror(plan, token_ids, where, shown, spans, launch, keep, adapter_slots)
-        for graphs in (self.graphs, self.mixed_graphs):
-            if (
-                graphs is not None
-                and not (launch or shown is not None or spans or keep is not None)
-                and graphs.fits(plan)
-            ):
+        is_plain = not (launch or shown is not None or spans or keep is not None)
+        for graphs in self._all_graphs() if is_plain else ():
+            if graphs.fits(plan):
                 try:
                     return graphs.run(plan, token_ids, where, adapter_slots)
                 except (CaptureError, torch.OutOfMemoryError) as error:

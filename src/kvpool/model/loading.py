@@ -222,7 +222,7 @@ def _with_random_weights(
     dtype: torch.dtype,
     seed: int,
     trust: Mapping[str, bool],
-    sharding: Sharding | None = None,
+    sharding: Sharding | None,
 ) -> LoadedModel:
     family = _family_of(config)
     if sharding is not None:
@@ -276,7 +276,7 @@ def _from_directory(
     device: torch.device,
     dtype: torch.dtype | str,
     trust: Mapping[str, bool],
-    sharding: Sharding | None = None,
+    sharding: Sharding | None,
 ) -> LoadedModel:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
@@ -298,7 +298,7 @@ def _from_hub(
     device: torch.device,
     dtype: torch.dtype | str,
     trust: Mapping[str, bool],
-    sharding: Sharding | None = None,
+    sharding: Sharding | None,
 ) -> LoadedModel:
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json"))
     if looks_like_path:
@@ -351,7 +351,7 @@ def _pretrained(
     dtype: torch.dtype | str,
     has_tokenizer: bool,
     options: Mapping[str, bool],
-    sharding: Sharding | None = None,
+    sharding: Sharding | None,
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 

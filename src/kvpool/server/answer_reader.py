@@ -92,9 +92,9 @@ class MarkedReader(AnswerReader):
 
     def __init__(
         self,
-        form: ToolForm | None = None,
-        tools: Tools | None = None,
-        thinking: Thinking | None = None,
+        form: ToolForm | None,
+        tools: Tools | None,
+        thinking: Thinking | None,
         thinks: bool = False,
     ) -> None:
         super().__init__()

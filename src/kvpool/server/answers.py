@@ -69,7 +69,7 @@ class _Answer:
     kind: str
     kind_of_part: str
 
-    def __init__(self, model: str, piece: Piece, include_usage: bool = False) -> None:
+    def __init__(self, model: str, piece: Piece, include_usage: bool) -> None:
         self._piece = piece
         self._include_usage = include_usage
         self._forms: dict[int, EventForm] = {}  # by open sample: the form of an event with text only

@@ -256,7 +256,7 @@ _EMPTY = {"content": {"type": "text", "text": ""}, "reasoning": {"type": "thinki
 class MessageAnswer:
     """A `message`, whole or as Anthropic's events. Texts, thoughts and calls are blocks of its content."""
 
-    def __init__(self, model: str, make_reader: Callable[[], AnswerReader] | None = None, num_marked: int = 0) -> None:
+    def __init__(self, model: str, make_reader: Callable[[], AnswerReader] | None, num_marked: int) -> None:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
         self._reader = ChunkReader(make_reader)

@@ -164,7 +164,7 @@ _TYPES = {"content": "output_text", "reasoning": "reasoning_text"}  # the type o
 class ResponseAnswer:
     """A `response`, whole or as its events. Texts, thoughts and calls are items of its output."""
 
-    def __init__(self, model: str, body: Responses, make_reader: Callable[[], AnswerReader] | None = None) -> None:
+    def __init__(self, model: str, body: Responses, make_reader: Callable[[], AnswerReader] | None) -> None:
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model

@@ -101,7 +101,7 @@ class AnswerForm:
     They follow from its chat template, or from `tool_parser`, a name of `FORMS`.
     """
 
-    def __init__(self, tokenizer: Any, tool_parser: str = "") -> None:
+    def __init__(self, tokenizer: Any, tool_parser: str) -> None:
         check_tool_parser(tool_parser)
         template = _template(tokenizer)
         self._tokenizer = tokenizer

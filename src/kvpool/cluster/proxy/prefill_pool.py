@@ -24,13 +24,14 @@ from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.errors import NoNodeError
 
 MIN_TOKENS = 256
+MOST_SECONDS = 60.0  # for a handover
 log = logging.getLogger("kvpool")
 
 
 class PrefillPool:
     """The prefill servers of a proxy. A prompt goes there when its decode server lacks `min_tokens` of it.
 
-    If a server sends nothing for `silence_seconds`, or is not done after `seconds`, the request goes on without it.
+    If a server sends nothing for `silence_seconds`, or is not done after `MOST_SECONDS`, the request goes on without it.
     `watching` are the arguments of `Backends`.
     """
 
@@ -40,14 +41,13 @@ class PrefillPool:
         client: httpx.AsyncClient,
         *,
         block_size: int,
-        routing: RoutingConfig | None = None,
-        min_tokens: int = MIN_TOKENS,
-        silence_seconds: float = 5.0,
-        seconds: float = 60.0,
+        routing: RoutingConfig | None,
+        min_tokens: int,
+        silence_seconds: float,
         watching: Mapping[str, float],
     ) -> None:
         self._client = client
-        self._min_tokens, self._silence, self._seconds = min_tokens, silence_seconds, seconds
+        self._min_tokens, self._silence = min_tokens, silence_seconds
         self.index = ClusterIndex(block_size)
         self.router = Router(self.index, routing)
         self.backends = Backends(backends, self.index, self.router, client, **watching)
@@ -71,7 +71,7 @@ class PrefillPool:
         passed = credentials(headers)
         loading = _TierLoading(self._client, str(route.node), asked, passed, self._silence)
         try:
-            await asyncio.wait_for(self._follow(str(own.node), asked, passed, loading), self._seconds)
+            await asyncio.wait_for(self._follow(str(own.node), asked, passed, loading), MOST_SECONDS)
             await loading.finish()
             if loading.num_loaded < loading.num_there:
                 raise _HandoverError("not_loaded", f"{route.node} could not load what was stored for it")
@@ -80,7 +80,7 @@ class PrefillPool:
             await loading.finish()  # the decode server need not compute what came nevertheless
             self._fall_back(error.reason, str(error))
         except (TimeoutError, asyncio.TimeoutError):
-            self._fall_back("late", f"{own.node} was not done after {self._seconds:g} seconds")
+            self._fall_back("late", f"{own.node} was not done after {MOST_SECONDS:g} seconds")
         finally:
             loading.cancel()
             own.end()
