@@ -121,6 +121,22 @@ def test_given_an_invalidated_session_then_what_it_took_from_others_stays() -> N
         assert cached(engine, PROMPT) == 48
 
 
+@pytest.mark.parametrize("other", [None, "another chat"])
+def test_given_what_a_session_computed_came_back_for_another_when_it_is_invalidated_then_it_leaves_the_cache(
+    other: str | None,
+) -> None:
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT[:48], session="first")
+        cached(engine, PROMPT, session="second")
+        assert cached(engine, PROMPT, session=other) >= 88  # from the tier, for a request that computed none of it
+        assert engine.invalidate(session="second") >= 6
+        assert engine.generate([PROMPT], PARAMS)[0].num_cached_tokens <= 48
+        assert cached(engine, PROMPT, session=other) >= 88
+        assert engine.invalidate(session="first") >= 11
+        assert engine.generate([PROMPT], PARAMS)[0].num_cached_tokens == 0
+
+
 def test_given_values_of_another_process_behind_a_prefix_then_its_last_block_leaves_the_tier_and_none_is_loaded() -> (
     None
 ):

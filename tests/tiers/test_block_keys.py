@@ -162,3 +162,20 @@ def test_given_one_session_with_more_blocks_than_are_known_then_it_is_not_forgot
     assert lineage.of_session("long") == digests
     lineage.begin("other", digests[0])
     assert (lineage.of_session("long"), lineage.of_session("other")) == ([], digests[:1])
+
+
+def test_given_blocks_of_a_path_then_the_sessions_that_computed_some_of_them_are_known_while_the_session_is() -> None:
+    lineage = Lineage(3)
+    assert not lineage.has_sessions
+    lineage.begin("one", B)
+    lineage.begin("two", A)
+    lineage.begin("two", B)
+    assert lineage.has_sessions
+    assert lineage.sessions_of([A, B, C]) == ("two", "one")
+    assert lineage.sessions_of([B, C]) == ("one", "two")
+    assert lineage.sessions_of([ROOT, C]) == ()
+    lineage.begin("three", C)  # the session of which nothing came for longest is forgotten
+    assert lineage.sessions_of([A, B, C]) == ("two", "three")
+    lineage.begin("three", D)
+    lineage.begin("three", ROOT)
+    assert lineage.sessions_of([ROOT, A, B, C, D]) == ("three",)

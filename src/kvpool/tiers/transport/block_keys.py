@@ -156,6 +156,7 @@ class Lineage:
         # Digest: its parent's, and as it was renamed
         self._blocks: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
         self._sessions: OrderedDict[str, dict[bytes, None]] = OrderedDict()
+        self._begun: dict[bytes, dict[str, None]] = {}  # the same by digest
         self._num_begun = 0
         self._lock = threading.Lock()
 
@@ -179,13 +180,34 @@ class Lineage:
             self._sessions.move_to_end(session)
             self._num_begun += digest not in begun
             begun[digest] = None
+            self._begun.setdefault(digest, {})[session] = None
             while self._num_begun > self._limit and len(self._sessions) > 1:
-                self._num_begun -= len(self._sessions.popitem(last=False)[1])
+                self._forget_session()
+
+    def _forget_session(self) -> None:
+        """Forgets the session of which nothing was offered for longest."""
+        session, digests = self._sessions.popitem(last=False)
+        self._num_begun -= len(digests)
+        for digest in digests:
+            of_digest = self._begun[digest]
+            del of_digest[session]
+            if not of_digest:
+                del self._begun[digest]
 
     def of_session(self, session: str) -> list[bytes]:
         """The blocks with which content of a session begins."""
         with self._lock:
             return list(self._sessions.get(session, ()))
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether any session computed something."""
+        return bool(self._begun)
+
+    def sessions_of(self, digests: Iterable[bytes]) -> tuple[str, ...]:
+        """The sessions that computed some of these blocks, the first of which begins a prompt."""
+        with self._lock:
+            return tuple(dict.fromkeys(name for digest in digests for name in self._begun.get(digest, ())))
 
     def take_tagged(self, tag: bytes) -> list[bytes]:
         """Takes out all blocks whose renamed digest begins with `tag`; returns these digests."""

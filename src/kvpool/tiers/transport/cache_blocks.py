@@ -28,7 +28,7 @@ from kvpool.prefix.digests import root_digest
 from kvpool.quiet import QuietLog
 from kvpool.scheduling import Request
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.storage import DataPlane
 from kvpool.storage.moving import TakenBlocks
 from kvpool.tiers.contract import Keeper, Slots, Worth
@@ -93,9 +93,11 @@ class PrefixLeases:
 class Importer:
     """Writes what was fetched into blocks of the cache. Runs in the engine's thread."""
 
-    def __init__(self, manager: KVCacheManager, plane: DataPlane, keys: BlockKeys) -> None:
+    def __init__(self, manager: KVCacheManager, plane: DataPlane, keys: BlockKeys, lineage: Lineage) -> None:
         self._manager = manager
         self._plane = plane
+        self._keys = keys
+        self._lineage = lineage
         self._groups = keys.groups
         self._size = keys.block_size
         self._quiet = QuietLog(log)
@@ -129,16 +131,26 @@ class Importer:
     def _lease(self, request: Request, fetch: Fetch) -> KVCacheHandle:
         """Holds the cached part of the prefix, and the first blocks behind it."""
         end = fetch.num_blocks * self._size
-        return self._manager.allocate(
+        tokens, items = request.prompt[:end], [item for item in request.multimodal if item.position < end]
+        sessions = self._sessions_of(request, tokens, items)
+        handle = self._manager.allocate(
             ("lease", request.id, fetch.first),
-            request.prompt[:end],
+            tokens,
             scope=request.scope,
             reserve=min(end, (fetch.first + CHUNK_BLOCKS) * self._size),
             ttl=request.ttl,
-            session=request.session,
+            session=sessions[0] if sessions else request.session,
             lease=True,
-            multimodal=[item for item in request.multimodal if item.position < end] or None,
+            multimodal=items or None,
         )
+        note_sessions(handle, sessions)
+        return handle
+
+    def _sessions_of(self, request: Request, tokens: Int32Array, items: Sequence[MultimodalItem]) -> tuple[str, ...]:
+        """The sessions that computed what was loaded, as far as this process knows: they can be invalidated."""
+        if not self._lineage.has_sessions:
+            return ()
+        return self._lineage.sessions_of(self._keys.digests(root_digest(request.scope), tokens, items))
 
     def _take_blocks(self, handle: KVCacheHandle, request: Request, fetch: Fetch) -> None:
         """Allocates the other blocks, part by part, and gives back those that no later query reads."""

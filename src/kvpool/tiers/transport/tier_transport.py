@@ -103,7 +103,7 @@ class TierTransport:
         self._near = StagingMemory(_near_bytes(plane.device), partial(_near, plane.device))
         self.offers = Offers(plane, keys, self.storer, self._near, self._can_write, opened.min_uses, shards)
         self.invalidator = TierInvalidator(keys, self.offers.lineage, self.storer)
-        self._importer = Importer(manager, plane, keys)
+        self._importer = Importer(manager, plane, keys, self.offers.lineage)
         self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
         self._shards = shards
