@@ -74,8 +74,8 @@ class PageStore:
 
 IRRELEVANT = frozenset(
     {
-        # Namespaces of SGLang about scheduling and sampling. The shard says which part a rank holds.
-        *("device", "disagg", "memory", "observability", "parallel", "schedule", "serving", "spec"),
+        # Namespaces of SGLang about scheduling and logging. The shard says which part a rank holds.
+        *("device", "disagg", "memory", "observability", "parallel", "schedule", "serving"),
         # Names: the content of files counts, not their names.
         *("model.model_path", "model.revision", "model.download_dir", "model.model_checksum"),
         # Settings of the storage: the name of a rank and its options.
@@ -89,6 +89,8 @@ IRRELEVANT = frozenset(
     }
 )
 """Settings of SGLang that reach no key or value; any other makes another fingerprint."""
+
+_CHANGING = frozenset({"forward_hooks"})  # settings in these namespaces that change what modules compute
 
 _OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")
 
@@ -219,7 +221,8 @@ def _settings() -> dict[str, dict[str, Any]]:
     given = get_server_args()
     places, settings = namespace_of(type(given)), dict[str, dict[str, Any]]()
     for name in getattr(given, "__struct_fields__", None) or vars(given):
-        settings.setdefault(places.get(name, "").partition(".")[0], {})[name] = getattr(given, name)
+        place = "" if name in _CHANGING else places.get(name, "")
+        settings.setdefault(place.partition(".")[0], {})[name] = getattr(given, name)
     return settings
 
 
