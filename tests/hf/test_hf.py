@@ -221,6 +221,34 @@ def test_given_other_active_adapters_then_nothing_of_the_ones_before_is_reused()
                 assert cache.num_cached_tokens == num_cached
 
 
+def test_given_adapters_that_are_scaled_otherwise_then_nothing_of_the_old_scale_is_reused() -> None:
+    peft = pytest.importorskip("peft")
+    model, prompt = tiny_model("llama"), random_prompt(30)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False))
+    adapted = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    with CachePool(model.eval(), num_blocks=64, block_size=4) as pool:
+        for scale, num_cached in ((1.0, 0), (1.0, 29), (3.0, 0), (3.0, 29)):
+            for layer in adapted:
+                layer.set_scale("default", scale)
+            with PagedCache(pool) as cache:
+                assert run(model, prompt, cache) == run(model, prompt)
+                assert cache.num_cached_tokens == num_cached
+
+
+def test_given_hooks_that_steer_a_model_then_nothing_that_was_computed_without_them_is_reused() -> None:
+    model, prompt = tiny_model("llama"), random_prompt(30)
+    layer = model.model.layers[0]
+    with CachePool(model, num_blocks=64, block_size=4) as pool, CachePool(model, num_blocks=8, block_size=4):
+        for strength, num_cached in ((0.0, 0), (None, 29), (2.0, 0), (None, 29), (0.0, 0)):
+            if strength is not None:
+                layer._forward_hooks.clear()
+            if strength:
+                layer.register_forward_hook(lambda module, given, output: output * 2.0)
+            with PagedCache(pool) as cache:
+                assert run(model, prompt, cache) == run(model, prompt)
+                assert cache.num_cached_tokens == num_cached
+
+
 def test_given_unusual_positions_in_a_later_pass_then_only_what_was_computed_before_is_found() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

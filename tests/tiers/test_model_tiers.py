@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +106,59 @@ def test_given_adapters_in_the_layers_of_a_model_then_which_are_active_and_how_t
         layer.scaling = scaling
         found.add(model_id(adapted))
     assert len(found) == 6
-    del layer.merged_adapters
+    del layer.active_adapters, layer.disable_adapters, layer.merged_adapters
     assert model_id(adapted) == model_id(model)
+
+
+def test_given_a_number_of_a_module_when_it_changes_then_it_is_another_model_or_the_number_is_in_the_short_list(
+    model: Any,
+) -> None:
+    changed, known = copy.deepcopy(model), model_id(model)
+    changed.model.rotary_emb.attention_scaling *= 2
+    changed.model.layers[0].self_attn.scaling *= 2
+    found = {known, model_id(changed)}
+    changed.model.rotary_emb.attention_scaling /= 2
+    found.add(model_id(changed))
+    changed.model.layers[0].self_attn.scaling /= 2
+    assert len(found) == 3
+    changed.train()
+    changed.model.rotary_emb.max_seq_len_cached += 1
+    changed.model.layers[0].gradient_checkpointing = True
+    assert model_id(changed) == known
+
+
+def test_given_a_hook_around_a_forward_then_tiers_are_refused_unless_it_follows_from_the_model(
+    model: Any, tmp_path: Path
+) -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=2, head_dim=16)] * 4, block_size=8, gpu_blocks=8)
+    steered, tiers = (
+        copy.deepcopy(model),
+        ModelTiers.of([MemoryTier(2**20)], None, None, tier_timeout=1.0, tier_min_uses=1),
+    )
+    layer = steered.model.layers[0]
+    layer.register_forward_pre_hook(functools.partial(model_id))  # of kvpool
+    layer.register_forward_hook(torch.nn.functional.silu)
+    assert tiers.open(steered, config) is not None
+    for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
+        hook = register(lambda *given: None)
+        with pytest.raises(ConfigError, match="LlamaForCausalLM has the forward hook <function"):
+            tiers.open(steered, config)
+        with pytest.raises(ConfigError, match="forward hook"):
+            tiers.open(model, config, steered)  # of the draft model
+        hook.remove()
+    assert replace(tiers, given=()).open(steered, config) is None
+
+
+def test_given_weights_without_numbers_then_tiers_are_refused_by_name(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the weight model.* of LlamaForCausalLM has no numbers that can be read"):
+        weights_id(copy.deepcopy(model).to("meta"))
+
+    class Packed(torch.nn.Module):
+        def get_extra_state(self) -> tuple[int, ...]:
+            return (1, 2)
+
+    with pytest.raises(ConfigError, match=r"the weight _extra_state of Packed .* leave disk, remote and tiers out"):
+        weights_id(Packed())
 
 
 @pytest.mark.parametrize(

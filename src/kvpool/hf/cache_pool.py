@@ -27,7 +27,7 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier
-from kvpool.tiers.model_tiers import ModelTiers
+from kvpool.tiers.model_tiers import ModelTiers, foreign_hooks
 from kvpool.tiers.settings import REQUEST_TIMEOUT
 from kvpool.tiers.transport.tier_transport import TieringStats
 
@@ -65,7 +65,8 @@ class CachePool:
     call waits for them `tier_timeout` seconds at most, and a failed tier counts as a miss. `close` finishes stores in flight.
 
     Everything cached belongs to the weights that it was computed with. If they have changed when a cache begins, or other
-    adapters of peft are active, the pool forgets all of it; what is in tiers stays for those who have the old weights.
+    adapters of peft are active, or modules have other forward hooks, the pool forgets all of it; what is in tiers stays for
+    those who have the old weights.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class CachePool:
             weakref.finalize(self, self.tiers.close)  # also at the end of the process: what was computed is stored
         self.is_closed = False
         self._weights = SharedWeights(model)
-        self._adapters = _active_adapters(model)
+        self._added = _added_to(model)
         self._ids = itertools.count()
         self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that were garbage-collected
         self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
@@ -115,9 +116,9 @@ class CachePool:
         )
 
     def follow(self, model: Any) -> None:
-        """Forgets what was computed with other weights or adapters than the model has now."""
-        before, self._adapters = self._adapters, _active_adapters(model)
-        if self._weights.changed() or self._adapters != before:
+        """Forgets what was computed with other weights, adapters or hooks than the model has now."""
+        before, self._added = self._added, _added_to(model)
+        if self._weights.changed() or self._added != before:
             drop = self.manager.cache.reset
             drop() if self.tiers is None else self.tiers.transport.invalidator.everything(drop, remove=False)
 
@@ -271,10 +272,13 @@ def _cached_layers(model: Any, shape: ModelShape, dtype: Any) -> list[LayerSpec]
     return specs
 
 
-def _active_adapters(model: Any) -> list[Any]:
-    """Which adapters of peft each layer adds now."""
+def _added_to(model: Any) -> list[Any]:
+    """Which adapters of peft each layer adds now and how they are scaled, and which hooks may change what it computes."""
     layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
-    return [(tuple(layer.active_adapters), layer.disable_adapters) for layer in layers]
+    adapters = [
+        (tuple(layer.active_adapters), layer.disable_adapters, dict(getattr(layer, "scaling", {}))) for layer in layers
+    ]
+    return [*adapters, *foreign_hooks(model)]
 
 
 def _plain(tokens: Any) -> Any:

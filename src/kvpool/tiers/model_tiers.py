@@ -7,6 +7,7 @@ They change if one number changes, or if two change places.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -90,6 +91,7 @@ class ModelTiers:
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
         models = [model] if draft is None else [model, draft]
+        _check_hooks(models)
         names = [*map(model_id, models), *(["with rotated keys and values"] if are_rotated else [])]
         weights = " ".join(map(weights_id, models))
         if exchange is not None:
@@ -125,12 +127,26 @@ def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+# Numbers of modules that change no key or value.
+_OF_MODULES = frozenset({"training", "gradient_checkpointing", "max_seq_len_cached"})
+# What hooks of these packages do follows from the configuration and the weights.
+_KNOWN_HOOKS = frozenset({"kvpool", "torch", "transformers", "accelerate", "peft"})
+
+
 def model_id(model: Any) -> str:
-    """The class of a model and a digest of its configuration, which alone holds positions, norms and scales.
+    """The class of a model, and a digest of its configuration and of the numbers of its modules: positions, norms, scales.
 
     Of adapters that peft put into its layers, it also says which are active and how they are scaled.
     """
-    named = f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)}"
+    numbers = {
+        name: {
+            field: value
+            for field, value in vars(module).items()
+            if isinstance(value, (bool, int, float)) and not field.startswith("_") and field not in _OF_MODULES
+        }
+        for name, module in model.named_modules()
+    }
+    named = f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)} {settings_id(numbers)}"
     adapted = {
         name: [
             module.active_adapters,
@@ -144,10 +160,42 @@ def model_id(model: Any) -> str:
     return f"{named} {settings_id(adapted)}" if adapted else named
 
 
+def foreign_hooks(model: Any) -> list[Callable[..., Any]]:
+    """Hooks around forwards of the model's modules that may change what they compute, as those that steer a model do."""
+    return [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if _package(hook) not in _KNOWN_HOOKS
+    ]
+
+
+def _package(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0]
+
+
+def _check_hooks(models: Sequence[Any]) -> None:
+    for model in models:
+        for hook in foreign_hooks(model):
+            raise ConfigError(
+                f"{type(model).__name__} has the forward hook {show(hook)}: nobody can tell what it does to keys and values, "
+                "so that its blocks in tiers could not be told from another model's; remove it, or leave disk, remote and "
+                "tiers out"
+            )
+
+
 @torch.no_grad()
 def weights_id(model: Any) -> str:
     """A digest of all parameters and buffers of a model, also those that it does not save: names, types and contents."""
     found = {**model.state_dict(), **dict(model.named_buffers())}
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_quantized:
+            raise ConfigError(
+                f"the weight {name} of {type(model).__name__} has no numbers that can be read, so that its blocks in tiers "
+                "could not be told from another model's; leave disk, remote and tiers out"
+            )
     tensors = sorted((name, _local(tensor)) for name, tensor in found.items())
     read: dict[tuple[int, torch.Size], int] = {}  # tied weights are read once
     sums: list[Tensor] = []
