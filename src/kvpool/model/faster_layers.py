@@ -217,7 +217,8 @@ def fuse_rotations(model: nn.Module) -> int:
 
 def _rotated(reference: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
     angles = cos.shape == sin.shape == (q.shape[0], *q.shape[-2:]) == (k.shape[0], *k.shape[-2:])
-    if args or kwargs or not angles or not q.ndim == k.ndim == 4:  # for instance a part of each head is rotated
+    one_type = q.dtype == k.dtype == cos.dtype == sin.dtype  # of several, the function chooses that of its results
+    if args or kwargs or not (angles and one_type and q.ndim == k.ndim == 4):  # for instance a part is rotated
         return reference(q, k, cos, sin, *args, **kwargs)
     return rotated(q, cos, sin), rotated(k, cos, sin)
 
