@@ -39,7 +39,8 @@ class Gated(nn.Module):
         if self.kind == "swapped":
             gate, up = up, gate
         gate = functional.gelu(gate) if self.kind == "exact gelu" else functional.silu(gate)
-        return self.down_proj(gate * up) + (1e-3 if self.kind == "more" else 0.0)
+        scale, more = 0.97 if self.kind == "less" else 1.0, 1e-3 if self.kind == "more" else 0.0
+        return scale * self.down_proj(gate * up) + more
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,9 +55,13 @@ def test_given_a_gated_mlp_then_it_gives_the_same(dtype: torch.dtype) -> None:
         torch.testing.assert_close(module(x), before, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["swapped", "exact gelu", "more", "hooked", "hooked part"])
-def test_given_anything_else_then_it_is_left_alone(kind: str) -> None:
-    module = Gated(kind)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["swapped", "exact gelu", "less", "more", "hooked", "hooked part", "all zero"])
+def test_given_anything_else_then_it_is_left_alone(kind: str, dtype: torch.dtype) -> None:
+    module = Gated(kind, dtype)
+    if kind == "all zero":  # any activation gives this
+        module.gate_proj.weight.zero_()
+        module.gate_proj.bias.zero_()
     if kind.startswith("hooked"):
         (module if kind == "hooked" else module.gate_proj).register_forward_hook(lambda *_: None)
 

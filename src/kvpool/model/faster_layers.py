@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
 from kvpool.kernels.experts import expert_product
@@ -34,6 +35,7 @@ from kvpool.kernels.rows import ACTIVATIONS, Activation, gated, rms_norm, rotate
 from kvpool.model.products import PartedProduct, is_hooked, is_unchanged
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
+_FEW = 64  # inner elements of an MLP that are computed to recognise it
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # others need scales
 
 
@@ -102,19 +104,36 @@ def _activation(module: nn.Module) -> Activation | None:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
-    weight = parts[0].weight
-    steps = torch.arange(weight.shape[1], device=weight.device, dtype=torch.float32)
-    inputs = torch.stack([size * torch.cos(steps * (1.0 + size)) for size in _SIZES]).to(weight.dtype)
+    steps = torch.arange(parts[0].weight.shape[1], device=parts[0].weight.device, dtype=torch.float32)
+    inputs = torch.stack([size * torch.cos(steps * (1.0 + size)) for size in _SIZES])
     try:
-        given = module(inputs)
-    except Exception:  # it needs other arguments
+        few = _few_weights(module)
+        with torch.enable_grad():  # then a `ChosenLinear` multiplies by its weight, not by a copy of it
+            given = functional_call(module, few, (inputs,))
+    except Exception:  # it needs other arguments, or all of its weights
         return None
-    bound = torch.finfo(weight.dtype).eps
+
+    def product(x: Tensor, part: str) -> Tensor:
+        return linear(x, few[f"{part}.weight"], few.get(f"{part}.bias"))
+
+    found = []
     for activation in ACTIVATIONS:
-        wanted = _gated(module, activation, inputs)
-        if isinstance(given, Tensor) and given.shape == wanted.shape and _differ(given, wanted) < 8 * bound:
-            return activation
-    return None
+        wanted = product(gated(product(inputs, "gate_proj"), product(inputs, "up_proj"), activation), "down_proj")
+        same_shape = isinstance(given, Tensor) and given.shape == wanted.shape
+        if same_shape and _differ(given, wanted) < 8 * torch.finfo(torch.float32).eps:
+            found.append(activation)
+    return found[0] if len(found) == 1 else None  # with tiny weights all are the same
+
+
+def _few_weights(module: Any) -> dict[str, Tensor]:
+    """Those of few inner elements of a gated MLP, in float32: 16 bits are too coarse to tell functions apart."""
+    few = {f"{part}.weight": getattr(module, part).weight[:_FEW] for part in ("gate_proj", "up_proj")}
+    few["down_proj.weight"] = module.down_proj.weight[:, :_FEW]
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        bias = getattr(module, part).bias
+        if bias is not None:
+            few[f"{part}.bias"] = bias if part == "down_proj" else bias[:_FEW]
+    return {name: value.float() for name, value in few.items()}
 
 
 def _differ(one: Tensor, other: Tensor) -> float:
