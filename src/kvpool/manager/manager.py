@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -72,12 +72,14 @@ from kvpool.sequences.windows import RowWindows
 from kvpool.stats import CacheStats
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
-ALLOCATE_ARGUMENTS = frozenset(
-    {
-        *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
-        *("retention", "ttl", "session", "lease", "multimodal", "hint"),
-    }
-)
+# What a request of `allocate_batch` may say beside its `request_id`, and what holds where it does not: as in `allocate`.
+ALLOCATE_DEFAULTS: dict[str, Any] = {
+    **dict(tokens=None, num_tokens=None, scope=DEFAULT_SCOPE, reserve=None, lookahead=0, cross_tokens=0),
+    **dict(retention=None, ttl=None, session=None, lease=False, multimodal=None, hint=None),
+}
+ALLOCATE_ARGUMENTS = frozenset({"request_id", *ALLOCATE_DEFAULTS})
+_BESIDE_TOKENS = itemgetter(*list(ALLOCATE_DEFAULTS)[1:])
+_USUAL = _BESIDE_TOKENS(ALLOCATE_DEFAULTS)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -217,24 +219,14 @@ class KVCacheManager:
     def _allocate_given(self, request: dict[str, Any]) -> KVCacheHandle:
         """`allocate` inside an operation, with arguments by their names."""
         given: dict[str, Any] = request  # said again: compiled, parameters of this module have no types
-        if len(given) == 2 and "tokens" in given:  # the usual one: looking up what it does not say takes long
-            prompt, places = self._request(given["tokens"], None, DEFAULT_SCOPE, None, 0, None)
-            self._checked(prompt, places, 0, None, None, None, None)
-            return self._admit(given["request_id"], prompt, places, 0, None, None, None, False, None, None, None)
-        num_tokens, reserve, lease = given.get("num_tokens"), given.get("reserve"), given.get("lease", False)
+        tokens, said = given.get("tokens"), _USUAL
+        if tokens is None or len(given) > 2:  # looking up what is not said takes long
+            said = _BESIDE_TOKENS({**ALLOCATE_DEFAULTS, **given})
+        num_tokens, scope, reserve, lookahead, cross_tokens, retention, ttl, session, lease, multimodal, hint = said
         if lease is not False:
             lease = as_flag(lease, "lease")
-        scope, cross_tokens = given.get("scope", DEFAULT_SCOPE), given.get("cross_tokens", 0)
-        prompt, places = self._request(
-            given.get("tokens"), num_tokens, scope, given.get("multimodal"), cross_tokens, reserve, lease
-        )
-        retention, ttl, session, hint = (
-            given.get("retention"),
-            given.get("ttl"),
-            given.get("session"),
-            given.get("hint"),
-        )
-        lookahead = self._checked(prompt, places, given.get("lookahead", 0), retention, ttl, session, hint)
+        prompt, places = self._request(tokens, num_tokens, scope, multimodal, cross_tokens, reserve, lease)
+        lookahead = self._checked(prompt, places, lookahead, retention, ttl, session, hint)
         return self._admit(
             given["request_id"], prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
         )
