@@ -208,6 +208,20 @@ def test_given_a_file_that_cannot_be_written_then_nothing_waits_for_it(monkeypat
     assert not following._pending
 
 
+def test_given_an_operation_that_cannot_be_written_then_the_recorder_says_so_and_the_manager_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no line")
+
+    kv = make_manager()
+    following = TraceRecorder(tmp_path / "t").attach(kv)
+    monkeypatch.setattr("kvpool.recording.writer.RecordingWriter.write", fail)
+    kv.free(kv.allocate("one", [1, 2, 3]))
+    following.close()
+    assert following.stopped_because == "an operation cannot be written: ValueError('no line')"
+
+
 def _fails(self: writer.RecordingWriter, operation: tuple[Any, ...]) -> None:
     raise OSError(28, "No space left on device")
 

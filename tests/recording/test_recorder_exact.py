@@ -348,3 +348,22 @@ def test_a_block_named_for_one_admission_is_not_taken_for_what_follows(
     monkeypatch.setattr(KVCacheManager, "store_last_logits", noting)
     replay_recording(tmp_path / "recording")
     assert named == [None]
+
+
+def test_given_infinite_times_and_numbers_of_numpy_then_the_recording_can_be_played_back(tmp_path: Path) -> None:
+    kv = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], block_size=4, gpu_blocks=32))
+    forever = float("inf")
+    keep = Retention([TokenRange(0, 8, 50, forever)], decode_priority=9, decode_duration=forever)
+    with TraceRecorder(tmp_path / "t").attach(kv) as recorder:
+        first = kv.allocate("first", list(range(13)), ttl=forever, retention=keep)
+        kv.commit(first)
+        assert kv.store_last_logits(first, "logits", np.int64(8))
+        kv.cache.pin(first, ttl=forever)
+        kv.cache.pin(list(range(4)), ttl=forever)
+        kv.free(first)
+        second = kv.allocate("second", num_tokens=np.int64(5))
+        kv.commit_batch([second], np.arange(5), [5])
+        third = kv.allocate("third", list(range(13)), reserve=np.int32(11))
+        kv.commit(third)
+    assert recorder.stopped_because is None
+    assert counted(replay_recording(tmp_path / "t")) == counted(kv.stats())

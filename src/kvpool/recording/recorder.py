@@ -15,9 +15,8 @@ from kvpool.eviction.policy import MOMENTS_PER_SECOND, moment_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
-from kvpool.recording.operations import MAX_SECONDS
 from kvpool.recording.playback import header_of
-from kvpool.recording.writer import Items, RecordingWriter
+from kvpool.recording.writer import Items, RecordingWriter, finite
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 
@@ -123,9 +122,14 @@ class TraceRecorder:
             self._write_pending(writer)
             writer.end(self.stopped_because)
         except OSError as error:
-            self.stopped_because = f"cannot write {self.path}: {error.strerror or error}"
-            self._pending.clear()
-            writer.abandon()
+            self._give_up(writer, f"cannot write {self.path}: {error.strerror or error}")
+        except Exception as error:
+            self._give_up(writer, f"an operation cannot be written: {error!r}")
+
+    def _give_up(self, writer: RecordingWriter, reason: str) -> None:
+        self.stopped_because = reason
+        self._pending.clear()
+        writer.abandon()
 
     def _write_pending(self, writer: RecordingWriter) -> None:
         while self._pending:
@@ -147,6 +151,8 @@ def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[st
     more = {
         name: value for name, value in options.items() if name not in apart and value not in (None, _UNSAID.get(name))
     }
+    if "ttl" in more:
+        more["ttl"] = finite(more["ttl"])
     return "a", handle.serial, _copied(tokens), handle.scope, options["source"], more
 
 
@@ -162,11 +168,6 @@ def _copied(values: Any) -> Any:
     return values.copy() if isinstance(values, np.ndarray) else list(values)
 
 
-def _written(seconds: float | None) -> float | None:
-    """A time as JSON, which has no infinity: the longest time of a recording stands for it."""
-    return None if seconds is None else min(seconds, MAX_SECONDS)
-
-
 # What is queued for each verb: its letter, then what `RecordingWriter` needs of its result and arguments.
 _NOTED: dict[str, Callable[..., Operation]] = {
     "allocate": _allocated,
@@ -178,7 +179,7 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "rewind": lambda _, handle, num_tokens: ("r", handle.serial, num_tokens),
     "narrow": lambda _, handle, position: ("n", handle.serial, position),
     "fork": lambda children, handle, *_: ("k", handle.serial, [child.serial for child in children]),
-    "hint": lambda _, handle, hint: ("y", handle.serial, hint.stop, _written(hint.expected_seconds)),
+    "hint": lambda _, handle, hint: ("y", handle.serial, hint.stop, finite(hint.expected_seconds)),
     "free": lambda _, handle, keep: ("f", (handle,), keep),
     "free_batch": lambda _, handles, keep: ("f", handles, keep),
     "store_last_logits": lambda _, handle, logits, num_tokens: ("l", handle.serial, num_tokens),
@@ -189,7 +190,7 @@ _NOTED: dict[str, Callable[..., Operation]] = {
         pin.pin_id,
         tokens if isinstance(tokens, KVCacheHandle) else _copied(tokens),
         scope,
-        ttl,
+        finite(ttl),
         items,
     ),
     "unpin": lambda _, pin: ("u", pin.pin_id),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array, as_token_array
 from kvpool.pools.symbols import encoded_key
 from kvpool.prefix.retention import Retention
-from kvpool.recording.operations import pack
+from kvpool.recording.operations import MAX_SECONDS, pack
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 
@@ -39,7 +39,7 @@ _ROUNDS = tuple(
 _KNOWN_PREFIXES = 2**20  # block ends remembered, to write a shared prefix once
 _MAX_STEPS = 256  # of a batch before its histories are brought up to date
 _NOTHING = np.empty(0, np.int32)
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=lambda number: number.item()).encode  # of numpy
 
 
 class PrefixHash:
@@ -300,8 +300,16 @@ def _plain(numbers: Any) -> Any:
     return numbers.tolist() if isinstance(numbers, (np.ndarray, np.integer)) else numbers
 
 
+def finite(seconds: float | None) -> float | None:
+    """A time as JSON, which has no infinity: the longest time of a recording stands for it."""
+    return None if seconds is None else min(seconds, MAX_SECONDS)
+
+
 def _plain_retention(retention: Retention) -> dict[str, Any]:
-    return {**asdict(retention), "ranges": [asdict(part) for part in retention.ranges]}
+    plain = {**asdict(retention), "ranges": [asdict(part) for part in retention.ranges]}
+    for part in plain["ranges"]:
+        part["duration"] = finite(part["duration"])
+    return {**plain, "decode_duration": finite(retention.decode_duration)}
 
 
 # How the arguments of an operation are made plain, by the letter of its line (see `operations.VERBS`).
