@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from models import tiny_model
 from kvpool.cli import main
 from kvpool.engine import Engine, starting
 from kvpool.engine.starting import Start
-from kvpool.model.compiled_layers import layers_folder
+from kvpool.model.compiled_layers import compile_each_layer, layers_folder
+
+TORCHS_OWN = str(Path(tempfile.gettempdir(), "torchinductor_somebody"))
 
 
 @pytest.fixture
@@ -98,9 +102,47 @@ def test_given_a_model_then_warm_says_how_long_it_took_and_where_it_is_kept(
     assert f"0.0 MiB of layers: {tmp_path / 'layers'}" in out
 
 
-def test_given_no_folder_for_layers_then_they_are_kept_beside_converted_models(
+def folder_of_torch() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # seconds
+
+    return cache_dir()
+
+
+def test_given_no_folder_then_the_one_that_torch_chooses_counts_as_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("KVPOOL_CACHE", str(tmp_path))
+    own = folder_of_torch()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == own
     assert layers_folder() == tmp_path / "layers"
+
+
+@pytest.mark.parametrize("given", ["", TORCHS_OWN])  # torch writes its own into the variable, too
+def test_given_no_folder_for_layers_then_they_are_kept_beside_converted_models(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given)
+    monkeypatch.setenv("KVPOOL_CACHE", str(tmp_path))
+
+    compile_each_layer(tiny_model("llama"), num_layers=2)
+
+    assert folder_of_torch() == str(layers_folder()) == str(tmp_path / "layers")
+
+
+def test_given_a_folder_for_layers_then_torch_keeps_them_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+
+    compile_each_layer(tiny_model("llama"), num_layers=2)
+
+    assert folder_of_torch() == str(tmp_path / "mine")
+
+
+def test_given_no_directory_that_can_be_written_then_layers_stay_in_torchs_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", TORCHS_OWN)
+    monkeypatch.setenv("KVPOOL_CACHE", str(tmp_path / "file"))
+
+    assert layers_folder() == Path(TORCHS_OWN)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,21 @@ _SWITCH_SECONDS = 0.0001
 
 
 def layers_folder() -> Path:
-    """Where compiled layers are kept. Torch's own place, in /tmp, does not outlive the machine."""
-    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(given) if given else cache_directory() / "layers"
+    """Where compiled layers are kept. Torch's own place, in /tmp, does not outlive the machine.
+
+    Torch writes its own place, `torchinductor_USER`, into the variable when its compiler is imported, which takes seconds: so
+    it is known by its name. It stays where no other can be written.
+    """
+    temporary = Path(tempfile.gettempdir())
+    given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary / "torchinductor_kvpool")
+    if given.parent != temporary or not given.name.startswith("torchinductor_"):
+        return given
+    try:
+        folder = cache_directory() / "layers"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # the user has no directory
+        return given
+    return folder if os.access(folder, os.W_OK) else given
 
 
 def compile_each_layer(model: Any, num_layers: int) -> None:
@@ -40,7 +53,7 @@ def compile_each_layer(model: Any, num_layers: int) -> None:
 
     What is compiled is kept in `layers_folder`, and found there by the next process.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(layers_folder()))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(layers_folder())
     # Among the layers of an image encoder may be as many.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     lists = [m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
