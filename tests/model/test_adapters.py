@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_given_files_that_are_no_adapter_then_the_error_names_them(tmp_path: Pat
         read_adapter(tmp_path)
     file.unlink()
     with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory: adapter_model.safetensors"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_given_a_fifo_in_place_of_a_file_then_reading_an_adapter_does_not_wait_for_it(
+    name: str, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, tiny_model("llama"))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="not a plain file but a FIFO"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000])
+def test_given_a_configuration_that_is_no_json_then_the_error_names_it(content: bytes, tmp_path: Path) -> None:
+    write_adapter(tmp_path, tiny_model("llama"))
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"adapter_config.json cannot be read: it is not JSON"):
         read_adapter(tmp_path)
 
 

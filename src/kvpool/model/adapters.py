@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError, StorageMemoryError, UnsupportedModelError
+from kvpool.files import parse_json, read_plain
 from kvpool.kernels.layout import LoraWeights
 from kvpool.kernels.lora import empty_weights, padded_rank, start_lora
 from kvpool.model.adapter_steps import current_step
@@ -71,7 +72,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     try:
         from safetensors.torch import load
 
-        tensors = load(file.read_bytes())
+        tensors = load(read_plain(file))
     except OSError as error:
         raise ConfigError(
             f"the adapter in {directory} cannot be read: {error.strerror or error}: {file.name}"
@@ -92,13 +93,13 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(read_plain(file))
     except OSError as error:
         raise ConfigError(
             f"{file.parent} is no directory of an adapter: {file.name}: {error.strerror or error}"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON file: {error}") from None
+    except InvalidArgumentError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
         raise ConfigError(f"{file}: peft_type={show(kind)} is not served; LORA is")

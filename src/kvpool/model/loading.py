@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from kvpool.errors import (
     StorageMemoryError,
     UnsupportedModelError,
 )
+from kvpool.files import parse_json, read_plain
 from kvpool.model.gguf_conversion import converted
 from kvpool.model.private_copy import check_model, private_copy
 from kvpool.model.sharding import Sharding
@@ -208,9 +208,11 @@ def _config(source: Any) -> Any:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON file: {error}") from error
+        content = parse_json(read_plain(path))
+    except InvalidArgumentError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {show(content)}; a configuration is an object with a model_type")
     return content
