@@ -367,3 +367,20 @@ def test_given_infinite_times_and_numbers_of_numpy_then_the_recording_can_be_pla
         kv.commit(third)
     assert recorder.stopped_because is None
     assert counted(replay_recording(tmp_path / "t")) == counted(kv.stats())
+
+
+def test_given_a_recording_that_names_another_run_as_the_source_then_it_is_taken_only_where_prompts_part_between_runs(
+    tmp_path: Path,
+) -> None:
+    path, kv = tmp_path / "t", KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], block_size=4, gpu_blocks=32))
+    with TraceRecorder(path).attach(kv):
+        for name, prompt in enumerate(([1] * 12, [2] * 4, [*[1] * 9, 3, 3, 3])):
+            handle = kv.allocate(name, prompt)
+            kv.commit(handle)
+            kv.free(handle)
+    assert kv.stats().partial_hit_tokens == 1
+    lines = path.read_bytes().splitlines()
+    assert b'"source":1' in lines[-4]
+    lines[-4] = lines[-4].replace(b'"source":1', b'"source":2')
+    path.write_bytes(b"\n".join(lines))
+    assert counted(replay_recording(path)) == counted(kv.stats())

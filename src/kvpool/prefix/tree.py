@@ -150,7 +150,7 @@ class RunTree:
             position += blocks * size
             if blocks < child.num_blocks:
                 extra = equal - blocks * size if partial else 0
-                return Match(root, path, position // size, self._source(child) if extra else None, extra)
+                return Match(root, path, position // size, child if extra else None, extra)
             if position == total:
                 return Match(root, path, position // size)
             node = child
