@@ -234,6 +234,24 @@ class Code:
         pass
 
 
+def test_given_weights_that_change_while_they_are_counted_then_no_more_is_written_than_was_counted() -> None:
+    weight, told = torch.zeros(4, 4), list[int]()
+
+    class Counting(Code):
+        def num_bytes(self, *args: int) -> int:
+            counted = 16 * (1 + int(weight[0, 0]))
+            weight.add_(1)  # by a thread that trains the model: these numbers need more
+            return counted
+
+        def pack(self, *args: int) -> None:
+            told.append(args[4])
+
+    copy = PackedWeight([weight], Counting(0))
+    copy.pack()
+
+    assert told == [16, 32]
+
+
 @pytest.mark.parametrize(("free", "copied"), [(799, []), (800, [packed]), (1999, [packed]), (2000, [packed, split])])
 def test_given_copies_that_take_more_than_a_quarter_of_the_free_memory_then_they_are_not_made(
     free: int, copied: list[Way], monkeypatch: pytest.MonkeyPatch

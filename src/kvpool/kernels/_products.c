@@ -133,10 +133,10 @@ static void pack_all(const float *weight, long columns, long depth, long width, 
 
 static PyObject *pack(PyObject *module, PyObject *args) {
     unsigned long long weight, packed;
-    Py_ssize_t columns, depth;
+    Py_ssize_t columns, depth, size;
     const char *name;
     (void)module;
-    if (!PyArg_ParseTuple(args, "KnnK", &weight, &columns, &depth, &packed)) return NULL;
+    if (!PyArg_ParseTuple(args, "KnnKn", &weight, &columns, &depth, &packed, &size)) return NULL;
     Py_BEGIN_ALLOW_THREADS
     pack_all((const float *)(uintptr_t)weight, columns, depth, chosen(&name)->width, (float *)(uintptr_t)packed);
     Py_END_ALLOW_THREADS
@@ -169,7 +169,7 @@ static PyObject *num_bytes(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed): addresses, and the shape of the weight."},
+    {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed, bytes of it): addresses, and the shape of the weight."},
     {"multiply", multiply, METH_VARARGS, "multiply(x, stride of its rows, packed, out, rows, columns, depth, threads)"},
     {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(weight, columns, depth): of its packed form, a whole number of panels."},
     {NULL, NULL, 0, NULL},

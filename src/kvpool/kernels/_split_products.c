@@ -263,16 +263,30 @@ static void multiply_all(Product *product, long threads) { (void)product, (void)
 
 /* --- Python ------------------------------------------------------------------------------------------------------ */
 
+/* The bytes of a packed weight. */
+static long size_of(long columns, long depth, long parts) {
+    return (HEAD + blocks_of(columns) * blocks_of(depth) * parts * PART) * (long)sizeof(uint16_t);
+}
+
+/* How many parts a packed weight of so many bytes has. */
+static long parts_in(long size, long columns, long depth) {
+    long parts = 1;
+    while (parts < PARTS && size_of(columns, depth, parts + 1) <= size) parts++;
+    return parts;
+}
+
 static PyObject *pack(PyObject *module, PyObject *args) {
     unsigned long long weight, packed;
+    long size;
     Product given = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "KllK", &weight, &given.columns, &given.depth, &packed)) return NULL;
+    if (!PyArg_ParseTuple(args, "KllKl", &weight, &given.columns, &given.depth, &packed, &size)) return NULL;
     uint16_t *head = (uint16_t *)(uintptr_t)packed;
     given.x = (const float *)(uintptr_t)weight, given.packed = head + HEAD;
-    Py_BEGIN_ALLOW_THREADS
-    given.parts = parts_of(given.x, given.columns * given.depth);
+    /* Not those of the numbers as they are now: another thread may have changed them since they were counted. */
+    given.parts = parts_in(size, given.columns, given.depth);
     *head = (uint16_t)given.parts;
+    Py_BEGIN_ALLOW_THREADS
     pack_all(&given);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -304,7 +318,7 @@ static PyObject *num_bytes(PyObject *module, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     parts = parts_of((const float *)(uintptr_t)weight, columns * depth);
     Py_END_ALLOW_THREADS
-    return PyLong_FromLong((HEAD + blocks_of(columns) * blocks_of(depth) * parts * PART) * (long)sizeof(uint16_t));
+    return PyLong_FromLong(size_of(columns, depth, parts));
 }
 
 static PyObject *available(PyObject *module, PyObject *unused) {
@@ -313,7 +327,7 @@ static PyObject *available(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed): addresses, and the shape of the weight."},
+    {"pack", pack, METH_VARARGS, "pack(weight, columns, depth, packed, bytes of it): addresses, and the shape of the weight."},
     {"multiply", multiply, METH_VARARGS, "multiply(x, stride of its rows, packed, out, rows, columns, depth, threads)"},
     {"num_bytes", num_bytes, METH_VARARGS, "num_bytes(weight, columns, depth): of its packed form."},
     {"available", available, METH_NOARGS, "Whether this processor has AMX."},

@@ -98,7 +98,7 @@ class PackedWeight:
         size = _copy_bytes(weight, self._code)
         if size != len(self._copy):  # other numbers may have other parts
             self._copy = torch.empty(size, dtype=torch.uint8)
-        self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._copy.data_ptr())
+        self._code.pack(weight.data_ptr(), self.num_columns, self.depth, self._copy.data_ptr(), size)
 
     def multiplied(self, x: Tensor) -> Tensor:
         """The product with each row of x [..., in]."""
