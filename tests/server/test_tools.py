@@ -137,6 +137,12 @@ def test_given_json_that_names_no_tool_then_it_is_no_call() -> None:
     assert read_whole(lambda: reader_of("llama3"), text) == ReadAnswer(text, "", [])
 
 
+@pytest.mark.parametrize("value", ["b'x'", "{1, 2}", "1j", "...", "{[]: 1}", "{(1, 2): 3}"])
+def test_given_a_call_in_python_with_a_value_that_json_has_not_then_its_text_is_said(value: str) -> None:
+    text = f"[weather(city={value}, days=1)]"
+    assert read_whole(lambda: reader_of("pythonic"), text) == ReadAnswer(text, "", [])
+
+
 def test_given_traces_in_a_template_then_they_name_the_form() -> None:
     assert [
         form_in(text) for text in ("{# <tool_call> #}", "<tool_call>{{x}}<arg_key>", "<|python_tag|>", "plain")
