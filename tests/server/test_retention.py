@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +13,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from live import Live, openai_client
+from live import Live, call, openai_client, until
 
-from kvpool import ReuseScope
+from kvpool import ReuseScope, web
 from kvpool.server import Limits
 from kvpool.server.errors import Problem
 from kvpool.server.pins import TenantPins
@@ -76,6 +79,40 @@ def test_given_more_pins_in_a_request_than_there_is_room_for_then_none_of_them_h
         with pytest.raises(openai.RateLimitError, match="1 pins hold"):
             ask(client, {"end": 4, "pin": True}, {"end": 8, "pin": True})
         assert pins(client) == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_given_a_client_that_leaves_before_the_first_token_then_its_request_ends_and_none_of_its_pins_holds(
+    live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    asked, left, goes_on = threading.Event(), threading.Event(), threading.Event()
+    pin, gone = engine.manager.cache.pin, web.gone
+
+    def pin_slowly(self: Any, tokens: Any, *more: Any) -> Any:
+        if len(tokens) == 8:
+            asked.set()
+            assert goes_on.wait(30)
+        return pin(tokens, *more)
+
+    async def notice(receive: Any) -> None:
+        await gone(receive)
+        left.set()
+
+    monkeypatch.setattr(type(engine.manager.cache), "pin", pin_slowly)
+    monkeypatch.setattr(web, "gone", notice)
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    retention = [{"end": 4, "pin": True}, {"end": 8, "pin": True}]
+    body = {"prompt": PROMPT, "max_tokens": 490, "ignore_eos": True, "stream": stream, "retention": retention}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    assert asked.wait(30)
+    connection.sock.close()  # type: ignore[union-attr]
+    connection.close()
+    assert left.wait(30)
+    call(live, "/health")  # the server has had the time to give the request up
+    goes_on.set()
+    until(lambda: call(live, "/ready")["under_way"] == 0 and engine.stats().num_running == 0)
+    assert call(live, "/v1/cache/pin") == {"pins": []}
+    assert call(live, "/v1/cache/stats")["tiny"]["pools"][0]["pinned"] == 0
 
 
 def test_given_pins_that_are_asked_for_at_once_then_no_more_are_made_than_a_tenant_may_have() -> None:

@@ -100,10 +100,14 @@ class Exchange:
                 self._running.append(self._model.start(prompt, params, self._name, **options))
             if self._body.stream:
                 parts = self._events()
-                first = await anext(parts)  # an error before the first part still gets an HTTP status
-                seconds = self._gate.limits.send_seconds
-                return EventStream(self._after(first, parts), self._leave, seconds, self._headers)
-            result = await unless_gone(self._request, self._whole())
+                # an error before the first part still gets an HTTP status
+                first: bytes | None = await unless_gone(self._request, anext(parts))
+                if first is not None:
+                    seconds = self._gate.limits.send_seconds
+                    return EventStream(self._after(first, parts), self._leave, seconds, self._headers)
+                result = None
+            else:
+                result = await unless_gone(self._request, self._whole())
         except BaseException as error:
             self._trouble = _in_full(error)
             self._leave()
@@ -148,7 +152,7 @@ class Exchange:
             for kept in pins_of(self._body):
                 tokens = running.generation.prompt[: kept.end]
                 made.append(await self._pins.pin(tenant, self._model, tokens, scope, kept.ttl_seconds))
-        except Problem:  # all pins or none, because the client would not learn their names
+        except (Problem, asyncio.CancelledError):  # all pins or none, because the client would not learn their names
             for pin in made:
                 await self._pins.unpin(tenant, pin["id"])
             raise

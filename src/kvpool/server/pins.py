@@ -48,8 +48,13 @@ class TenantPins:
         """Keeps the cached blocks of a prompt until `unpin`, or for so many seconds."""
         await self.check_room(tenant)
         self._making[tenant] += 1
+        cache = model.engine.manager.cache
+        making = asyncio.ensure_future(_in_thread(cache.pin, tokens, scope, seconds))
         try:
-            pin = await _in_thread(model.engine.manager.cache.pin, tokens, scope, seconds)
+            pin = await asyncio.shield(making)
+        except asyncio.CancelledError:  # the client has left, and nobody would know the name of what the thread makes
+            await _in_thread(cache.unpin, await making)
+            raise
         finally:
             self._making[tenant] -= 1
             self._making += Counter()  # keeps those above 0
