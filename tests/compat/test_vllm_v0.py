@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,63 @@ def test_given_lookahead_slots_when_appending_then_drafts_get_places_of_their_ow
     assert len(blocks.get_block_table("a")) == 4
     blocks.free("a")
     assert blocks.get_num_free_gpu_blocks() == 16
+
+
+def test_given_the_lookahead_as_v0s_scheduler_passes_it_then_one_token_and_the_drafts_get_places() -> None:
+    blocks = BlockManager(4, 16, 8)
+    blocks.allocate("a", [1, 2, 3, 4])
+    blocks.mark_blocks_as_computed("a", 4)
+    for token in range(3):
+        blocks.append_slots("a", 0)
+        blocks.mark_blocks_as_computed("a", [token])
+    blocks.append_slots("a", 5)
+    assert blocks.handle("a").num_reserved == 8
+    assert len(blocks.get_block_table("a")) == 4
+
+
+def test_given_a_lookahead_when_asked_about_swapping_in_then_its_blocks_count() -> None:
+    blocks = BlockManager(4, 8, 8, watermark=0.0, enable_caching=False)
+    blocks.allocate("away", [1] * 8)
+    blocks.mark_blocks_as_computed("away", 8)
+    blocks.swap_out(["away"])
+    blocks.allocate("here", [1] * 24)
+    assert blocks.can_swap_in(["away"], 0) is AllocStatus.OK
+    assert blocks.can_swap_in(["away"], num_lookahead_slots=1) is AllocStatus.LATER
+    assert blocks.can_swap_in(["away"], 24) is AllocStatus.LATER
+    assert blocks.can_swap_in(["away"], 25) is AllocStatus.NEVER
+
+
+class Device(Enum):
+    """V0's own."""
+
+    GPU = 1
+    CPU = 2
+
+
+def test_given_a_device_as_v0_names_it_then_the_cache_of_it_is_meant() -> None:
+    blocks = BlockManager(4, 16, 8)
+    for name in ("a", "b"):
+        blocks.allocate(name, PROMPT)
+        blocks.mark_blocks_as_computed(name, None)
+    assert blocks.get_prefix_cache_hit_rate(Device.GPU) == blocks.get_prefix_cache_hit_rate() == 4 / 8
+    assert blocks.get_prefix_cache_hit_rate(device="cpu") == 0.0
+    assert blocks.reset_prefix_cache(Device.GPU) is False
+    for name in ("a", "b"):
+        blocks.free(name)
+    assert blocks.reset_prefix_cache(Device.CPU) is True
+    assert blocks.manager.match_prefix(PROMPT).num_tokens == 15
+    assert blocks.reset_prefix_cache(device=Device.GPU) is True
+    assert blocks.manager.match_prefix(PROMPT).num_tokens == 0
+    with pytest.raises(InvalidArgumentError, match="device='tpu'"):
+        blocks.reset_prefix_cache("tpu")
+
+
+def test_given_calls_of_v0_that_nobody_needs_then_the_error_says_why() -> None:
+    blocks = BlockManager(4, 16)
+    with pytest.raises(InvalidArgumentError, match="noted where it happens"):
+        blocks.access_all_blocks_in_seq("a", 1.0)
+    with pytest.raises(InvalidArgumentError, match=r"free\(seq_id\)"):
+        blocks.remove_seq_from_computed_blocks_tracker("a")
 
 
 def test_given_a_group_of_forks_when_swapped_then_shared_blocks_move_once_and_stay_shared() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
 
 from kvpool.checks import as_count, check_bool, check_int, show
 from kvpool.compat.adapter import Adapter, knows_settings
@@ -246,8 +246,11 @@ class BlockManager(Adapter):
         needs = [self.manager.blocks_needed(handle, 1, num_lookahead_slots)[0] for handle in self._handles(seq_ids)]
         return sum(needs) <= self.get_num_free_gpu_blocks()
 
-    def append_slots(self, seq_id: Hashable, num_tokens: int = 1, num_lookahead_slots: int = 0) -> Pairs:
-        """Places for the next tokens and for drafts behind them; returns the copies-on-write to run first."""
+    def append_slots(self, seq_id: Hashable, num_lookahead_slots: int = 0, *, num_tokens: int = 1) -> Pairs:
+        """Places for the next tokens and for drafts behind them; returns the copies-on-write to run first.
+
+        V0's sequences know their new tokens, so its second argument is the lookahead.
+        """
         self.manager.extend(self.handle(seq_id), num_tokens, num_lookahead_slots)
         return self._pairs()
 
@@ -292,8 +295,19 @@ class BlockManager(Adapter):
     def can_swap_out(self, seq_ids: Sequence[Hashable]) -> bool:
         return bool(self.manager.can_swap_out(*self._handles(seq_ids)))
 
-    def can_swap_in(self, seq_ids: Sequence[Hashable]) -> AllocStatus:
-        return self.manager.can_swap_in(*self._handles(seq_ids)).status
+    def can_swap_in(self, seq_ids: Sequence[Hashable], num_lookahead_slots: int = 0) -> AllocStatus:
+        """Whether the GPU can take a group back, with so many more places behind each of its sequences."""
+        handles, lookahead = self._handles(seq_ids), as_count(num_lookahead_slots, "num_lookahead_slots")
+        admission, config = self.manager.can_swap_in(*handles), self.manager.config
+        if not admission or not lookahead:
+            return admission.status
+        ends = (ceil_div(handle.num_reserved + lookahead, config.block_size) - handle.num_blocks for handle in handles)
+        need = admission.blocks_needed[0] + sum(max(0, more) for more in ends)
+        num_blocks = self.manager.inspect.num_blocks()
+        mark = config.watermark_blocks(0, num_blocks)
+        if need > num_blocks - mark:
+            return AllocStatus.NEVER
+        return AllocStatus.OK if need <= admission.blocks_available[0] - mark else AllocStatus.LATER
 
     def swap_out(self, seq_ids: Sequence[Hashable]) -> Pairs:
         """(GPU block, CPU block) for every block to copy; forks swapped together stay shared."""
@@ -328,19 +342,47 @@ class BlockManager(Adapter):
         pools = [pool for pool in self.manager.stats().pools if pool.tier == tier]
         return sum(pool.available for pool in pools)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets everything cached; False, changing nothing, while sequences are live (the manager itself could)."""
+    def reset_prefix_cache(self, device: object = None) -> bool:
+        """Forgets everything cached (of a `device`: there); False, changing nothing, while sequences are live.
+
+        The manager itself could do it then, too. What is forgotten on the GPU takes along what follows it on the CPU.
+        """
+        tier = Tier.GPU if device is None else _tier_of(device)
         if self.manager.handles:
             return False
-        self.manager.cache.reset()
+        if tier is Tier.GPU:
+            self.manager.cache.reset()
+        else:
+            self.manager.cache.evict(self.manager.inspect.num_blocks(tier=tier), tier=tier)
         return True
 
-    def get_prefix_cache_hit_rate(self) -> float:
-        """Prompt blocks found, as a fraction of those looked up; -1 when caching is off."""
+    def get_prefix_cache_hit_rate(self, device: object = None) -> float:
+        """Prompt blocks found (on a `device`: there), as a fraction of those looked up; -1 when caching is off."""
+        tiers = tuple(Tier) if device is None else (_tier_of(device),)
         stats = self.manager.stats()
         if not self.manager.config.enable_prefix_caching:
             return -1.0
-        return sum(stats.hit_blocks.values()) / stats.prompt_blocks if stats.prompt_blocks else 0.0
+        return sum(stats.hit_blocks[tier.name] for tier in tiers) / stats.prompt_blocks if stats.prompt_blocks else 0.0
+
+    # --- calls of V0 that nobody needs here --------------------------------------------------------------------------
+
+    def access_all_blocks_in_seq(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidArgumentError(
+            "access_all_blocks_in_seq: every use of a block is noted where it happens; leave it out"
+        )
+
+    def remove_seq_from_computed_blocks_tracker(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidArgumentError(
+            "remove_seq_from_computed_blocks_tracker: free(seq_id) forgets everything of a sequence"
+        )
+
+
+def _tier_of(device: object) -> Tier:
+    """The tier that V0's `Device.GPU` and `Device.CPU` mean, or their names."""
+    name = str(getattr(device, "name", device)).upper()
+    if name not in ("GPU", "CPU"):
+        raise InvalidArgumentError(f"device={show(device)} must be V0's Device.GPU or Device.CPU, or 'gpu' or 'cpu'")
+    return Tier.GPU if name == "GPU" else Tier.HOST
 
 
 def _check_sizes(config: KVCacheConfig, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
