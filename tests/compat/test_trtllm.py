@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,6 +26,15 @@ def test_given_retention_in_milliseconds_when_translated_then_it_is_the_same_in_
             KvCacheRetentionConfig([], priority)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"0\.\.100"):
         _ = KvCacheRetentionConfig([TokenRangeRetentionConfig(0, 64, 101)]).retention
+
+
+def test_given_retention_as_tensorrt_llm_writes_it_then_it_means_the_same() -> None:
+    half_a_second = timedelta(milliseconds=500)
+    ranges = [KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 64, 90, half_a_second)]
+    config = KvCacheRetentionConfig(ranges, 10, half_a_second)
+    assert config.retention == Retention([TokenRange(0, 64, 90, 0.5)], decode_priority=10, decode_duration=0.5)
+    with pytest.raises(InvalidArgumentError, match="positive number of seconds"):
+        TokenRangeRetentionConfig(0, 64, 90, timedelta(0))
 
 
 def test_given_windows_that_repeat_over_the_layers_then_there_is_one_group_for_each() -> None:

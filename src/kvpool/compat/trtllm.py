@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -51,10 +52,13 @@ __all__ = [
 ]
 
 
-def _seconds(name: str, milliseconds: Any) -> float | None:
-    if milliseconds is None:
+def _seconds(name: str, duration: Any) -> float | None:
+    if duration is None:
         return None
-    return check_number(milliseconds, name, "a number of milliseconds, or None", InvalidArgumentError) / 1000
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    expected = "a number of milliseconds, a timedelta, or None"
+    return check_number(duration, name, expected, InvalidArgumentError) / 1000
 
 
 @checked_settings
@@ -65,7 +69,7 @@ class TokenRangeRetentionConfig:
     token_start: int
     token_end: int | None
     priority: int
-    duration_ms: float | None = None
+    duration_ms: float | timedelta | None = None
 
     def __post_init__(self) -> None:
         _ = self.token_range  # which checks it
@@ -76,14 +80,19 @@ class TokenRangeRetentionConfig:
         return TokenRange(self.token_start, self.token_end, self.priority, _seconds("duration_ms", self.duration_ms))
 
 
+_TokenRanges = Sequence[TokenRangeRetentionConfig]
+
+
 @checked_settings
 @dataclass(frozen=True)
 class KvCacheRetentionConfig:
     """How long the blocks of a request stay."""
 
-    token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
+    TokenRangeRetentionConfig: ClassVar = TokenRangeRetentionConfig  # where TensorRT-LLM has it
+
+    token_range_retention_configs: _TokenRanges = ()
     decode_retention_priority: int = 35
-    decode_duration_ms: float | None = None
+    decode_duration_ms: float | timedelta | None = None
 
     def __post_init__(self) -> None:
         _ = self.retention  # which checks it
