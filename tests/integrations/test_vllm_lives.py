@@ -25,6 +25,7 @@ CHECKS = [
     "adapters",
     "identity",
     "settings",
+    "new_weights",
     "among_others",
     "fp8",
     "reader",
@@ -156,6 +157,27 @@ def test_given_any_setting_of_vllm_when_it_changes_then_the_fingerprint_does_or_
     assert result["wrongly"] == []
     assert result["counted"] > 150
     assert result["stable"]
+
+
+def test_given_weights_that_change_while_vllm_sleeps_then_nothing_stored_before_is_found_and_nothing_new_in_another_life(
+    seen: Any,
+) -> None:
+    result = of(seen, "new_weights")
+    found, nothing = [True, [WHOLE] * 3], [True, [0] * 3]
+    assert result["differ"]
+    assert result["asleep 1"] == [nothing, nothing, found]
+    assert result["asleep 2"] == [found, nothing, found]
+    assert result["another life"] == found
+
+
+def test_given_a_trainer_that_sends_weights_when_vllm_resets_its_own_cache_then_the_host_is_empty_too(
+    seen: Any,
+) -> None:
+    result = of(seen, "new_weights")
+    assert result["sent"] == [[True, [0] * 3]] * 2
+    assert "weights change in place (weight_transfer_config)" in result["sent, with a disk"]
+    assert "load_format is dummy" in result["in no file"]
+    assert result["named"] == "mine"
 
 
 @pytest.mark.parametrize("place", ["first", "second"])

@@ -408,6 +408,56 @@ def settings(folder: Path) -> Any:
 
 
 @check
+def new_weights(folder: Path) -> Any:
+    """Weights that change in place, while vLLM sleeps or behind a reset of its own cache; and where that is refused."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvpool.integrations.connector.settings import ConnectorSettings
+    from kvpool.integrations.vllm_versions.vllm_identity import weights_name
+
+    llama, host = model("llama", folder), {"host_bytes": "64MB"}
+    seen: dict[str, Any] = {}
+
+    def changed(worker: Any) -> None:
+        embedding = worker.model_runner.model.model.embed_tokens.weight.data
+        embedding.copy_(embedding.roll(1, 0))
+
+    with life(llama) as alone:
+        before = alone.answers(PROMPTS)
+        alone.engine.collective_rpc(changed)
+        alone.forget()
+        expected = alone.answers(PROMPTS)
+    seen["differ"] = before != expected
+    disk = {**host, "disk": str(folder / "asleep")}
+    for level in (1, 2):
+        with life(llama, disk) as each:
+            awake = _seen(each.asked(PROMPTS), before)
+            each.settle()
+            each.engine.sleep(level)
+            each.engine.collective_rpc(changed)
+            each.engine.wake_up()
+            woken = _seen(each.asked(PROMPTS), expected)
+            each.forget()
+            seen[f"asleep {level}"] = [awake, woken, _seen(each.asked(PROMPTS), expected)]
+    with life(llama, disk) as each:
+        seen["another life"] = _seen(each.asked(PROMPTS), before)
+    trainer = WeightTransferConfig(backend="ipc")
+    with life(llama, host, weight_transfer_config=trainer) as each:
+        seen["sent"] = [_seen(each.asked(PROMPTS), before)]
+        each.engine.collective_rpc(changed)
+        each.forget()
+        seen["sent"].append(_seen(each.asked(PROMPTS), expected))
+    settings = ConnectorSettings.of({**disk, "model_id": "mine"})
+    sent = EngineArgs(llama, weight_transfer_config=trainer).create_engine_config()
+    seen["sent, with a disk"] = _answer(lambda: weights_name(sent, settings))
+    dummy = EngineArgs(llama, load_format="dummy").create_engine_config()
+    seen["in no file"] = _answer(lambda: weights_name(dummy, ConnectorSettings.of(disk)))
+    seen["named"] = weights_name(dummy, settings)
+    return seen
+
+
+@check
 def among_others(folder: Path) -> Any:
     """vLLM's MultiConnector, with a connector that shakes hands as NIXL's does behind ours and before it."""
     import neighbour

@@ -103,6 +103,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._introduction: Introduction | None = None  # of this worker, until it was sent
         self._workers: list[Introduction] = []
         self._hash_size = self._block_size
+        self._pool: Any = None  # vLLM's, if its weights may change in place
+        self._found_in: Any = None  # where the pool finds blocks: another object after each reset
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -208,6 +210,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What can be loaded for a waiting request; asked in every step while it waits."""
         if self._scheduler is None:
             return None, False  # the first step brings the introductions of the workers
+        if self._pool is not None:
+            self._follow_resets(self._scheduler)
         return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -282,6 +286,18 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Takes the number of tokens of each hash of vLLM."""
         self._hash_size = int(gpu_block_pool.hash_block_size)
+        if self._vllm_config.weight_transfer_config is not None:
+            self._pool, self._found_in = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
+
+    def _follow_resets(self, side: SchedulerSide) -> None:
+        """Forgets everything when vLLM has reset its own cache only, which it does not tell.
+
+        Whoever sends new weights to an engine asks for that behind them.
+        """
+        found_in = self._pool.cached_block_hash_to_block
+        if found_in is not self._found_in:
+            self._found_in = found_in
+            side.reset()
 
     def take_events(self) -> Iterable[Any]:
         """Blocks on the host and in the tiers, under vLLM's own hashes."""

@@ -153,7 +153,7 @@ def fingerprint(
     divided = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size}"
     return Fingerprint(
         model=f"{' '.join(model.architectures)} {settings_id(vllm_config, IRRELEVANT)}",
-        weights=_weights(vllm_config, settings),
+        weights=weights_name(vllm_config, settings),
         block_size=block_size,
         groups=groups,
         layout=f"vllm {vllm.__version__} {divided} {layout}",
@@ -161,12 +161,25 @@ def fingerprint(
     )
 
 
-def _weights(vllm_config: Any, settings: ConnectorSettings) -> str:
-    """A digest of the weights of the model, and of its draft model, whose pages are stored, too."""
+def weights_name(vllm_config: Any, settings: ConnectorSettings) -> str:
+    """A digest of the weights of the model, and of its draft model, whose pages are stored, too.
+
+    Raises an error of one line where no name would be right for as long as the engine lives.
+    """
+    if settings.has_tiers and vllm_config.weight_transfer_config is not None:
+        raise ConfigError(
+            "KVPoolConnector stores nothing below the host where weights change in place (weight_transfer_config): no key "
+            "could say which ones a block was computed with. Leave disk and remote out of kv_connector_extra_config"
+        )
     if settings.model_id is not None:
         return settings.model_id
     if not settings.has_tiers:
         return "in memory only"
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError(
+            "the weights are in no file (load_format is dummy); name them with model_id in kv_connector_extra_config, or "
+            "leave disk and remote out"
+        )
     model = vllm_config.model_config
     drafting = getattr(vllm_config.speculative_config, "draft_model_config", None)
     models = [model] if drafting is None or drafting.model == model.model else [model, drafting]
