@@ -79,7 +79,7 @@ ALLOCATE_DEFAULTS: dict[str, Any] = {
 }
 ALLOCATE_ARGUMENTS = frozenset({"request_id", *ALLOCATE_DEFAULTS})
 _BESIDE_TOKENS = itemgetter(*list(ALLOCATE_DEFAULTS)[1:])
-_USUAL = _BESIDE_TOKENS(ALLOCATE_DEFAULTS)
+_USUAL: tuple[Any, ...] = _BESIDE_TOKENS(ALLOCATE_DEFAULTS)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
