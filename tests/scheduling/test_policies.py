@@ -128,6 +128,12 @@ def test_given_samples_that_have_nothing_left_to_compute_then_they_do_not_count_
     assert order_of_admission(engine) == ["a", "b", "long"]
 
 
+def test_given_samples_of_one_request_then_they_count_as_one_that_overtakes() -> None:
+    engine = make_engine(max_sequences=4, policy=lambda: SoonestFirstToken(patience=0.0, grace=3))
+    add(engine, request("long", 40, 1), *(request(name, 4, 3, first=100, n=4) for name in "abc"))
+    assert order_of_admission(engine) == ["a", "b", "c", "long"]
+
+
 def test_given_requests_that_end_early_then_only_admissions_count_as_overtaking() -> None:
     policy = SoonestFirstToken(grace=1)
     engine = make_engine(max_sequences=1, policy=lambda: policy)

@@ -179,7 +179,8 @@ class SoonestFirstToken(FirstComeFirstServed):
         del self._due[sequence]
 
     def charge(self, sequence: ScheduledSequence, num_tokens: int) -> None:
-        self._num_admitted += num_tokens > 0  # what it did not use is given back later
+        # What it did not use is given back later. Samples and beams that branch off overtake nobody.
+        self._num_admitted += num_tokens > 0 and sequence.index == 0
 
     def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
         oldest = list(islice(self._queue, max(limit, self.window)))
