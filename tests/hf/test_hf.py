@@ -299,6 +299,17 @@ def test_given_a_pass_that_failed_then_the_cache_goes_on_from_before_it() -> Non
     pool.manager.check()
 
 
+def test_given_training_mode_then_nothing_that_was_computed_with_dropout_is_reused() -> None:
+    model, prompt = tiny_model("gpt2", resid_pdrop=0.9), random_prompt(30)
+    with CachePool(model, num_blocks=64, block_size=4) as pool:
+        for is_training, num_cached in ((True, 0), (False, 0), (True, 0), (False, 29)):
+            model.train(is_training)
+            with PagedCache(pool) as cache:
+                tokens = run(model, prompt, cache)
+                assert cache.num_cached_tokens == num_cached
+                assert is_training or tokens == run(model, prompt)
+
+
 def test_given_one_cache_for_a_batch_of_another_size_then_it_must_be_reset_before() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

@@ -208,6 +208,8 @@ def _before_forward(
     if not cache.length and (own := pool()) is not None:
         own.follow(module)
     irregular = irregular_rows(kwargs, cache.length, *token_ids.shape)
+    if module.training:  # dropout may change keys
+        irregular.fill(True)
     num_needed = num_logits(kwargs, token_ids.shape[1])
     ends = cache.enter(token_ids, irregular, num_needed)
     for start, stop in itertools.pairwise(ends):  # passes of their own, which end with a checkpoint
