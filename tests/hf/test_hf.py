@@ -310,6 +310,45 @@ def test_given_training_mode_then_nothing_that_was_computed_with_dropout_is_reus
                 assert is_training or tokens == run(model, prompt)
 
 
+def test_given_gradient_checkpointing_then_a_pass_that_bypassed_the_cache_is_not_kept() -> None:
+    model, prompt = tiny_model("llama"), random_prompt(30)
+    with CachePool(model, num_blocks=64, block_size=4) as pool:
+        model.gradient_checkpointing_enable()
+        model.train()
+        with PagedCache(pool) as cache, pytest.raises(SequenceStateError, match=r"0 of 2 layers .* call model\.eval"):
+            run(model, prompt, cache)
+        model.eval()
+        with PagedCache(pool) as cache:
+            assert run(model, prompt, cache) == run(model, prompt)
+            assert cache.num_cached_tokens == 0
+        pool.manager.check()
+
+
+def test_given_one_layer_that_bypassed_the_cache_then_the_pass_is_not_kept() -> None:
+    model, prompt = tiny_model("llama"), random_prompt(30)
+
+    def bypass(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "past_key_values": None}
+
+    with CachePool(model, num_blocks=64, block_size=4) as pool, PagedCache(pool) as cache:
+        hook = model.model.layers[1].self_attn.register_forward_pre_hook(bypass, with_kwargs=True)
+        with pytest.raises(SequenceStateError, match="1 of 2 layers"):
+            model(prompt[None], past_key_values=cache)
+        hook.remove()
+        cache.reset()
+        assert run(model, prompt, cache) == run(model, prompt)
+        assert cache.num_cached_tokens == 0
+
+
+def test_given_weights_that_are_trained_then_a_backward_pass_through_the_cache_raises() -> None:
+    model, ids = tiny_model("llama").requires_grad_(True), random_prompt(20).unsqueeze(0)
+    with CachePool(model, num_blocks=64, block_size=4) as pool, PagedCache(pool) as cache:
+        loss = model(ids, labels=ids, past_key_values=cache).loss
+        assert torch.allclose(loss, model(ids, labels=ids).loss, atol=1e-5)
+        with pytest.raises(SequenceStateError, match="no gradients pass"):
+            loss.backward()
+
+
 def test_given_one_cache_for_a_batch_of_another_size_then_it_must_be_reset_before() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

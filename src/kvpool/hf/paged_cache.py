@@ -60,6 +60,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._began = 0.0
         self._step: StepSlots | None = None
         self._places: Tensor | None = None  # slots of every token of every row, flat
+        self._written: set[int] = set()  # layers that gave their keys and values in this pass
         self._closer = weakref.finalize(self, pool.let_go, self.handles)
 
     # --- a forward pass ----------------------------------------------------------------------------------------------
@@ -131,6 +132,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             self._cut(self.length)  # a failed pass may have left reserved places
             self.pool.manager.extend_batch(self.handles, num_tokens)
         self._prepare(num_tokens - cached)
+        self._written.clear()
         self._is_open = True
         self._began = time.monotonic()
         return cached
@@ -207,6 +209,11 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def end(self, token_ids: Tensor) -> None:
         """The pass is over: commits its tokens."""
+        if len(self._written) < len(self.pool.attending):
+            raise SequenceStateError(
+                f"{len(self._written)} of {len(self.pool.attending)} layers gave this PagedCache their keys and values, so "
+                "nothing of this pass is kept. In training mode, gradient checkpointing leaves caches out: call model.eval()"
+            )
         self._keep_states()
         num_new = token_ids.shape[1]
         stop = self.length + num_new
@@ -244,13 +251,17 @@ class PagedCache(Cache):  # type: ignore[misc]
                 "is closed, when that is called with input_ids and past_key_values=..."
             )
         plane.write(self._step, _by_token(keys), _by_token(values), layer)
+        self._written.add(layer)
         cache = plane.layer_cache(layer)
         group = plane.config.group_of_layer[layer]
         spec = plane.config.groups[group].attention
         k, v = read_values(cache, self._places[group], spec.head_dim, spec.value_dim)
         assert v is not None
         num_rows = len(self.handles)
-        return _by_row(k.to(keys.dtype), num_rows), _by_row(v.to(keys.dtype), num_rows)
+        gathered = _by_row(k.to(keys.dtype), num_rows), _by_row(v.to(keys.dtype), num_rows)
+        if keys.requires_grad or values.requires_grad:
+            gathered = _WithoutGradients.apply(*gathered, keys, values)  # type: ignore[no-untyped-call]
+        return gathered
 
     # --- what generation asks of a cache --------------------------------------------------------------------------------
 
@@ -318,6 +329,20 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """Keys and values that were gathered, of which some are being trained. A backward pass would miss their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, *computed: Tensor) -> tuple[Tensor, Tensor]:
+        return k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise SequenceStateError(
+            "no gradients pass through the blocks of a PagedCache: train without one, with use_cache=False"
+        )
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
