@@ -614,6 +614,20 @@ def test_given_a_path_then_a_server_sees_it_as_it_was_written(fleet: Fleet, host
     assert "x-mine" not in seen  # it was about the connection
 
 
+def test_given_blanks_behind_the_value_of_a_header_then_the_request_passes_and_no_server_counts_as_dead(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = fleet.client.base_url
+    body = b'{"prompt": "7 8 9"}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        connection.sendall(f"{head}x-name: a \t \r\nauthorization: Bearer k \r\n\r\n".encode() + body)
+        said = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert [7, 8, 9] in [prompt for server in fleet.servers for prompt in server.prompts]
+    assert "does not answer" not in caplog.text
+
+
 @pytest.mark.parametrize("text", ["127.0.0.1:8000", "ftp://x", "http://x=5557", "http://x=tcp://y", "http://["])
 def test_given_a_wrong_backend_then_it_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):

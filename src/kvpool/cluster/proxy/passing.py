@@ -49,10 +49,13 @@ class NoModelError(Exception):
 
 
 def passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers that are not about one connection, unchanged, also repeated ones."""
+    """The headers that are not about one connection, also repeated ones.
+
+    Blanks around a value are allowed and say nothing; a client of HTTP would refuse to send them.
+    """
     named = [value for name, value in headers if name.lower() == b"connection"]
     dropped = _HOP_BY_HOP.union(each.strip().lower() for value in named for each in value.split(b","))
-    return [(name, value) for name, value in headers if name.lower() not in dropped]
+    return [(name, value.strip(b" \t")) for name, value in headers if name.lower() not in dropped]
 
 
 def is_event_stream(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -145,7 +148,7 @@ def lacks_model(status: int, content: bytes) -> bool:
 
 def credentials(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers of a request that say who asks."""
-    return {name: value for name in _CREDENTIALS if (value := headers.get(name)) is not None}
+    return {name: value.strip(" \t") for name in _CREDENTIALS if (value := headers.get(name)) is not None}
 
 
 def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
