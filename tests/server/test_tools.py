@@ -132,6 +132,27 @@ def test_given_a_call_that_was_cut_off_then_its_text_is_said(form: str) -> None:
     assert read_whole(lambda: reader_of(form), text) == ReadAnswer(text, "", [])
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>'),
+        ("glm", "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>Infinity</arg_value>\n</tool_call>"),
+        ("pythonic", "[weather(days=1j)]"),
+        ("pythonic", "[weather(days={[]: 1})]"),
+        (HARMONY, "<|channel|>commentary to=functions.weather<|message|>" + '{"days": -Infinity}'),
+        (HARMONY, "<|channel|>commentary to=functions.weather<|message|>" + '{"days": ' + "[" * 100_000),
+    ],
+)
+def test_given_a_call_that_no_json_can_say_then_its_text_is_said(form: str, text: str) -> None:
+    assert read_whole(lambda: reader_of(form), text) == ReadAnswer(text.rpartition("<|message|>")[2], "", [])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("qwen3_coder", "glm")])
+def test_given_half_a_character_in_a_call_then_the_call_can_be_sent(form: str) -> None:
+    told = read_whole(lambda: reader_of(form), WRITTEN[form].replace("Rome", "\\ud800Rome"))
+    assert told == ReadAnswer("", "", [ToolCall("weather", {"city": "\ufffdRome", "days": 3}), OSLO])
+
+
 def test_given_json_that_names_no_tool_then_it_is_no_call() -> None:
     text = '{"name": "Anna", "parameters": {}}'
     assert read_whole(lambda: reader_of("llama3"), text) == ReadAnswer(text, "", [])
@@ -313,6 +334,14 @@ def test_given_an_agent_then_its_turns_are_found_in_the_cache(client: Any) -> No
         (dict(tool_choice="required", tools=[]), "tool_choice needs tools"),
         (
             dict(messages=[{"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}]),
+            "tool_calls that are no calls",
+        ),
+        (
+            dict(
+                messages=[
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}
+                ]
+            ),
             "tool_calls that are no calls",
         ),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from kvpool.engine.generation import Chunk
 from kvpool.engine.text import overlap
-from kvpool.server.tool_forms import ToolCall, ToolForm, Tools
+from kvpool.server.tool_forms import ToolCall, ToolForm, Tools, arguments_in, sendable
 
 
 class Part(NamedTuple):
@@ -166,8 +165,8 @@ class MarkedReader(AnswerReader):
     def _calls_in(self, text: str, closes: str) -> list[Part]:
         assert self._form is not None
         try:
-            return [Part("call", call=call) for call in self._form.read(text, self._tools)]
-        except (ValueError, RecursionError):
+            return [Part("call", call=sendable(call)) for call in self._form.read(text, self._tools)]
+        except (ValueError, TypeError, RecursionError):
             self._has_spoken = True
             return [Part("content", self._opened + text + closes)]
 
@@ -219,9 +218,6 @@ class HarmonyReader(AnswerReader):
         if self._kind != "call":
             return [Part(self._kind, text)] if text else []
         try:
-            arguments = json.loads(text)
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
+            return [Part("call", call=sendable(ToolCall(self._name, arguments_in(text))))]
+        except (ValueError, RecursionError):
             return [Part("content", text)] if text else []
-        return [Part("call", call=ToolCall(self._name, arguments))]

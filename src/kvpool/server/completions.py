@@ -133,7 +133,7 @@ def _calls_for_template(calls: Any, number: int) -> list[dict[str, Any]]:
             arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
             read.append({**call, "function": {**call["function"], "arguments": dict(arguments)}})
         return read
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         raise Problem(
             400,
             f"message {number} has tool_calls that are no calls: each needs function.name and, as JSON, function.arguments",

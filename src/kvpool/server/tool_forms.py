@@ -24,6 +24,19 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
+_HALVES = re.compile("[\ud800-\udfff]")  # of characters; a text with one cannot be sent
+
+
+def sendable(call: ToolCall) -> ToolCall:
+    """The call as JSON can say it; raises if it cannot. What is half a character becomes a replacement character.
+
+    >>> sendable(ToolCall("f", {"x": "\\ud800"}))
+    ToolCall(name='f', arguments={'x': '�'})
+    """
+    whole = json.dumps(call, ensure_ascii=False, allow_nan=False)
+    return ToolCall(*json.loads(_HALVES.sub("\ufffd", whole)))
+
+
 Tools = Mapping[str, Tool]
 """Tools by their name."""
 Literal = Callable[[str], str]
@@ -62,10 +75,11 @@ def _call(found: Any) -> ToolCall:
     """A call from its JSON form."""
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise ValueError("no call")
-    return ToolCall(found["name"], _arguments(found.get("arguments", found.get("parameters", {}))))
+    return ToolCall(found["name"], arguments_in(found.get("arguments", found.get("parameters", {}))))
 
 
-def _arguments(found: Any) -> dict[str, Any]:
+def arguments_in(found: Any) -> dict[str, Any]:
+    """The arguments of a call: an object, or its JSON text."""
     if isinstance(found, str):
         found = json.loads(found)
     if not isinstance(found, dict):
@@ -113,7 +127,7 @@ def _mistral_calls(text: str, tools: Tools) -> list[ToolCall]:
         name = re.sub(r"\[CALL_ID\].*", "", name.strip().removesuffix("[ARGS]"))
         if not brace or not re.fullmatch(r"[\w.-]+", name):
             raise ValueError("no call")
-        calls.append(ToolCall(name, _arguments(json.loads(brace + rest))))
+        calls.append(ToolCall(name, arguments_in(json.loads(brace + rest))))
     return calls
 
 
@@ -128,7 +142,7 @@ def _deepseek_calls(text: str, tools: Tools) -> list[ToolCall]:
     if not found:
         raise ValueError("no call")
     fence = re.compile(r"^\s*```(?:json)?\s*|\s*```\s*$")
-    return [ToolCall(name, _arguments(json.loads(fence.sub("", given)))) for name, given in found]
+    return [ToolCall(name, arguments_in(json.loads(fence.sub("", given)))) for name, given in found]
 
 
 def _value(text: str, schema: Any) -> Any:
