@@ -250,7 +250,17 @@ def test_given_a_cached_prompt_then_it_can_be_asked_for_kept_and_forgotten(live:
     assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 0
 
 
-@pytest.mark.parametrize("body", [{}, {"sesion_id": "s1"}, {"tenant": ""}, {"session_id": "s1", "everything": True}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"sesion_id": "s1"},
+        {"tenant": ""},
+        {"session_id": "s1", "everything": True},
+        {"session_id": "s1", "prompt": PROMPT},
+        {"session_id": "s1", "cache_salt": "a"},
+    ],
+)
 def test_given_a_misspelt_or_empty_invalidation_then_nothing_is_forgotten(live: Live, body: Any) -> None:
     call(live, "/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "session_id": "s1"})
     status, error = refusal(live, "/v1/cache/invalidate", body)
@@ -262,6 +272,19 @@ def test_given_a_session_then_what_it_computed_can_be_forgotten(client: Any, liv
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"session_id": "s1"})
     assert call(live, "/v1/cache/invalidate", {"session_id": "s2"})["removed_blocks"] == 0
     assert call(live, "/v1/cache/invalidate", {"session_id": "s1"})["removed_blocks"] == 2
+
+
+def test_given_a_prompt_that_was_warmed_in_a_session_then_it_is_forgotten_with_it(live: Live) -> None:
+    call(live, "/v1/cache/warm", {"prompt": PROMPT, "session_id": "s1"})
+    assert call(live, "/v1/cache/invalidate", {"session_id": "s2"})["removed_blocks"] == 0
+    assert call(live, "/v1/cache/invalidate", {"session_id": "s1"})["removed_blocks"] == 2
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("path", ["query", "warm", "prefetch", "invalidate"])
+def test_given_a_time_for_what_is_not_pinned_then_it_is_refused(live: Live, path: str) -> None:
+    status, error = refusal(live, f"/v1/cache/{path}", {"prompt": PROMPT, "ttl_seconds": 60})
+    assert (status, error["param"]) == (400, "ttl_seconds")
 
 
 def test_given_a_session_in_a_header_and_an_expected_continuation_then_the_cache_knows_both(
@@ -306,7 +329,8 @@ def test_given_tenants_then_each_sees_and_changes_its_own_cache_only(serve: Call
     pin = call(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-a")
     assert call(live, "/v1/cache/query", {"prompt": PROMPT}, "sk-b")["cached_tokens"] == 0
     assert refusal(live, f"/v1/cache/pin/{pin['id']}", None, "sk-b", "DELETE")[0] == 404
-    assert call(live, "/v1/cache/invalidate", {"everything": True}, "sk-b")["removed_blocks"] == 0
+    for others in ({"everything": True}, {"session_id": "s"}, {"prompt": PROMPT}):
+        assert call(live, "/v1/cache/invalidate", others, "sk-b")["removed_blocks"] == 0
     assert call(live, "/v1/cache/query", {"prompt": PROMPT}, "sk-a")["cached_tokens"] == 8
     assert refusal(live, "/v1/cache/stats", None, "sk-a")[0] == 403
     assert "tiny" in call(live, "/v1/cache/stats", None, "sk-root")

@@ -40,6 +40,7 @@ from kvpool.server.schema import (
     Completions,
     Detokenize,
     Invalidation,
+    PinnedPrompt,
     PromptForOthers,
     Tokenize,
 )
@@ -328,7 +329,7 @@ def _add_cache(app: FastAPI, server: Server) -> None:
         return await cache.query(body, server.model(body.model), caller)
 
     @app.post("/v1/cache/pin")
-    async def pin(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+    async def pin(body: PinnedPrompt, caller: Caller = caller_of) -> dict[str, Any]:
         """Keeps a cached prompt."""
         return await cache.pin(body, server.model(body.model), caller)
 

@@ -28,7 +28,7 @@ from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
 from kvpool.server.parameters import session_name
 from kvpool.server.pins import TenantPins
-from kvpool.server.schema import CacheQuery, Invalidation, PromptForOthers
+from kvpool.server.schema import CacheQuery, Invalidation, PinnedPrompt, PromptForOthers
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.web import EventStream, unless_gone
 
@@ -51,7 +51,7 @@ class CacheRoutes:
             "tiers": {tier.name: count for tier, count in found.items()},
         }
 
-    async def pin(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
+    async def pin(self, body: PinnedPrompt, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for `ttl_seconds`."""
         tokens, scope = await _asked(body, model, caller)
         return await self._pins.pin(caller.tenant, model, tokens, scope, body.ttl_seconds)
@@ -70,11 +70,12 @@ class CacheRoutes:
             if not caller.is_admin:
                 raise Problem(403, "the cache of another tenant needs an admin key", code="forbidden", param="tenant")
             caller = caller._replace(tenant=body.tenant)
-        named = body.prompt is not None or body.messages is not None or body.session_id is not None or body.cache_salt
-        if bool(named) == body.everything:
+        named = body.prompt is not None or body.messages is not None or bool(body.cache_salt)
+        if (named, body.session_id is not None, body.everything).count(True) != 1:
             raise Problem(
                 400,
-                "give a prompt, messages, a session_id or a cache_salt, or else everything: true",
+                "give one: a prompt or messages, with the cache_salt that they had; a session_id; a cache_salt; or "
+                "everything: true",
                 code="invalid_value",
                 param="everything",
             )
@@ -94,7 +95,8 @@ class CacheRoutes:
         """Computes a prompt, so that the next request that begins with it finds it."""
         tokens = await named_tokens(model, body.prompt, body.messages)
         scope = scope_for_tenant(caller.tenant, body.cache_salt)
-        running = model.start(tokens, SamplingParams(max_new_tokens=1), scope=scope)
+        session = session_name(caller, body.session_id) if body.session_id else None
+        running = model.start(tokens, SamplingParams(max_new_tokens=1), scope=scope, session=session)
         try:
             async for _ in running:
                 pass

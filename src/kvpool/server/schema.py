@@ -265,13 +265,18 @@ class Detokenize(Body):
 
 
 class CacheQuery(Body):
-    """A prompt whose place in the cache is asked for, or changed."""
+    """A prompt whose place in the cache is asked for, or changed. `session_id` names what warming it computes."""
 
     model: str = ""
     prompt: Text | Tokens | None = None
     messages: Conversation | None = None
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class PinnedPrompt(CacheQuery):
+    """A prompt that stays cached, for `ttl_seconds` or until the pin is ended."""
+
     ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
 
