@@ -350,6 +350,16 @@ def test_given_ghosts_that_always_come_back_then_only_those_that_are_followed_ar
     assert len(ghosts._queue) < 100
 
 
+def test_given_ghosts_that_were_forgotten_then_nothing_of_them_is_kept() -> None:
+    ghosts = Ghosts(Experience())
+    for number in range(100):
+        run = StandInRun(fingerprint=number)
+        ghosts.bury(run, run.tokens, 1, None, 0, 0)
+    ghosts.trim(60, 1)
+    youngest = [ghost.fingerprint for ghost in ghosts._queue if ghost is not None]
+    assert youngest == list(ghosts.by_fingerprint) == list(range(40, 100))
+
+
 def test_given_as_many_new_blocks_as_the_cache_holds_then_a_fixed_number_of_epochs_has_passed() -> None:
     policy = AdaptivePolicy()
     for tick in range(_MIN_CAPACITY):

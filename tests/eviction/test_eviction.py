@@ -794,6 +794,21 @@ def test_a_queue_passes_over_what_left_its_front_once_and_cuts_it_off() -> None:
     assert (queue._front, len(queue._ordered), queue._stale) == (0, 99, 0)
 
 
+def test_a_queue_keeps_nothing_of_what_left_its_front() -> None:
+    queue = RunQueue()
+    items = [queue.push(number, StandInRun(created=number)) for number in range(100)]
+    for item in items[:40]:
+        queue.discard(item)
+    assert queue.head() is items[40].run
+    assert queue._ordered == [None] * 40 + items[40:]
+    for item in items[40:]:
+        queue.discard(item)
+    assert queue.first() is None
+    assert queue.last() is None
+    late = queue.push(0, StandInRun())
+    assert queue.first() is queue.last() is late
+
+
 def test_s3fifo_promotes_a_run_after_so_many_hits() -> None:
     for hits in (1, 2, 3):
         policy = S3FIFOPolicy(small_fraction=0.1, promote_hits=hits)

@@ -42,8 +42,8 @@ class Ghosts:
         self.num_blocks = 0
         self._learned = learned
         self.by_fingerprint: dict[int, Ghost] = {}
-        self._queue: list[Ghost] = []  # oldest first, with some that are followed no longer
-        self._front = 0  # of the queue: none of those before it is followed
+        self._queue: list[Ghost | None] = []  # oldest first, with some that are followed no longer
+        self._front = 0  # of the queue: those before it have left, and are None
         self._followers: dict[int, Ghost] = {}  # by the fingerprint of the run that they followed
 
     def bury(self, run: Run, tokens: Tokens, num_blocks: int, leader: int | None, cohort: int, now: int) -> None:
@@ -55,8 +55,9 @@ class Ghosts:
         """Forgets the oldest until at most so many blocks are followed."""
         while self.num_blocks > max_blocks:
             oldest = self._queue[self._front]
+            self._queue[self._front] = None
             self._front += 1
-            if oldest.blocks:
+            if oldest is not None and oldest.blocks:
                 self._forget(oldest, now)
 
     def recognise(self, run: Run, now: int) -> tuple[int, int, int]:
@@ -112,7 +113,7 @@ class Ghosts:
         self.num_blocks += ghost.blocks
         self._queue.append(ghost)
         if len(self._queue) > 2 * len(self.by_fingerprint) + _SLACK:
-            self._queue = [other for other in self._queue[self._front :] if other.blocks]
+            self._queue = [other for other in self._queue if other is not None and other.blocks]
             self._front = 0
 
     def _take(self, ghost: Ghost) -> None:

@@ -129,15 +129,15 @@ class Queue(Generic[ItemT]):
 
     Most keys arrive in ascending order (the newest access, the newest insertion), so the items are kept in an ordered
     list plus a heap for the late ones: O(1) in the usual case and O(log n) in the worst. Discarded items stay until
-    they reach the front, or until they outnumber the live ones and everything is rebuilt. What left the front of the list is
-    cut off when it is half of it.
+    they reach the front, or until they outnumber the live ones and everything is rebuilt. What left the front of the list
+    gives its memory to those that come; its empty places are cut off when they are half of the list.
     """
 
     __slots__ = ("_front", "_heap", "_ordered", "_serial", "_stale", "num_blocks", "num_runs")
 
     def __init__(self) -> None:
-        self._ordered: list[ItemT] = []
-        self._front = 0  # of the ordered ones: those before it have left
+        self._ordered: list[ItemT | None] = []
+        self._front = 0  # of the ordered ones: those before it have left, and are None
         self._heap: list[tuple[tuple[Any, int, int, int], ItemT]] = []
         self.num_runs = 0
         self._stale = 0
@@ -152,7 +152,8 @@ class Queue(Generic[ItemT]):
         self._serial = serial = self._serial + 1
         item.serial = serial
         ordered = self._ordered
-        if len(ordered) == self._front or ordered[-1].key < item.key or ordered[-1].is_before(item):
+        last = ordered[-1] if ordered else None
+        if last is None or last.key < item.key or last.is_before(item):
             ordered.append(item)
         else:
             heappush(self._heap, (_order(item), item))
@@ -185,9 +186,11 @@ class Queue(Generic[ItemT]):
         ordered, heap, front = self._ordered, self._heap, self._front
         first = None
         while front < len(ordered):
-            if ordered[front].run is not None:
-                first = ordered[front]
+            item = ordered[front]
+            if item is not None and item.run is not None:
+                first = item
                 break
+            ordered[front] = None
             front += 1
         if front != self._front:
             self._leave_behind(front)
@@ -210,9 +213,10 @@ class Queue(Generic[ItemT]):
     def last(self) -> ItemT | None:
         """The last of the live items that arrived in order; None when there is none."""
         ordered = self._ordered
-        while len(ordered) > self._front:
-            if ordered[-1].run is not None:
-                return ordered[-1]
+        while ordered:
+            item = ordered[-1]
+            if item is None or item.run is not None:
+                return item
             ordered.pop()
             self._stale -= 1
         return None
@@ -231,10 +235,11 @@ class Queue(Generic[ItemT]):
 
     def _live(self) -> list[ItemT]:
         """All items that were not discarded."""
-        return [item for item in [*self._ordered, *[late[1] for late in self._heap]] if item.run is not None]
+        items = [*self._ordered, *[late[1] for late in self._heap]]
+        return [item for item in items if item is not None and item.run is not None]
 
     def _rebuild(self) -> None:
-        self._ordered = sorted(self._live(), key=_order)
+        self._ordered = [*sorted(self._live(), key=_order)]
         self._heap = []
         self._front = self._stale = 0
 
