@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ def test_a_query_shorter_than_a_block_finds_its_continuation() -> None:
     assert shared // 4 == 2
 
 
-@pytest.mark.parametrize("num_keys", [1, 3, 513, 3000])
+@pytest.mark.parametrize("num_keys", [1, 3, MOST_KEYS, MOST_KEYS + 1, 3000])
 def test_thousands_of_keys_are_kept_sorted_in_chunks_of_bounded_length(num_keys: int) -> None:
     rng = np.random.default_rng(num_keys)
     strings = [key_of(7, token) for token in rng.permutation(num_keys * 4)[:num_keys].tolist()]
@@ -190,6 +191,24 @@ def test_the_neighbours_of_a_string_may_stand_in_two_chunks() -> None:
     assert set(keys.neighbours(key_of(7, 1))) == {first[-1], second[0]}
     assert keys.neighbours(key_of(7, 0)) == [first[0]]
     assert keys.neighbours(key_of(7, 2)) == [second[-1]]
+
+
+def test_the_neighbours_of_a_string_are_those_of_one_sorted_list_whatever_came_and_went() -> None:
+    rng = np.random.default_rng(0)
+    keys, there = SortedKeys([[key_of(7, 1500)]]), [key_of(7, 1500)]
+    for step in range(6000):
+        key = key_of(7, int(rng.integers(3000)))
+        place = bisect_left(there, key)
+        if key not in there[place : place + 1]:
+            assert keys.neighbours(key) == there[max(0, place - 1) : place + 1]
+            if step < 4000:
+                keys.add(key)
+                there.insert(place, key)
+        elif len(there) > 1:
+            keys.remove(key)
+            del there[place]
+    assert [string for chunk in keys.chunks for string in chunk] == there
+    assert len(keys.chunks) > 5
 
 
 def test_children_that_start_alike_are_found_among_thousands() -> None:

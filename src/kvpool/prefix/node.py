@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
-MOST_KEYS: Final = 512  # in a chunk
+MOST_KEYS: Final = 128  # in a chunk
 NEVER: Final = float("inf")  # the deadline of what has none
 
 
@@ -210,7 +210,8 @@ class Node(Run):
         if self.children is not None:
             keys = self._keys.get(query[:4])
             if keys is not None:
-                for key in (keys,) if isinstance(keys, bytes) else keys.neighbours(query):
+                near = [keys] if isinstance(keys, bytes) else keys.neighbours(query)
+                for key in near:
                     common = num_common(key, query)
                     if common > shared:
                         best, shared = self.children[key], common
@@ -261,19 +262,25 @@ class Root(Node):
 
 @mypyc_attr(acyclic=True)
 class SortedKeys:
-    """Sorted strings in chunks, so that a step costs O(log n) comparisons and moves a bounded number of pointers."""
+    """Sorted strings in chunks, so that a step costs O(log n) comparisons and moves a bounded number of pointers.
 
-    __slots__ = ("chunks",)
+    Where chunks start lies in a list of its own: whoever looks for a chunk reads few strings, which others have read before.
+    """
+
+    __slots__ = ("_starts", "chunks")
 
     def __init__(self, chunks: list[list[bytes]]) -> None:
         self.chunks = chunks  # none of them empty
+        # No string of a chunk is below its start, which may have gone, and none of those before it is above. The first one
+        # takes what is below all.
+        self._starts = [chunk[0] for chunk in chunks]
 
     def _chunk_of(self, key: bytes) -> int:
         """The index of the chunk that holds `key` or would hold it."""
-        chunks = self.chunks
-        if len(chunks) == 1:
+        starts = self._starts
+        if len(starts) == 1:
             return 0
-        return min(bisect_left(chunks, key, key=_last), len(chunks) - 1)
+        return max(bisect_right(starts, key) - 1, 0)
 
     def add(self, key: bytes) -> None:
         at = self._chunk_of(key)
@@ -282,13 +289,14 @@ class SortedKeys:
         if len(chunk) > MOST_KEYS:
             half = len(chunk) // 2
             self.chunks[at : at + 1] = [chunk[:half], chunk[half:]]
+            self._starts.insert(at + 1, chunk[half])
 
     def remove(self, key: bytes) -> None:
         at = self._chunk_of(key)
         chunk = self.chunks[at]
         del chunk[bisect_left(chunk, key)]
         if not chunk:
-            del self.chunks[at]
+            del self.chunks[at], self._starts[at]
 
     def neighbours(self, query: bytes) -> list[bytes]:
         """The keys just before and just after the place of `query`."""
@@ -297,12 +305,10 @@ class SortedKeys:
         place = bisect_left(chunk, query)
         found = chunk[place - 1 if place else 0 : place + 1]
         if place == 0 and at > 0:
-            found.append(self.chunks[at - 1][-1])
+            found.insert(0, self.chunks[at - 1][-1])
+        elif place == len(chunk) and at + 1 < len(self.chunks):
+            found.append(self.chunks[at + 1][0])
         return found
-
-
-def _last(chunk: list[bytes]) -> bytes:
-    return chunk[-1]
 
 
 def path_ids(path: list[Node], num_blocks: int, group: int) -> Int32Array:
