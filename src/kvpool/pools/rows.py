@@ -101,7 +101,8 @@ class SequenceRows(Generic[TipT, HandleT]):
         self._view_tables()
 
     def _view_tables(self) -> None:
-        self.first_table = self.tables[0].reshape(-1)  # of the first group, one row behind the other
+        self.flat_tables = [table.reshape(-1) for table in self.tables]  # one row behind the other
+        self.first_table = self.flat_tables[0]
         self.recent_ids = self.recent.reshape(-1)
         self._unwritable = [table.view() for table in self.tables]
         for table in self._unwritable:

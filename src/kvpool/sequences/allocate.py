@@ -197,13 +197,13 @@ class Allocator:
             state.encoded.setdefault((handle.scope, handle.encoder_tokens), set()).add(row)
 
     def _copy_partial(self, row: int, match: Match) -> None:
-        source = match.partial
+        source, rows = match.partial, self.rows
         assert source is not None
-        at, first = match.num_blocks, match.num_blocks - source.start
+        at, first = row * rows.num_columns + match.num_blocks, match.num_blocks - source.start
         for group in self.state.growing:
             src = copied(source.ids[group.index], first, first + 1)
-            dst = copied(self.rows.tables[group.index][row], at, at + 1)
-            if src[0] >= 0:
+            if src.item(0) >= 0:
+                dst = copied(rows.flat_tables[group.index], at, at + 1)
                 op = CopyOp(PARTIAL_REUSE, group.index, source.tier, GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
