@@ -230,6 +230,36 @@ def test_a_node_that_lost_all_children_can_have_others() -> None:
     assert parent.nearest_child(key_of(3, 9))[0] is child_of(parent, keys[3])
 
 
+def test_the_nearest_child_equals_brute_force_while_few_children_come_and_go() -> None:
+    rng = np.random.default_rng(0)
+    parent, keys = make_root(), [key_of(first, second) for first in (1, 2) for second in (1, 2)]
+    numbers = set()
+    for _ in range(500):
+        key = keys[int(rng.integers(4))]
+        if parent.children is not None and key in parent.children:
+            parent.remove_child(child_of(parent, key))
+        else:
+            parent.add_child(key, Node(parent, key, 0, 1, 0.0))
+        there = list(parent.children or ())
+        numbers.add(len(there))
+        for query in (key_of(1, 1), key_of(1, 3), key_of(2, 2, 2), key_of(3)):
+            best = max((shared_tokens(key, query) for key in there), default=0)
+            node, shared = parent.nearest_child(query)
+            assert (shared // 4, node is None) == (best, best == 0)
+            assert node is None or shared_tokens(node.key, query) == best
+    assert numbers == {0, 1, 2, 3, 4}
+
+
+def test_a_node_with_one_child_sorts_no_keys() -> None:
+    parent = parent_of(key_of(1, 1))
+    assert parent._keys is None
+    parent.add_child(key_of(1, 2), Node(parent, key_of(1, 2), 0, 1, 0.0))
+    assert parent._keys is not None
+    for key in (key_of(1, 1), key_of(1, 2)):
+        parent.remove_child(child_of(parent, key))
+    assert parent._keys is None
+
+
 # Tokens that share bytes, so that byte order and token order differ.
 tokens = st.sampled_from([0, 1, 2, 255, 256, 257, 65536, 2**24, 2**31 - 1])
 blocks = st.lists(tokens, min_size=3, max_size=3).map(lambda row: key_of(*row))

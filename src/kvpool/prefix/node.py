@@ -72,8 +72,8 @@ class Node(Run):
     root: Root
     children: dict[bytes, Node] | None  # by the bytes of their first block
     # Their keys by first token: the only one, or all of them sorted. What shares the longest beginning with a key that is not
-    # there is its neighbour.
-    _keys: dict[bytes, bytes | SortedKeys]
+    # there is its neighbour. None until there is a second child.
+    _keys: dict[bytes, bytes | SortedKeys] | None
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
     logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
@@ -94,6 +94,7 @@ class Node(Run):
         self.num_blocks = 0
         self.is_remainder = False
         self.children = None
+        self._keys = None
         self.num_remainders = 0  # of the children
         self.same_tier_children = 0
         self.active = 0
@@ -166,39 +167,45 @@ class Node(Run):
         return self.start + self.num_blocks
 
     def add_child(self, key: bytes, child: Node) -> None:
-        children = self.children
-        if children is None:
-            children = self.children = {}
-            self._keys = {}
-        if key not in children:
-            first = key[:4]
-            keys = self._keys.get(first)
-            if keys is None:
-                self._keys[first] = key
-            elif isinstance(keys, bytes):
-                self._keys[first] = SortedKeys([sorted((keys, key))])
-            else:
-                keys.add(key)
-        children[key] = child
+        if self.children is None:
+            self.children = {}
+        elif key not in self.children:
+            self._sort_in(key)
+        self.children[key] = child
         if child.tier == self.tier:
             self.same_tier_children += 1
         if child.is_remainder:
             self.num_remainders += 1
 
+    def _sort_in(self, key: bytes) -> None:
+        """Puts the key of one more child among those of the others."""
+        keys = self._keys
+        if keys is None:
+            keys = self._keys = {only[:4]: only for only in self.children or ()}
+        first = key[:4]
+        alike = keys.get(first)
+        if alike is None:
+            keys[first] = key
+        elif isinstance(alike, bytes):
+            keys[first] = SortedKeys([sorted((alike, key))])
+        else:
+            alike.add(key)
+
     def remove_child(self, child: Node) -> None:
-        children, key = self.children, child.key
+        children, keys, key = self.children, self._keys, child.key
         assert children is not None
         del children[key]
         if not children:
-            self.children = None
-        first = key[:4]
-        keys = self._keys[first]
-        if isinstance(keys, bytes):
-            del self._keys[first]
-        else:
-            keys.remove(key)
-            if not keys.chunks:
-                del self._keys[first]
+            self.children = self._keys = None
+        elif keys is not None:
+            first = key[:4]
+            alike = keys[first]
+            if isinstance(alike, bytes):
+                del keys[first]
+            else:
+                alike.remove(key)
+                if not alike.chunks:
+                    del keys[first]
         if child.tier == self.tier:
             self.same_tier_children -= 1
         if child.is_remainder:
@@ -208,14 +215,20 @@ class Node(Run):
         """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
         best, shared = None, 0
         if self.children is not None:
-            keys = self._keys.get(query[:4])
-            if keys is not None:
-                near = [keys] if isinstance(keys, bytes) else keys.neighbours(query)
-                for key in near:
-                    common = num_common(key, query)
-                    if common > shared:
-                        best, shared = self.children[key], common
+            for key in self._keys_like(query):
+                common = num_common(key, query)
+                if common > shared and common >= 4:
+                    best, shared = self.children[key], common
         return best, shared
+
+    def _keys_like(self, query: bytes) -> list[bytes]:
+        """Those keys of children that may share the longest beginning with `query`."""
+        if self._keys is None:
+            return list(self.children or ())
+        alike = self._keys.get(query[:4])
+        if alike is None:
+            return []
+        return [alike] if isinstance(alike, bytes) else alike.neighbours(query)
 
     def is_candidate(self) -> bool:
         """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
