@@ -200,12 +200,7 @@ def _pythonic_calls(text: str, tools: Tools) -> list[ToolCall]:
     for each in parsed.elts if isinstance(parsed, ast.List) else ():
         if not isinstance(each, ast.Call) or each.args or (name := ast.unparse(each.func)) not in tools:
             raise ValueError("other text")
-        try:
-            arguments = {keyword.arg or "": _python_value(keyword.value) for keyword in each.keywords}
-            json.dumps(arguments)
-        except TypeError:  # bytes, sets, complex numbers
-            raise ValueError("no values of JSON") from None
-        calls.append(ToolCall(name, arguments))
+        calls.append(ToolCall(name, {keyword.arg or "": _python_value(keyword.value) for keyword in each.keywords}))
     if not calls:
         raise ValueError("no calls")
     return calls
