@@ -12,7 +12,7 @@ import pytest
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.doctor import diagnosis
 
-ENGINES = {"vllm": "0.32.0", "sglang": "0.5.23", "llama-cpp-python": "0.3.36"}
+ENGINES = {"vllm": "0.33.0", "sglang": "0.5.23", "llama-cpp-python": "0.3.36"}
 
 
 def having(engines: dict[str, str], *, without: str = "", others: str | None = "1.0") -> Callable[[str], str | None]:
@@ -57,12 +57,12 @@ def test_given_nothing_then_each_part_says_what_to_install() -> None:
     assert "  no   command line: typer, rich are not installed; pip install 'kvpool[cli]'" in lines
     assert "  no   llama.cpp: llama-cpp-python is not installed; pip install 'kvpool[llama]'" in lines
     assert "  no   SGLang: sglang is not installed" in lines
-    assert "  no   vLLM: vLLM is not installed; versions that work: 0.31.x, 0.32.x" in lines
+    assert "  no   vLLM: vLLM is not installed; versions that work: 0.31.x, 0.32.x, 0.33.x" in lines
 
 
 def test_given_engines_that_are_not_known_then_those_that_are_are_named() -> None:
     lines = diagnosis(having({"vllm": "0.19.1", "llama-cpp-python": "0.2.90"}))
-    assert "vLLM 0.19.1; versions that work: 0.31.x, 0.32.x" in line(lines, "  no   vLLM")
+    assert "vLLM 0.19.1; versions that work: 0.31.x, 0.32.x, 0.33.x" in line(lines, "  no   vLLM")
     assert "0.2.90: pip install 'llama-cpp-python>=0.3.36,<0.4'" in line(lines, "  no   llama.cpp")
 
 

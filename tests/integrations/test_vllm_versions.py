@@ -17,14 +17,14 @@ class Base:
     def metrics(cls, labels: list[str]) -> None: ...
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1", "0.32.0+cpu"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0"])
 def test_given_a_known_minor_version_then_its_adapter_is_taken(version: str) -> None:
     assert adapter_name(version) == ADAPTERS[version[:4]]
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "1.32.0"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.3.2", "1.32.0"])
 def test_given_another_version_then_the_ones_that_work_are_named(version: str) -> None:
-    with pytest.raises(ConfigError, match=rf"vLLM {version}; versions that work: 0\.31\.x, 0\.32\.x"):
+    with pytest.raises(ConfigError, match=rf"vLLM {version}; versions that work: 0\.31\.x, 0\.32\.x, 0\.33\.x"):
         adapter_name(version)
 
 

