@@ -94,3 +94,8 @@ def test_given_a_directory_then_another_pool_finds_prefix_and_state_there(tmp_pa
 def test_given_modules_that_begin_at_zero_behind_a_state_then_the_model_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="JambaMambaMixer of transformers begins at zero"):
         CachePool(hybrid_model("jamba"), num_blocks=64, block_size=16)
+
+
+def test_given_a_model_that_names_its_cache_otherwise_then_it_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Mamba2ForCausalLM .* past_key_values; kvpool\.Engine serves it"):
+        CachePool(hybrid_model("mamba2"), num_blocks=64)

@@ -265,7 +265,12 @@ def _cached_layers(model: Any, shape: ModelShape, dtype: Any) -> list[LayerSpec]
     """What the model puts into a cache for each token: every one stays, and of MLA it is less than what attention reads."""
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with without_callers_state(model.device):
-        cached = private_copy(model)(input_ids=token, use_cache=True).past_key_values.layers
+        cache = getattr(private_copy(model)(input_ids=token, use_cache=True), "past_key_values", None)
+    if cache is None:  # for instance cache_params of Mamba 2
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot use a CachePool: it takes no cache as past_key_values; kvpool.Engine serves it"
+        )
+    cached = cache.layers
     specs = []
     for spec, layer in zip(shape.layer_specs(dtype), (cached[number] for number in shape.attending), strict=True):
         (_, heads, _, k_dim), v_dim = layer.keys.shape, layer.values.shape[-1]
