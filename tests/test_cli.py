@@ -252,3 +252,14 @@ def test_given_a_package_that_is_missing_then_the_extra_that_brings_it_is_named(
     assert main([command, "--help"]) == 2
     said = f"kvpool: the command line needs {missing}: pip install 'kvpool[{extra}]'\n"
     assert capsys.readouterr().err == said
+
+
+def test_given_an_interrupt_while_a_command_loads_then_no_traceback_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpool.cli.import_module", interrupted)
+    assert main(["replay", "trace.jsonl"]) == 130
+    assert capsys.readouterr().err == ""

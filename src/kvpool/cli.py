@@ -116,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         app = build_app(words)
+    except KeyboardInterrupt:  # while modules load, which takes seconds on a busy machine
+        return 130
     except ModuleNotFoundError as error:
         if words == ["doctor"] or words == ["--version"]:  # what is installed can be asked whatever is missing
             from kvpool.integrations.doctor import diagnosis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -81,18 +82,25 @@ def map_over(
     # A forked worker has the trace at once, but forking is only safe while no other thread runs.
     can_fork = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
     context = multiprocessing.get_context("fork" if can_fork else "spawn")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(count, context, _start_worker, (trace,)) as pool:
-        futures = [pool.submit(_run_in_worker, run, item) for item in items]
-        for future in as_completed(futures):
-            future.result()  # raises now if a run failed, not after the others
-            if progress is not None:
-                progress(1)
-        return [future.result() for future in futures]
+        try:
+            futures = [pool.submit(_run_in_worker, run, item) for item in items]
+            for future in as_completed(futures):
+                future.result()
+                if progress is not None:
+                    progress(1)
+            return [future.result() for future in futures]
+        except BaseException:  # a run failed, or Ctrl-C: now, not after the other runs
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+            raise
 
 
 def _start_worker(trace: Trace) -> None:
     global _trace
     _trace = trace
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller ends the workers
 
 
 def _run_in_worker(run: Callable[[Trace, Item], Result], item: Item) -> Result:
