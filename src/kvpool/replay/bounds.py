@@ -1,4 +1,4 @@
-"""Bounds that no policy can beat: an infinite cache, and the optimum of the sequential model for a given size.
+"""Bounds that no policy can beat that gets the same blocks: an infinite cache, and the optimum of a given size.
 
 The optimum is Belady's. Of the blocks that the current request does not hold, it evicts the one whose next use is farthest
 away, and of equals the deepest. A request that uses a block uses everything before it, so the next use of a parent is never
