@@ -130,7 +130,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Numbers of modules that change no key or value.
 _OF_MODULES = frozenset({"training", "gradient_checkpointing", "max_seq_len_cached"})
 # What hooks of these packages do follows from the configuration and the weights.
-_KNOWN_HOOKS = frozenset({"kvpool", "torch", "transformers", "accelerate", "peft"})
+_KNOWN_HOOKS = frozenset({"kvpool", "torch", "transformers", "accelerate", "peft", "compressed_tensors"})
 
 
 def model_id(model: Any) -> str:
