@@ -2,6 +2,8 @@
 
     python benchmarks/traffic.py                    an 8B shape on a GPU; elsewhere a tiny one, which only proves that it runs
     python benchmarks/traffic.py --only compiled    see benchmarks/harness.py for the other options
+    python benchmarks/traffic.py --defaults         other values of settings instead, one at a time: what chose the defaults
+    python benchmarks/traffic.py --defaults order host_write     some of them
 
 96 sessions of three turns begin at once: a shared system prompt of 1,500 tokens, 100 to 1,500 new ones a turn, 100 generated.
 The ideal of a step reads every weight once or multiplies it with every token, whichever takes longer, reads the keys and
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 
+from cases.default_runs import run_choices
 from cases.engine_gpu import LARGE, copy_bandwidth, matrix_rate
 from cases.engine_runs import open_engine, random_model
 from cases.traffic_runs import (
@@ -197,8 +200,15 @@ def _bars(limit: float | None) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
-    options = argument_parser(__doc__.splitlines()[0]).parse_args()
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--defaults", metavar="WORDS", nargs="*", help="other values of settings, of those with a word")
+    parser.add_argument("--seconds", type=float, default=420.0, help="of --defaults: no run begins later")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     chosen = full_setting() if torch.cuda.is_available() and not options.quick else tiny_setting()
+    if options.defaults is not None:
+        memory = chosen.memory, chosen.little_memory
+        run_choices(chosen.model, chosen.traffic, *memory, options.defaults, options.seconds)
+        sys.exit()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     sys.exit(main(cases(Bench(chosen)), [], options, versions, clock="time on the device"))

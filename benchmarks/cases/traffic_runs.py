@@ -27,6 +27,7 @@ class Traffic:
     new: tuple[int, int] = (100, 1500)  # tokens of a turn, from and to
     num_generated: int = 100
     vocabulary: int = 128256
+    seed: int = 0
 
 
 class StepTime(NamedTuple):
@@ -111,7 +112,7 @@ def _draw(rng: np.random.Generator, count: int, vocabulary: int) -> list[int]:
 
 def run_traffic(engine: Engine, traffic: Traffic) -> Conversations:
     """All sessions to their end."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(traffic.seed)
     system = _draw(rng, traffic.shared, traffic.vocabulary)
     lengths = rng.integers(*traffic.new, (traffic.num_sessions, traffic.num_turns))
     turns = [[_draw(rng, length, traffic.vocabulary) for length in session] for session in lengths.tolist()]
