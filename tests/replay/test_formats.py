@@ -89,6 +89,20 @@ def test_given_an_azure_file_then_lengths_are_read_and_reuse_is_unknown(tmp_path
     assert trace.duration == pytest.approx(4.314579, abs=1e-6)
 
 
+def test_given_an_azure_file_with_other_columns_then_they_are_found_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("Model,GeneratedTokens,TIMESTAMP,ContextTokens\r\nm,44,2023-11-16 18:15:46.68,374\r\n")
+    request = read_trace(path)[0]
+    assert (request.input_length, request.output_length) == (374, 44)
+
+
+def test_given_an_azure_file_without_a_column_then_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("arrival,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
+    with pytest.raises(TraceError, match=r"must name TIMESTAMP,ContextTokens,GeneratedTokens once each"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

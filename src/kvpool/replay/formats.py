@@ -28,6 +28,7 @@ DEFAULT_MAX_ERRORS = 10
 DEFAULT_UNIT = 512  # tokens of a Mooncake block
 MAX_NAME = 1024  # characters that name a session or a tenant
 _SNIFFED_REQUESTS = 256
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _TOKEN_KEYS = ("tokens", "token_ids", "prompt_token_ids")
 _IDS, _TOKENS, _NUMBERS = frozenset({int, str}), frozenset({int}), frozenset({int, float})  # types that JSON gives
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))? ?(?:Z|([+-]\d\d):?(\d\d))?", re.ASCII)
@@ -186,14 +187,15 @@ def _read_azure(lines: Lines, name: str, limit: int | None) -> Trace:
     builder.problems.broken = lines.broken
     begin: datetime | None = None
     iterator = iter(lines)
-    header = next(iterator).decode("utf-8", "replace").strip().split(",")
-    if len(header) < 3:
-        raise TraceError(f"line 1 of {name} must name TIMESTAMP,ContextTokens,GeneratedTokens, not {show(header)}")
+    columns = _azure_fields(next(iterator))
+    if any(columns.count(column) != 1 for column in _AZURE_COLUMNS):
+        raise TraceError(f"line 1 of {name} must name {','.join(_AZURE_COLUMNS)} once each, not {show(columns)}")
+    places = [columns.index(column) for column in _AZURE_COLUMNS]
     for line in iterator:
         if limit is not None and len(builder) >= limit:
             break
         try:
-            moment, inputs, outputs = _azure_request(line)
+            moment, inputs, outputs = _azure_request(line, places)
             begin = begin or moment
             if (moment.tzinfo is None) != (begin.tzinfo is None):
                 raise TraceError("some times of this file name their zone and others do not")
@@ -204,17 +206,23 @@ def _read_azure(lines: Lines, name: str, limit: int | None) -> Trace:
     return builder.build()
 
 
-def _azure_request(line: bytes) -> tuple[datetime, int, int]:
-    fields = line.decode("utf-8", "replace").split(",")
-    if len(fields) < 3:
+def _azure_fields(line: bytes) -> list[str]:
+    return [field.strip() for field in line.decode("utf-8", "replace").split(",")]
+
+
+def _azure_request(line: bytes, places: list[int]) -> tuple[datetime, int, int]:
+    """One line; `places` are those of `_AZURE_COLUMNS` in it."""
+    fields = _azure_fields(line)
+    if len(fields) <= max(places):
         raise TraceError(f"a request has a time and two numbers, not {show(fields)}")
+    time, *numbers = (fields[place] for place in places)
     try:
-        inputs, outputs = int(fields[1]), int(fields[2])
+        inputs, outputs = map(int, numbers)
     except ValueError:
-        raise TraceError(f"the numbers of tokens must be integers, not {show(fields[1:3])}") from None
+        raise TraceError(f"the numbers of tokens must be integers, not {show(numbers)}") from None
     if not 0 <= inputs <= MAX_LENGTH or not 0 <= outputs <= MAX_LENGTH:
-        raise TraceError(f"the numbers of tokens must lie in 0..{MAX_LENGTH}, not {show(fields[1:3])}")
-    return _moment(fields[0].strip()), inputs, outputs
+        raise TraceError(f"the numbers of tokens must lie in 0..{MAX_LENGTH}, not {show(numbers)}")
+    return _moment(time), inputs, outputs
 
 
 def _moment(text: str) -> datetime:
