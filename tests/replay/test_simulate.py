@@ -164,6 +164,16 @@ def test_given_tiers_then_the_optimum_says_what_each_of_them_could_find(chat_tra
         assert sum(found.values()) <= three
 
 
+def test_given_prompts_larger_than_the_gpu_then_lower_tiers_keep_their_blocks_in_the_optimum() -> None:
+    builder = TraceBuilder("large", unit=16)
+    for ids in ([1, 2, 3, 4], [5, 6, 7], [1, 2, 3, 4], [5, 6, 7]):
+        builder.add(0, ids, 16 * len(ids), 0)
+    trace, sizes = builder.build(), {"capacity": 1, "host": 4, "disk": 0}
+    optimum = run_one(trace, ReplayConfig(OPTIMUM, **sizes))
+    assert optimum.hit_blocks_by_tier == {"GPU": 0, "HOST": 7}
+    assert replay(trace, ReplayConfig("lru", **sizes)).hit_blocks == 4, "one cache of five blocks would find three"
+
+
 def test_given_larger_blocks_then_only_whole_ones_hit() -> None:
     trace = TraceBuilder("t", unit=16).add(0, [1, 2, 3], 48, 0).add(1, [1, 2, 3], 48, 0).build()
     result = replay(trace, ReplayConfig("lru", 8, block_size=32))

@@ -36,7 +36,8 @@ def run_model(
     """The row of one bound (or of the flat FIFO), in blocks of `block_size` tokens, by default the trace's.
 
     The optimum of a GPU with lower tiers is that of one cache as large as all of them, because evicted blocks go to the next
-    tier and come back when they are used. The hits of a tier are what it adds to the optimum of the tiers above it.
+    tier and come back when they are used. The hits of a tier are what it adds to the optimum of the tiers above it. A prompt
+    larger than the GPU gets its blocks there until the next request, and the lower tiers keep theirs.
     """
     if name not in MODELS:
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
@@ -60,13 +61,13 @@ def run_model(
 def _optimum_of_tiers(
     trace: Trace, blocks: Trace, capacity: int, host: int, disk: int, time: PrefillTime
 ) -> ReplayResult:
-    sizes = {"GPU": capacity, "HOST": host, "DISK": disk}
-    by_tier: dict[str, int] = {}
-    total = 0
-    for tier, size in sizes.items():
-        total += size
+    hits = _optimal_hits(blocks, capacity)
+    by_tier = {"GPU": int(hits.sum())}
+    below = 0
+    for tier, size in (("HOST", host), ("DISK", disk)):
+        below += size
         if size:
-            hits = _optimal_hits(blocks, total)
+            hits = _optimal_hits(blocks, capacity, below)
             by_tier[tier] = int(hits.sum()) - sum(by_tier.values())
     kind = (
         "offline bound: Belady's optimum of all tiers as one; by tier, what each adds to the optimum of those above it"
@@ -102,8 +103,11 @@ def next_uses(trace: Trace) -> Int64Array:
     return following
 
 
-def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
-    """Evicts the block with the farthest next use. Outdated entries of the heap are dropped when they come up."""
+def _optimal_hits(trace: Trace, capacity: int, below: int = 0) -> Int32Array:
+    """Evicts the block with the farthest next use from a GPU of `capacity` blocks with `below` blocks under it.
+
+    Outdated entries of the heap are dropped when they come up.
+    """
     following = next_uses(trace).tolist()
     size = int(trace.ids.max(initial=-1)) + 1
     next_use = [-1] * size  # of a resident block; -1: not resident
@@ -119,7 +123,7 @@ def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
         count = next((at for at, block in enumerate(ids) if next_use[block] < 0), len(ids))
         hits[index] = count
         missing = {block for block in ids[count:] if next_use[block] < 0}
-        excess = resident + len(missing) - capacity
+        excess = resident + len(missing) - max(capacity, len(ids)) - below
         # Blocks of this request have the nearest next use of all, `index`, so they are never chosen
         while excess > 0 and heap:
             distance, _, block = heap[0]
