@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from kvpool.cli import main
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.replay import Trace, TraceBuilder, write_trace
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, write_trace
 from kvpool.replay.fleet import FleetConfig, simulate_fleet
 from kvpool.replay.synth import WorkloadModel, synthesise
 
@@ -72,6 +73,19 @@ def test_given_tokens_or_ids_that_recur_elsewhere_then_a_cluster_counts_blocks_w
     assert (found.ideal_blocks, found.share_of_ideal, found.event_bytes_per_second) == (0, 1.0, 0.0)
 
 
+@pytest.mark.parametrize("routing", ["prefix", "session", "round-robin"])
+def test_given_prompts_that_end_inside_a_block_then_only_whole_blocks_are_found(routing: str) -> None:
+    tokens = TraceBuilder("tokens")
+    for number, length in enumerate((20, 20, 7, 7)):
+        tokens.add(number * 1000, [1] * length, length, 1)
+    trace = tokens.build()
+    found = simulate_fleet(trace, FleetConfig(nodes=1, capacity=100, routing=routing))
+    alone = replay(trace, ReplayConfig("lru", 100))
+    assert (found.requests, found.requested_blocks, found.index_blocks) == (4, 6, 1)
+    assert found.hit_blocks == found.ideal_blocks == alone.hit_blocks == 1
+    assert found.requested_blocks == alone.requested_blocks
+
+
 def test_given_prompts_longer_than_a_cache_then_their_beginning_is_served() -> None:
     trace = TraceBuilder("long", unit=16).add(0, list(range(20)), 320, 1).add(1, list(range(20)), 320, 1).build()
     assert simulate_fleet(trace, FleetConfig(1, 8)).hit_blocks == 8
@@ -80,8 +94,11 @@ def test_given_prompts_longer_than_a_cache_then_their_beginning_is_served() -> N
 WRONG = [{"nodes": 0}, {"nodes": 2**20 + 1}, {"capacity": 0}, {"capacity": 2**31 + 1}, {"cell": 0}, {"cell": 65}]
 
 
-@pytest.mark.parametrize("options", [*WRONG, {"routing": "luck"}])
-def test_given_a_wrong_setting_then_it_is_refused(options: dict[str, int]) -> None:
+WRONG += [{"prefill_tokens_per_second": 0.0}, {"decode_tokens_per_second": -1.5}, {"event_seconds": -0.5}]
+
+
+@pytest.mark.parametrize("options", [*WRONG, {"event_seconds": math.nan}, {"routing": "luck"}])
+def test_given_a_wrong_setting_then_it_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(InvalidArgumentError, match=str(next(iter(options.values())))):
         FleetConfig(**{"nodes": 2, "capacity": 4, **options})
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.checks import check_int
+from kvpool.checks import check_int, check_number
 from kvpool.cluster.index import MAX_NODES, ClusterIndex
 from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.cluster.translator import WireTranslator, group_names
@@ -52,6 +52,10 @@ class FleetConfig:
         check_int(self.nodes, "nodes", 1, 1 << 20, InvalidArgumentError)
         check_int(self.capacity, "capacity", 1, 1 << 31, InvalidArgumentError)
         check_int(self.cell, "cell", 1, MAX_NODES, InvalidArgumentError)
+        for name in ("prefill_tokens_per_second", "decode_tokens_per_second", "event_seconds"):
+            value = check_number(getattr(self, name), name, "a number", InvalidArgumentError)
+            if value < 0 or (value == 0 and name != "event_seconds"):
+                raise InvalidArgumentError(f"{name}={value} must be above 0")
         if self.routing not in ROUTINGS:
             raise InvalidArgumentError(f"routing {self.routing!r} is unknown; use one of {', '.join(ROUTINGS)}")
 
@@ -104,7 +108,7 @@ def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], 
     """
     if not trace.reuse_known:
         raise TraceError(f"{trace.name} has lengths only: what its prompts share is not known")
-    return _Fleet(to_blocks(trace), config).run(progress)
+    return _Fleet(to_blocks(trace), to_blocks(trace, keep_ends=False), config).run(progress)
 
 
 class _FleetNode:
@@ -120,13 +124,15 @@ class _FleetNode:
         self.free_at = 0.0  # when its queue is empty
 
     def serve(self, name: int, ids: Int32Array) -> tuple[int, list[WireEvent]]:
-        """Serves one request: how many of its blocks were cached, and the events to publish."""
+        """Serves one request with these whole blocks: how many of them were cached, and the events to publish."""
+        self.num_requests += 1
+        if not len(ids):
+            return 0, []
         ids = ids[: self.capacity]  # of a prompt that is longer than the cache only the beginning
         handle = self.manager.allocate(name, ids)
         self.manager.commit(handle)
         self.manager.free(handle)
         events = self.translator.translate(self.subscription.poll().events)
-        self.num_requests += 1
         for event in events:
             self.num_stored += len(event.hashes) if isinstance(event, BlockStored) else 0
             self.num_removed += len(event.hashes) if isinstance(event, BlockRemoved) else 0
@@ -170,19 +176,19 @@ class _Cell:
         while self.due and self.due[0][0] <= self.now:
             heappop(self.due)[2]()
 
-    def serve(self, number: int, request: TraceRequest) -> int:
-        """Serves a request; returns how many of its blocks were cached."""
+    def serve(self, number: int, request: TraceRequest, whole: Int32Array) -> int:
+        """Serves a request with these `whole` blocks; returns how many of them were cached."""
         config, route = self.config, None
         if config.routing == "prefix":
             started = time.thread_time()
-            route = self.router.route(request.ids, session=request.session)
+            route = self.router.route(whole, session=request.session)
             self.decision_seconds += time.thread_time() - started
             at = self.places[route.node]
         elif config.routing == "session":
             at = _hash(request) // config.num_cells % len(self.nodes)
         else:
             at = number % len(self.nodes)
-        hits, events = self.nodes[at].serve(number, request.ids)
+        hits, events = self.nodes[at].serve(number, whole)
         self.later(config.event_seconds, lambda: self.index.apply(at, events))
         self._time(self.nodes[at], route, len(request.ids) - hits, request.output_length)
         return hits
@@ -199,10 +205,13 @@ class _Cell:
 
 
 class _Fleet:
-    """The simulated cells of a cluster, and all blocks that it was asked for."""
+    """The simulated cells of a cluster, and all blocks that it was asked for.
 
-    def __init__(self, trace: Trace, config: FleetConfig) -> None:
-        self.trace, self.config = trace, config
+    `whole` is the trace without blocks that a prompt does not fill, because no cache finds these again.
+    """
+
+    def __init__(self, trace: Trace, whole: Trace, config: FleetConfig) -> None:
+        self.trace, self.whole, self.config = trace, whole, config
         self.loads = np.zeros(config.num_cells, np.int64)
         for request in trace:
             self.loads[_hash(request) % config.num_cells] += len(request.ids)
@@ -215,14 +224,14 @@ class _Fleet:
         """Serves all requests of the simulated cells, in the order of their arrival."""
         hit = ideal = requested = 0
         for number, request in enumerate(self.trace):
-            ids = request.ids
-            known = self._num_seen(ids)
+            whole = self.whole.ids_of(number)
+            known = self._num_seen(whole)
             cell = self.cells.get(_hash(request) % self.config.num_cells)
-            if cell is not None and len(ids):
+            if cell is not None and len(request.ids):
                 cell.goes_on(request.timestamp / 1000)
-                requested += len(ids)
+                requested += len(request.ids)
                 ideal += known
-                hit += cell.serve(number, request)
+                hit += cell.serve(number, request, whole)
             if progress is not None:
                 progress(1)
         for cell in self.cells.values():

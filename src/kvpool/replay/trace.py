@@ -353,12 +353,13 @@ def summary(trace: Trace) -> dict[str, Any]:
         return figures
     blocks = to_blocks(trace, keep_ends=False)
     found, num_ids = reuses(blocks), int(ceil_div(np.diff(trace.offsets), blocks.unit // trace.unit).sum())
+    num_ends = num_ids - blocks.num_ids  # of prompts that end inside a block, which nobody finds again
     figures |= {
         "tokens_per_id": blocks.unit,
         "ids": num_ids,
-        "different_ids": blocks.num_unique,
+        "different_ids": blocks.num_unique + num_ends,
         "reuse_ratio_infinite_cache": len(found.seconds) / num_ids,
-        "ids_used_once": int((np.unique(blocks.ids, return_counts=True)[1] == 1).sum()),
+        "ids_used_once": int((np.unique(blocks.ids, return_counts=True)[1] == 1).sum()) + num_ends,
         "reuse_gap_seconds_median": float(np.median(found.seconds)) if len(found.seconds) else 0.0,
         "reuse_gap_seconds_p90": float(np.percentile(found.seconds, 90)) if len(found.seconds) else 0.0,
         "sessions": len(set(trace.sessions or ()) - {None}),
@@ -376,7 +377,7 @@ def reuses(trace: Trace) -> Reuses:
     is_first = np.zeros(len(trace.ids), np.bool_)
     is_first[np.unique(trace.ids, return_index=True)[1]] = True
     appeared = np.cumsum(is_first)
-    times = trace.timestamps
+    times = np.maximum.accumulate(trace.timestamps)  # time never goes back, as in a replay
     return Reuses((times[owner[after]] - times[owner[before]]) / 1000, appeared[after] - appeared[before])
 
 
