@@ -99,12 +99,16 @@ def check_folders(*targets: str | Path | None) -> None:
 
 
 def check_files(*targets: str | Path | None) -> None:
-    """`check_folders` for results that are one file each: a target must not be a folder, and we must be able to write it."""
+    """`check_folders` for results that are one file each, another one for each, which we must be able to write."""
     check_folders(*targets)
+    paths: dict[Path, str | Path] = {}
     for target in targets:
         if target is None or str(target) == "-":
             continue
         path = Path(target)
+        other = paths.setdefault(path.resolve(), target)
+        if other is not target and (path.is_file() or not path.exists()):  # not /dev/null
+            raise InvalidArgumentError(f"{other} and {target} are one file; give each result a file of its own")
         if path.is_dir():
             raise InvalidArgumentError(f"cannot write {target!r}: that is a folder; name a file in it")
         if not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -131,6 +131,21 @@ def test_given_an_observer_that_stopped_then_it_hears_nothing_more() -> None:
     assert (first.verbs, second.verbs) == ([], ["allocate"])
 
 
+def test_given_an_observer_that_is_there_twice_when_one_ends_then_it_is_told_once() -> None:
+    manager, notes = make_manager(), Notes()
+    stop = manager.observe(notes)
+    manager.observe(notes)
+    stop()
+    stop()
+    manager.allocate("a", [1])
+    assert notes.verbs == ["allocate"]
+
+
+def test_what_cannot_observe_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="observe takes an object with a method done, got 3"):
+        make_manager().observe(3)
+
+
 def test_given_numbers_of_numpy_then_the_observer_is_told_plain_ones() -> None:
     manager, notes = make_manager(host_blocks=8), Notes()
     manager.observe(notes)

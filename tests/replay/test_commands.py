@@ -87,6 +87,7 @@ def test_given_a_file_without_requests_then_every_command_refuses_it(
         (["--all-reduce-latency", "9"], "--all-reduce-latency would do nothing without --tensor-parallel"),
         (["--exact", "--capacity", "9", "--report", "out.html"], "--capacity, --report would do nothing with --exact"),
         (["--csv", "-", "--json", "-"], "both go to stdout"),
+        (["--csv", "rows", "--json", "./rows"], "rows and ./rows are one file"),
     ],
 )
 def test_given_a_wrong_option_then_it_is_refused_before_the_trace_is_read(

@@ -194,4 +194,8 @@ def test_given_full_blocks_only_then_the_partial_last_block_is_gone(tmp_path: Pa
 
 
 def test_given_a_limit_then_reading_stops_there(tmp_path: Path) -> None:
-    assert len(read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD, GOOD), limit=2)) == 2
+    path = write(tmp_path / "t.jsonl", GOOD, GOOD, GOOD)
+    assert len(read_trace(path, limit=2)) == 2
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(TraceError, match="limit="):
+            read_trace(path, limit=wrong)

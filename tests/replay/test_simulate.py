@@ -192,9 +192,20 @@ def test_given_a_trace_without_reuse_information_then_replay_says_so() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"capacity": 0}, {"host": -1}, {"block_size": 0}, {"capacity": 2.5}])
-def test_given_a_wrong_size_then_it_is_named(bad: dict[str, int]) -> None:
+def test_given_a_wrong_size_then_it_is_named(chat_trace: Trace, bad: dict[str, int]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
         ReplayConfig("lru", **bad)
+    with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
+        run_model(chat_trace, OPTIMUM, **{"capacity": 8, **bad})
+
+
+def test_given_a_number_from_the_end_then_a_trace_has_that_request() -> None:
+    trace = TraceBuilder("t", unit=16).add(0, [1], 16, 0).add(9, [1, 2], 32, 0).build()
+    assert (trace[-1].ids.tolist(), trace.ids_of(-2).tolist()) == ([1, 2], [1])
+    with pytest.raises(IndexError):
+        trace[2]
+    with pytest.raises(InvalidArgumentError, match="num_requests"):
+        trace.head(-1)
 
 
 def test_given_the_same_trace_twice_then_the_results_are_the_same(chat_trace: Trace) -> None:

@@ -109,8 +109,17 @@ def test_given_a_cost_model_of_ones_own_then_three_methods_are_enough() -> None:
     assert plan.seconds(flat, engine.manager.config) == 2.0
 
 
-@pytest.mark.parametrize("option", [{"smoothing": 0.0}, {"smoothing": 1.5}, {"transfer_bytes_per_second": 0.0}])
-def test_given_a_wrong_number_then_it_is_refused_by_name(option: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"smoothing": 0.0},
+        {"smoothing": 1.5},
+        {"transfer_bytes_per_second": 0.0},
+        {"transfer_latency": float("nan")},
+        {"smoothing": "x"},
+    ],
+)
+def test_given_a_wrong_number_then_it_is_refused_by_name(option: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(option))):
         LinearCostModel(**option)
     with pytest.raises(InvalidArgumentError, match="transfer_latency"):

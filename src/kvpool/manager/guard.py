@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.sequences.state import CacheState
 from kvpool.stats import MemoryPressure
@@ -112,13 +113,20 @@ class Guard:
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Adds an observer; returns a function that takes it off."""
-        with self.lock:
-            self.observers = (*self.observers, observer)
+        if not callable(getattr(observer, "done", None)):
+            raise InvalidArgumentError(f"observe takes an object with a method done, got {show(observer)}")
+        stopped = False
 
         def stop() -> None:
+            nonlocal stopped
             with self.lock:
-                self.observers = tuple(known for known in self.observers if known is not observer)
+                places = [at for at, known in enumerate(self.observers) if known is observer]
+                if places and not stopped:  # one that is there twice is told once less
+                    self.observers = self.observers[: places[0]] + self.observers[places[0] + 1 :]
+                stopped = True
 
+        with self.lock:
+            self.observers = (*self.observers, observer)
         return stop
 
     def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:

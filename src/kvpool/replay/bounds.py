@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.replay.simulate import PrefillTime, ReplayResult, totals
+from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult, totals
 from kvpool.replay.trace import Trace, to_blocks
 
 USUAL_TIME = PrefillTime()
@@ -41,6 +41,7 @@ def run_model(
     """
     if name not in MODELS:
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    ReplayConfig(capacity=capacity, host=host, disk=disk, block_size=block_size)  # refuses sizes that are none
     blocks = _dense(to_blocks(trace, block_size, keep_ends=False))
     if name == OPTIMUM and capacity is not None and (host or disk):
         return _optimum_of_tiers(trace, blocks, capacity, host, disk, time)

@@ -56,6 +56,8 @@ def read_trace(
         raise TraceError(f"format {format!r} is unknown; known: auto, {', '.join(FORMATS)}")
     if block_size is not None:
         check_int(block_size, "block_size", 1, MAX_BLOCK_SIZE, TraceError)
+    if limit is not None:
+        check_int(limit, "limit", 1, 2**63, TraceError)
     with Lines(file, max_errors) as lines:
         first = lines.peek()
         if not first.strip():

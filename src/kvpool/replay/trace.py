@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.checks import as_count
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
@@ -101,6 +102,8 @@ class Trace:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> TraceRequest:
+        """A request by its number; negative ones count from the end."""
+        index = range(len(self))[index]
         return TraceRequest(
             float(self.timestamps[index]),
             self.ids_of(index),
@@ -114,6 +117,7 @@ class Trace:
 
     def ids_of(self, index: int) -> Int32Array:
         """The ids of one request, a view."""
+        index = range(len(self))[index]
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -123,7 +127,7 @@ class Trace:
 
     def ids_per_block(self, block_size: int) -> int:
         """Ids in a block of so many tokens."""
-        if block_size < 1 or block_size % self.unit:
+        if as_count(block_size, "block_size") < 1 or block_size % self.unit:
             raise InvalidArgumentError(
                 f"block_size={block_size} is no multiple of the trace's blocks of {self.unit} tokens; "
                 "what lies inside them is not known"
@@ -165,7 +169,7 @@ class Trace:
 
     def head(self, num_requests: int) -> Trace:
         """The first requests, as a trace of its own."""
-        count = min(num_requests, len(self))
+        count = min(as_count(num_requests, "num_requests"), len(self))
         return Trace(
             self.name,
             self.format,

@@ -100,10 +100,10 @@ class LinearCostModel:
             "transfer_latency": transfer_latency,
         }
         for name, value in (positive | others).items():
-            if value < 0 or (name in positive and value == 0):
-                raise InvalidArgumentError(
-                    f"{name} must be {'over 0' if name in positive else '0 or more'}, got {value}"
-                )
+            expected = "a number over 0" if name in positive else "a number, 0 or more"
+            number = value.item() if isinstance(value, np.generic) else value
+            if check_number(number, name, expected, InvalidArgumentError) < 0 or (name in positive and value == 0):
+                raise InvalidArgumentError(f"{name}={show(value)} must be {expected}")
         if smoothing > 1:
             raise InvalidArgumentError(
                 f"smoothing must be at most 1 (believe only the last measurement), got {smoothing}"
