@@ -32,7 +32,7 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
-from kvpool.eviction import LFUPolicy, LRUPolicy
+from kvpool.eviction import LFUPolicy, LRUPolicy, Run
 from managers import FULL
 
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
@@ -92,22 +92,46 @@ def test_a_policy_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     manager = make_manager(eviction_policy="test-manager-own")
-    assert isinstance(manager._state.cache.orders.policies[0], Own)
+    policy: Any = manager._state.cache.orders.policies[0]
+    assert (policy.name, type(policy.policy)) == ("test-manager-own", Own)
 
 
 @pytest.mark.parametrize("error", [KeyError("scores"), IndexError("out of my list"), LookupError("lost")])
-def test_a_policy_that_fails_with_candidates_left_is_heard_and_not_taken_for_a_full_cache(error: LookupError) -> None:
+def test_a_policy_that_fails_with_candidates_left_is_heard_and_not_taken_for_a_full_cache(
+    error: LookupError, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(LRUPolicy):
         def victim(self) -> Any:
             raise error
 
-    manager = KVCacheManager(KVCacheConfig([FULL], gpu_blocks=4, block_size=4), policy=Broken)
-    first = manager.allocate("cached", list(range(16)))
-    manager.commit(first, 16)
-    manager.free(first)
-    with pytest.raises(type(error)) as raised:
-        manager.allocate("needs its blocks", list(range(50, 66)))
-    assert raised.value is error
+    evict_one(Broken)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
+    assert "'lru' (Broken) failed" in record.message
+
+
+@pytest.mark.parametrize("chosen", [None, "a run", Run()])
+def test_a_policy_that_names_what_is_no_candidate_is_heard_and_the_oldest_run_goes(
+    chosen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(LRUPolicy):
+        def victim(self) -> Any:
+            return chosen
+
+    evict_one(Wrong)
+    assert "is no candidate; return a run that was added last" in caplog.text
+
+
+def evict_one(policy: type[LRUPolicy]) -> None:
+    """The older of two cached prompts gives way to a third."""
+    manager = KVCacheManager(KVCacheConfig([FULL], gpu_blocks=4, block_size=4, watermark=0.0), policy=policy)
+    for start in (0, 50, 100):
+        handle = manager.allocate(start, list(range(start, start + 8)))
+        manager.commit(handle, 8)
+        manager.free(handle)
+    manager.check()
+    assert [manager.match_prefix([*range(start, start + 9)]).num_tokens for start in (0, 50, 100)] == [0, 8, 8]
 
 
 @pytest.mark.parametrize(

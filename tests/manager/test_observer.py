@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -120,6 +122,28 @@ def test_given_an_observer_that_raises_then_the_operation_is_done_all_the_same(
     assert notes.verbs == ["allocate", "free"]
     assert "broken observer" in caplog.text
     manager.check()
+
+
+def test_given_an_observer_that_raises_then_the_log_line_is_written_outside_the_lock() -> None:
+    class Broken(Notes):
+        def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
+            raise RuntimeError("broken observer")
+
+    class AsksAnotherThread(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            asking = threading.Thread(target=manager.stats, daemon=True)
+            asking.start()
+            asking.join(10)
+            answered.append(not asking.is_alive())
+
+    manager, answered, handler = make_manager(), list[bool](), AsksAnotherThread()
+    manager.observe(Broken())
+    logging.getLogger("kvpool").addHandler(handler)
+    try:
+        manager.allocate("a", [1])
+    finally:
+        logging.getLogger("kvpool").removeHandler(handler)
+    assert answered == [True]
 
 
 def test_given_an_observer_that_stopped_then_it_hears_nothing_more() -> None:

@@ -106,7 +106,7 @@ def test_given_windowed_blocks_then_they_count_with_their_run_only_below_the_gpu
 
 def test_given_a_tenant_at_its_guarantee_then_others_cannot_have_its_runs_evicted() -> None:
     context = make_context()
-    orders = EvictionOrders(LRUPolicy, context.num_tiers)
+    orders = EvictionOrders(LRUPolicy, context.num_tiers, context.failures)
     orders.quotas["t"] = quota = Quota("t", [2], [None], orders.new_policies())
     tree = RunTree(context, orders.new_root, lambda upper: None)
     run = add_run(context, tree, tree.root_for(ReuseScope(tenant="t")), 1, 2)

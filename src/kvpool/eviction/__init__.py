@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from kvpool.eviction.classic import (
     SievePolicy,
     TwoQueuePolicy,
 )
+from kvpool.eviction.contained import ContainedPolicy
 from kvpool.eviction.policy import (
     CostAwarePolicy,
     EvictionPolicy,
@@ -44,6 +46,7 @@ __all__ = [
     "S3FIFOPolicy",
     "SievePolicy",
     "TwoQueuePolicy",
+    "contained",
     "make_policy",
     "policy_names",
     "register_policy",
@@ -105,12 +108,16 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
     return found()
 
 
+def contained(policy: EvictionPolicy, failures: deque[tuple[str, Exception]]) -> EvictionPolicy:
+    """The policy as a cache may ask it: one of a user's cannot fail there, and what it raises is added to `failures`."""
+    return policy if type(policy) in _OWN else ContainedPolicy(policy, failures)
+
+
 def _normalised(name: object) -> str:
     return name.strip().lower() if isinstance(name, str) else ""
 
 
-tell_apart(KeyedPolicy, RememberingPolicy, GhostPolicy)
-for _policy in (
+_OWN: tuple[type[EvictionPolicy], ...] = (
     LRUPolicy,
     LFUPolicy,
     FIFOPolicy,
@@ -122,6 +129,8 @@ for _policy in (
     PriorityPolicy,
     CostAwarePolicy,
     AdaptivePolicy,
-):
+)
+tell_apart(KeyedPolicy, RememberingPolicy, GhostPolicy)
+for _policy in _OWN:
     tell_apart(_policy)
     register_policy(_policy.name)(_policy)

@@ -56,7 +56,8 @@ class EvictionPolicy(ABC):
     def victim(self) -> Run:
         """The candidate whose tail goes next; it stays a candidate. Raises `LookupError` when there is none.
 
-        With candidates left, no error means that there is none: it reaches whoever asked the cache for blocks.
+        Whatever a policy raises is logged once the manager's lock is given back. The runs that it failed for leave in the
+        order of their last use.
         """
 
     def trimmed(self, run: Run) -> None:

@@ -12,11 +12,11 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.quiet import QuietErrors
 from kvpool.sequences.state import CacheState
 from kvpool.stats import MemoryPressure
 
@@ -44,6 +44,7 @@ class Guard:
         self.expiry = state.cache.expiry
         self.calendar = state.cache.expiry.calendar
         self.host_copies = state.context.host_copies
+        self.failures = state.context.failures
         self.first_pool = state.gpu_pools[0]
         self.levels = tuple(levels)
         self.calm_from = self.calm_until = (
@@ -57,6 +58,7 @@ class Guard:
         self._depth = 0  # operations under way, one inside the other
         self._changes: deque[PressureChange] = deque()
         self._delivery = threading.Lock()
+        self._errors = QuietErrors(log)
 
     def __enter__(self) -> None:
         """Takes the lock; the outermost operation first does what is due."""
@@ -103,6 +105,8 @@ class Guard:
             self._deliver()
         for callback in self.capacity_callbacks:
             contain(callback)
+        if self.failures:
+            self._log_failures()
 
     def go_on(self) -> None:
         """Begins the next part of an operation that does several in one: it has its own tick and finds the cache anew."""
@@ -165,7 +169,10 @@ class Guard:
     def tell(self, verb: str, result: Any, *arguments: Any) -> None:
         """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
         for observer in self.observers:
-            contain(partial(observer.done, verb, self.context.now, result, arguments))
+            try:
+                observer.done(verb, self.context.now, result, arguments)
+            except Exception as error:
+                self.failures.append(("an observer raised; the manager is not affected", error))
 
     def _deliver(self) -> None:
         """Runs pressure callbacks in the order of the changes: one thread at a time, and no change inside another's."""
@@ -177,6 +184,15 @@ class Guard:
                         contain(lambda call=callback, now=change: call(now))  # type: ignore[misc]
             finally:
                 self._delivery.release()
+
+    def _log_failures(self) -> None:
+        """Logs what a user's policy and observers raised under the lock. Another thread may log some of it."""
+        while True:
+            try:
+                message, error = self.failures.popleft()
+            except IndexError:
+                return
+            self._errors.error(error, message)
 
     def _measure(self) -> None:
         """Notes a change of the pressure level for delivery, and peaks on the way."""

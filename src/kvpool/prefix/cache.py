@@ -54,7 +54,7 @@ class PrefixCache:
             context.host_copies.waiting = []
         usable = [tier for tier in range(context.num_tiers) if all(tiers[tier].num_blocks for tiers in context.pools)]
         last = max(usable, default=0) if offload_on_evict else 0
-        self.orders = EvictionOrders(new_policy, context.num_tiers, depth_cost, last)
+        self.orders = EvictionOrders(new_policy, context.num_tiers, context.failures, depth_cost, last)
         self.ledger = IdleLedger(context)
         self.announcer = Announcer(context)
         self.expiry = Expiry(context, self.announcer, self._drop_expired)

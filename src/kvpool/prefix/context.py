@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ class CacheContext:
         "copies",
         "counters",
         "events",
+        "failures",
         "full",
         "full_per_pool",
         "groups",
@@ -60,6 +62,7 @@ class CacheContext:
         self.rows = rows
         self.counters = counters
         self.events = events
+        self.failures: deque[tuple[str, Exception]] = deque(maxlen=64)  # of a user's code, for the log after the lock
         self.copies = copies
         self.clock = clock
         self.now = clock()

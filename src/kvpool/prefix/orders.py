@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvpool.eviction import EvictionPolicy
+from kvpool.eviction import EvictionPolicy, contained
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
@@ -74,11 +75,13 @@ class EvictionOrders:
         self,
         new_policy: Callable[[], EvictionPolicy],
         num_tiers: int,
+        failures: deque[tuple[str, Exception]],
         depth_cost: float | None = None,
         first_lost: int = 0,
     ) -> None:
         self.new_policy = new_policy
         self.num_tiers = num_tiers
+        self.failures = failures  # of a user's policy
         self.depth_cost = depth_cost  # of a block, for each one before it; None: eviction counts blocks
         self.first_lost = first_lost  # the first tier whose victims must be computed again
         self.policies = self.new_policies()
@@ -94,7 +97,7 @@ class EvictionOrders:
         if self.depth_cost is not None:
             for policy in made[self.first_lost :]:
                 policy.weigh(self.depth_cost)
-        return made
+        return [contained(policy, self.failures) for policy in made]
 
     def new_root(self, scope: ReuseScope) -> Root:
         """The top of a scope, whose runs leave in the order of their tenant."""
