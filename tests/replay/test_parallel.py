@@ -38,7 +38,8 @@ def test_given_ranks_then_each_has_its_part_and_heads_that_are_too_few_are_copie
     assert sixteen["kv_bytes_per_token"] == TOKEN_BYTES / 8  # two ranks keep the same head
     assert four["rank_weights_bytes"] == four["weights_bytes"] / 4
     assert four["kv_budget_bytes"] == pytest.approx(0.9 * 141e9 - four["weights_bytes"] / 4, abs=1)
-    assert four["sequences_that_fit"] == four["kv_budget_bytes"] // (8192 * four["kv_bytes_per_token"])
+    usable = 0.99 * four["kv_budget_bytes"]  # above the watermark
+    assert four["sequences_that_fit"] == usable // (8192 * four["kv_bytes_per_token"])
     plan = make_plan(PlanRequest(LLAMA_70B, "h200", tensor_parallel=16))
     assert "4 of 64 query heads and 1 of 8 KV heads each; 2 ranks keep the same one" in plan.why["ranks"]
     assert "not measured" in plan.why["all_reduce_seconds"]

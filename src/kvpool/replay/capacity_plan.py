@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def make_plan(request: PlanRequest) -> Plan:
             f"The weights alone do not fit: {_gb(weight_bytes)} on {hardware.name}. Use more GPUs or smaller weights."
         )
         return plan
-    config = KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget), plan_tokens=request.context)
+    config = KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget))
     _add_cache(plan, request, config)
     _add_costs(plan, request.context, hardware, request.tensor_parallel)
     if ranks is not None:
@@ -211,9 +212,7 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
         config.sequence_bytes(request.context),
         f"{request.context:,} tokens in whole blocks; windowed layers keep their window only{live}",
     )
-    fit = plan.put(
-        "sequences_that_fit", plan.numbers["kv_budget_bytes"] // each, "the budget over the bytes of one sequence"
-    )
+    fit = plan.put("sequences_that_fit", config.max_sequences(request.context), _why_fit(request, config))
     if config.bytes_per_token:
         plan.put(
             "tokens_that_fit",
@@ -235,11 +234,24 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
             f"{request.concurrency} sequences of {request.context:,} tokens fit: there is room for {int(fit)}."
         )
     else:
-        needed = ceil_div(request.concurrency * int(each), int(plan.numbers["kv_budget_bytes"]) * request.data_parallel)
+        cache = plan.numbers["kv_budget_bytes"] * request.data_parallel
+        each = max(each, cache / fit) if fit else each  # what pools divided for cached prefixes need for one more
+        needed = max(2, ceil(request.concurrency * each / cache))
         plan.verdict = (
             f"{int(fit)} of {request.concurrency} sequences of {request.context:,} tokens fit. "
             f"The others need {_gb(short * each)} more: {needed}x the cache, shorter contexts, a smaller dtype, or a queue."
         )
+
+
+def _why_fit(request: PlanRequest, config: KVCacheConfig) -> str:
+    """What the number of sequences counts; with several pools, also what another division of the budget would give."""
+    watermark = (
+        f"in a manager with default settings, which keeps {config.watermark:.0%} of its blocks free at admission"
+    )
+    if len(config.pools) == 1:
+        return watermark
+    divided = replace(config, gpu_bytes=config.gpu_bytes, plan_tokens=request.context).max_sequences(request.context)
+    return f"{watermark}, and divides the budget for cached prefixes; {divided:,} with plan_tokens={request.context}"
 
 
 def _add_blocks(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
@@ -264,8 +276,7 @@ def _add_blocks(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None
     plan.put(
         "gpu_checkpoints",
         checkpoints,
-        f"{of_states:.0%} of the budget for states and {1 - of_states:.0%} for K and V, as running sequences of "
-        f"{request.context:,} tokens need them",
+        f"{of_states:.0%} of the budget for states and {1 - of_states:.0%} for K and V, as cached prefixes need them",
     )
     plan.put(
         "gpu_blocks",
