@@ -47,6 +47,7 @@ class FakeServer:
         self.num_unknown = 0  # requests for others
         paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models, "/echo": self.echo}
         paths |= {"/v1/completions": self.complete, "/echo/{rest:path}": self.echo}
+        paths["/v1/cache/invalidate"] = self.invalidate
         routes = [Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]
         self.live = Live(Starlette(routes=routes), "critical")
 
@@ -134,6 +135,16 @@ class FakeServer:
             return StreamingResponse(words(), media_type="application/json", headers={"content-length": "1000"})
         return JSONResponse({"cached": cached})
 
+    async def invalidate(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        body = await request.json()
+        if (unknown := self.unknown(body)) is not None:
+            return unknown
+        if self.behaviour == "refuses" or body == {}:
+            return JSONResponse({"error": {"message": "name something"}}, status_code=400)
+        return JSONResponse({"removed_blocks": self.manager.cache.invalidate(body["prompt"])})
+
     def close(self) -> None:
         self.live.stop(waits=False)
         self.publisher.close()
@@ -202,6 +213,31 @@ def test_given_a_prompt_that_one_server_cached_when_asked_as_tokens_or_text_then
         answer, server = fleet.ask(again)
         assert server is first
         assert answer.json()["cached"] >= 36
+
+
+def test_given_a_request_to_forget_a_prompt_then_every_server_forgets_it(fleet: Fleet) -> None:
+    prompt = list(range(7000, 7012))
+    for server in fleet.servers:
+        handle = server.manager.allocate("to forget", prompt)
+        server.manager.commit(handle, len(prompt))
+        server.manager.free(handle)
+    answer = fleet.client.post("/v1/cache/invalidate", json={"prompt": prompt})
+    assert (answer.status_code, answer.json()) == (200, {"removed_blocks": 3})  # the last block of each
+    assert fleet.client.post("/v1/cache/invalidate", json={"prompt": prompt}).json() == {"removed_blocks": 0}
+    refused = fleet.client.post("/v1/cache/invalidate", json={})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "name something")
+
+
+def test_given_servers_that_may_not_have_forgotten_it_then_the_answer_names_them_and_what_was_done(
+    fleet: Fleet,
+) -> None:
+    first, second, _ = fleet.servers
+    first.behaviour, second.adapters = "refuses", {"other"}
+    answer = fleet.client.post("/v1/cache/invalidate", json={"model": "m", "prompt": [1, 2, 3, 4, 5]})
+    second.adapters = {"m"}
+    assert answer.status_code == 503
+    words = f"{first.live.url} answered 400; 1 others have forgotten it (0 blocks): ask again"
+    assert answer.json()["error"]["message"] == words
 
 
 def test_given_a_stream_when_it_runs_then_every_part_passes_through(fleet: Fleet) -> None:

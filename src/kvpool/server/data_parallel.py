@@ -27,9 +27,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvpool.cluster.proxy.app import Proxy, address_at, create_proxy_app
+from kvpool.cluster.proxy.app import Proxy, create_proxy_app
 from kvpool.cluster.proxy.backends import ProxyLimits
-from kvpool.cluster.proxy.passing import passed_on, refusal
+from kvpool.cluster.proxy.everywhere import ask, forgotten
+from kvpool.cluster.proxy.passing import refusal
 from kvpool.engine.options import tell
 from kvpool.engine.sizing import CPU_FRACTION
 from kvpool.errors import ConfigError, KVPoolError
@@ -45,7 +46,6 @@ from kvpool.storage.memory import free_bytes
 MOST_STARTS = 3  # an engine that was never ready in so many starts is given up
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds before an engine that ended is started again: twice as long each time
 _LOOK_SECONDS = 0.1
-_ASK_SECONDS = 60.0  # for an answer of every engine
 _SILENCE_SECONDS = 86_400.0  # a server without a router in front waits for ever
 _HANDOVER_SECONDS = 0.5  # requests that came before the end have reached an engine by then
 _KILL_SECONDS = GRACE_SECONDS + 5
@@ -213,15 +213,7 @@ class EngineFront(Proxy):
     async def invalidate(self, request: Request) -> Response:
         """Forgets something in every engine. If one does not answer, the caller must ask again."""
         answers = await self._everywhere(request, await request.body())
-        if (refused := _refused(answers)) is not None:
-            return refused
-        done = [None if one is None or one.status_code != 200 else one.json() for one in answers]
-        removed = sum(one["removed_blocks"] for one in done if one is not None)
-        if None not in done:
-            return JSONResponse({"removed_blocks": removed})
-        missing = ", ".join(engine.name for engine, one in zip(self.engines, done, strict=True) if one is None)
-        words = f"{missing} did not answer; the others have forgotten it ({removed} blocks): ask again"
-        return refusal(503, words, "engine_missing")
+        return forgotten({engine.name: one for engine, one in zip(self.engines, answers, strict=True)})
 
     async def pins(self, request: Request) -> Response:
         """The caller's own pins in every engine."""
@@ -244,21 +236,11 @@ class EngineFront(Proxy):
 
     async def _everywhere(self, request: Request, content: bytes) -> list[httpx.Response | None]:
         """What every engine answers; None for one that does not."""
-        headers = passed_on(request.headers.raw)
 
-        async def ask(engine: EngineProcess) -> httpx.Response | None:
-            url = address_at(engine.backend.url, request.scope)
-            if url is None or not self._is_ready(engine):
-                return None
-            try:
-                return await self._client.request(
-                    request.method, url, content=content, headers=headers, timeout=_ASK_SECONDS
-                )
-            except httpx.RequestError as error:
-                log.info("%s did not answer: %s", engine.name, error)
-                return None
+        async def asked(engine: EngineProcess) -> httpx.Response | None:
+            return await ask(self._client, engine.backend.url, request, content) if self._is_ready(engine) else None
 
-        return await asyncio.gather(*(ask(engine) for engine in self.engines))
+        return await asyncio.gather(*(asked(engine) for engine in self.engines))
 
     def routes(self) -> list[Route]:
         """The paths that are not passed on to one engine."""

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
+from kvpool.cluster.proxy.everywhere import address_at, ask, forgotten
 from kvpool.cluster.proxy.passing import (
     ELSEWHERE,
     NODE_HEADER,
@@ -145,6 +146,7 @@ class Proxy:
             connect=5.0, read=self.limits.silence_seconds, write=self.limits.send_seconds, pool=None
         )
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # cookies of one client must not reach another
+        self._urls = [backend.url for backend in everybody]
         self._client = httpx.AsyncClient(timeout=patience, limits=pool, trust_env=False, cookies=no_cookies)
         self._patience = tokenize_patience
         self.index = ClusterIndex(block_size)
@@ -174,6 +176,15 @@ class Proxy:
             return Response(status_code=499)
         answered: Response | None = await unless_gone(request, self._answered(request, content))
         return Response(status_code=499) if answered is None else answered
+
+    async def invalidate(self, request: Request) -> Response:
+        """Forgets something on every server, those for prefill included."""
+        try:
+            content = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=499)
+        answers = await asyncio.gather(*(ask(self._client, url, request, content) for url in self._urls))
+        return forgotten(dict(zip(self._urls, answers, strict=True)))
 
     async def _answered(self, request: Request, content: bytes) -> Response:
         asked = await read_routing_request(request.scope["path"], request.headers, content, self._tokenized)
@@ -347,8 +358,8 @@ class _NodeStream(EventStream):
 
 
 def create_proxy_app(proxy: Proxy, *, any_name: bool = False, routes: Sequence[Path] = ()) -> Starlette:
-    """The ASGI application of a proxy. It answers `routes`, `/`, `/view/...` and `/route/stats`; other paths go to the
-    servers.
+    """The ASGI application of a proxy. It answers `routes`, `/`, `/view/...` and `/route/stats`; other paths go to a server,
+    and requests to forget something to all.
 
     A request to a loopback address must name that address in its `Host` header, unless `any_name`, because servers may have
     no keys.
@@ -364,19 +375,10 @@ def create_proxy_app(proxy: Proxy, *, any_name: bool = False, routes: Sequence[P
     everything = Path("/{path:path}", proxy.answer, methods=methods)
     own = {"/route/stats": view.stats, "/view/stream": view.stream, "/": view.page, "/view/{name}": view.page}
     views = [Path(path, answer) for path, answer in own.items()]
-    app = Starlette(routes=[*routes, *views, everything], lifespan=lifespan)
+    forgets = Path("/v1/cache/invalidate", proxy.invalidate, methods=["POST"])
+    app = Starlette(routes=[*routes, *views, forgets, everything], lifespan=lifespan)
     app.add_middleware(BodyLimit, limit=proxy.limits.body_bytes, seconds=proxy.limits.send_seconds, refuse=refusal)
     if not any_name:
         remedy = "start it with --insecure if a proxy in front checks who asks"
         app.add_middleware(LocalNames, refuse=refusal, remedy=remedy)
     return app
-
-
-def address_at(node: str, scope: Scope) -> httpx.URL | None:
-    """The URL of a request at a node: the path as the client wrote it, with the host of the node."""
-    url = httpx.URL(node)
-    query = b"?" + scope["query_string"] if scope["query_string"] else b""
-    try:
-        return url.copy_with(raw_path=url.raw_path.rstrip(b"/") + scope["raw_path"] + query)
-    except httpx.InvalidURL:
-        return None
