@@ -194,7 +194,7 @@ def test_given_the_list_of_models_then_it_names_them(client: Any) -> None:
             dict(extra_body={"guided_json": {}}),
             "guided_json: this server has no such field or cannot do what it asks for: use structured_outputs",
         ),
-        (dict(extra_body={"min_tokens": 17}), "min_new_tokens=17 is more than max_new_tokens=16"),
+        (dict(extra_body={"min_tokens": 17}), "min_tokens=17 is over the 16 tokens that the answer may have; lower it"),
         (dict(best_of=2), "best_of: this server"),
         (dict(extra_body={"retention": [{"pin": True, "tll_seconds": 5}]}), "retention.0.tll_seconds: this server"),
     ],
@@ -204,6 +204,12 @@ def test_given_a_wrong_field_then_it_is_named(client: Any, wrong: dict[str, Any]
         client.completions.create(**(dict(model="tiny", prompt=PROMPT) | wrong))
     assert words in refused.value.message
     assert refused.value.type == "invalid_request_error"
+
+
+def test_given_more_min_tokens_than_the_answer_may_have_then_the_field_is_named_for_programs(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt=PROMPT, extra_body={"min_tokens": 17})
+    assert (refused.value.param, refused.value.code) == ("min_tokens", "invalid_value")
 
 
 def test_given_null_then_a_field_is_as_if_it_were_not_there(client: Any) -> None:

@@ -110,13 +110,14 @@ def test_given_weights_with_a_long_digest_then_ls_shows_its_beginning(
     assert digest[:16] in capsys.readouterr().out.split()
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "verify"])
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "compact", "purge --unused-days 1", "warm"])
 def test_given_a_file_that_is_no_slab_then_every_command_names_it(
-    directory: Path, command: str, capsys: pytest.CaptureFixture[str]
+    directory: Path, command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     slab = min(directory.glob("*.kvslab"))
     slab.write_bytes(b"something else" * 1000)
-    main(["tier", command, str(directory)])
+    target = [f"disk:{tmp_path / 'other'}?bytes=64MiB"] if command == "warm" else []
+    main(["tier", command.split()[0], str(directory), *command.split()[1:], *target])
     shown = "".join(capsys.readouterr().out.split())  # however wide the terminal is
     assert f"note:{slab.name}" in shown
 

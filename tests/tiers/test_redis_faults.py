@@ -96,6 +96,15 @@ def test_given_a_killed_server_then_probes_print_nothing_however_long_it_is_away
     assert "Error executing command" not in capfd.readouterr().err
 
 
+def test_given_a_server_that_accepts_and_never_answers_then_the_client_prints_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with contextlib.closing(FakeServer(b"")) as fake, opened(fake.url) as tier:
+        eventually(lambda: bool(tier.stats().problem), "it is noticed")
+        assert load(tier, [1])[0] != [Outcome.OK]
+    assert "Error executing command" not in capfd.readouterr().err
+
+
 def test_given_a_server_that_is_down_at_the_start_then_the_tier_opens_and_finds_it_later(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     with bounded(), opened(server.url) as tier:

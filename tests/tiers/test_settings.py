@@ -231,7 +231,9 @@ def test_given_a_wrong_option_then_the_error_names_it_as_it_was_typed() -> None:
     ("content", "words"),
     [
         (b"[tiers\n", "is not TOML"),
-        (b"[tier]\n", r"no section \[tiers\]"),
+        (b"[tier]\n", r"has no use for a section \[tier\]: write \[tiers\]"),
+        (b"[server]\n[tires]\ndisk = 'x'\n", r"write \[tiers\]"),
+        (b"[other]\ndisk = 'x'\n", r"no section \[tiers\]; it has other"),
         (b"tiers = 5\n", r"no section \[tiers\]"),
         (b"\xff\xfe", "no text in UTF-8"),
         (None, "cannot read the configuration"),

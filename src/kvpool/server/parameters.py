@@ -36,6 +36,9 @@ async def sampling_params(
             400, f"n={body.n} is over this server's limit of {limits.samples}", code="invalid_value", param="n"
         )
     grammar = await _grammar(body, model, dialogue)
+    if body.min_tokens > max_new_tokens:
+        words = f"min_tokens={body.min_tokens} is over the {max_new_tokens} tokens that the answer may have; lower it"
+        raise Problem(400, words, code="invalid_value", param="min_tokens")
     keeps_marks = dialogue is not None and not model.answers.skips_special_tokens
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     try:

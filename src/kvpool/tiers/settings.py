@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -250,6 +251,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
     if problem := other_format(found.pop("format", FORMAT), FORMAT, FORMAT, "write it anew by docs/tiers.md"):
         raise ConfigError(f"the configuration {path} {problem}")
+    for name, value in found.items():  # sections of other programs may be there
+        known = {SECTION, *OTHER_SECTIONS}
+        if isinstance(value, (dict, list)) and name not in known and (meant := get_close_matches(name, known, 1, 0.8)):
+            raise ConfigError(f"the configuration {path} has no use for a section [{name}]: write [{meant[0]}]")
     return found
 
 
@@ -257,7 +262,8 @@ def _of_file(path: Path) -> dict[str, _Given]:
     file = read_toml(path)
     section = file.get(SECTION, {} if OTHER_SECTIONS.intersection(file) else None)
     if not isinstance(section, dict):
-        raise ConfigError(f"the configuration {path} has no section [{SECTION}]")
+        others = f"; it has {', '.join(file)}" if file else ""
+        raise ConfigError(f"the configuration {path} has no section [{SECTION}]{others}")
     for name in section:
         if name not in _SETTINGS:
             raise ConfigError(f"{path}: [{SECTION}] has no key {show(name)}; it has {', '.join(_SETTINGS)}")

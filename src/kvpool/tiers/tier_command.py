@@ -24,6 +24,7 @@ from kvpool.tiers.upkeep import (
     innermost,
     listed,
     opened_store,
+    print_notes,
     purge_directory,
     purge_store,
     read_space,
@@ -101,7 +102,7 @@ def ls(address: AddressArgument = None, config: ConfigOption = None, json: Json 
         )
     out = console(to_stderr=json == "-")
     out.print(table if spaces else "" if problem else f"{where} holds no values")
-    _print_notes(out, notes)
+    print_notes(out, notes)
     if json is not None:
         write_json(json, {"spaces": [_space_fields(space) for space in spaces], "notes": notes, "problem": problem})
     _end_with(problem)
@@ -129,7 +130,7 @@ def stat(
     for name, value in figures.items():
         if name not in ("notes", "problem") and value not in (None, ""):
             out.print(f"{name.replace('_', ' '):>18}  {f'{value:,}' if isinstance(value, int) else value}")
-    _print_notes(out, figures.get("notes", []))
+    print_notes(out, figures.get("notes", []))
     if json is not None:
         write_json(json, figures)
     _end_with(figures.get("problem", ""))
@@ -166,7 +167,7 @@ def verify(
     )
     for place in result.damaged:
         out.print(f"damaged: {place}{' (taken out)' if repair else ''}", style="red")
-    _print_notes(out, notes)
+    print_notes(out, notes)
     if json is not None:
         write_json(json, {**dataclasses.asdict(result), "notes": notes, "problem": problem})
     _end_with(problem)
@@ -188,10 +189,12 @@ def compact(
     with Upkeep(_directory(directory, config, "compact"), writing=True) as upkeep:
         with progress_bar("moving", upkeep.num_values, quiet) as progress:
             given_back = upkeep.compact(progress)
-        left = upkeep.num_values
-    console(to_stderr=json == "-").print(f"{shown_bytes(given_back)} given back, {left:,} values are left")
+        left, notes = upkeep.num_values, upkeep.notes
+    out = console(to_stderr=json == "-")
+    out.print(f"{shown_bytes(given_back)} given back, {left:,} values are left")
+    print_notes(out, notes)
     if json is not None:
-        write_json(json, {"given_back_bytes": given_back, "num_values": left})
+        write_json(json, {"given_back_bytes": given_back, "num_values": left, "notes": notes})
 
 
 def purge(
@@ -274,8 +277,7 @@ def warm(
     stored, left = counts[Outcome.OK], sum(counts.values()) - counts[Outcome.OK]
     out = console(to_stderr=json == "-")
     out.print(f"{stored:,} values are in {target.partition('?')[0].rpartition('@')[2]}, {left:,} were not taken")
-    if problem:
-        out.print(f"note: {problem}", style="yellow")
+    print_notes(out, [*upkeep.notes, problem] if problem else upkeep.notes)
     if json is not None:
         write_json(json, {"stored": stored, "not_taken": left, "problem": problem})
     if left and not stored:
@@ -372,8 +374,3 @@ def _directory_figures(path: Path) -> dict[str, Any]:
 
 def _space_fields(space: Space) -> dict[str, Any]:
     return {**dataclasses.asdict(space), "prefix": space.prefix.hex()}
-
-
-def _print_notes(out: Any, notes: list[str]) -> None:
-    for note in notes:
-        out.print(f"note: {note}", style="yellow")

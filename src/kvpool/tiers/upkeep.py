@@ -243,7 +243,14 @@ def purge_directory(path: Path, wanted: PurgeRequest, quiet: bool) -> None:
             pattern, keys = KeyPattern(pattern.space, scope_tag(wanted.scope)), set(found)
         removed = upkeep.purge(progress, pattern=pattern, keys=keys, used_before=before)
     out.print(f"{removed:,} values removed; `kvpool tier compact {path}` gives the space back to the disk")
+    print_notes(out, upkeep.notes)
     _end_with(problems)
+
+
+def print_notes(out: Any, notes: list[str]) -> None:
+    """What a directory has that could not be used, a line each."""
+    for note in notes:
+        out.print(f"note: {note}", style="yellow")
 
 
 def purge_store(address: str, wanted: PurgeRequest) -> None:

@@ -124,6 +124,7 @@ class RedisNode(StoreNode):
         super().__init__(f"{host}:{port}", options.connections, Breaker(pause=options.pause, proven=False))
         self.host, self._port = host, port
         self.direct_seconds = options.timeout / 4
+        self._is_encrypted = options.tls
         self._glide = import_glide()
         self._clients = [self._client(host, port, options) for _ in range(options.connections)]
         self._idle = list(self._clients)
@@ -215,9 +216,14 @@ class RedisNode(StoreNode):
             self._close_clients()
 
     def _reach(self, seconds: float) -> None:
-        """Tries to connect without the client, which would print a line for each failure that cannot be turned off."""
+        """Asks for any answer without the client, which would print a line for each failure that cannot be turned off."""
         try:
-            socket.create_connection((self.host, self._port), seconds).close()
+            with socket.create_connection((self.host, self._port), seconds) as connection:
+                if not self._is_encrypted:
+                    connection.settimeout(seconds)
+                    connection.sendall(b"*1\r\n$4\r\nPING\r\n")
+                    if not connection.recv(1):
+                        raise NodeError("it closed the connection")
         except TimeoutError:
             raise
         except OSError as error:
