@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.errors import ConfigError, KVPoolError  # noqa: E402
+from kvpool.errors import ConfigError, KVPoolError, NeverFitsError  # noqa: E402
 from kvpool.quiet import QuietErrors  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
@@ -334,6 +334,16 @@ def test_given_a_held_request_when_it_is_cancelled_then_it_ends_and_what_arrives
         assert held.result(SECONDS).finish_reason == "cancelled"
         gate.opened.set()
         assert [follower.result(SECONDS).token_ids] == computed(PROMPT)
+        assert_at_rest(engine)
+
+
+def test_given_a_request_that_can_never_run_then_it_is_refused_before_its_prefix_is_loaded() -> None:
+    with make_engine(filled(PROMPT)) as engine:
+        with pytest.raises(NeverFitsError, match="max_sequences"):
+            engine.generate(
+                [PROMPT], SamplingParams(max_new_tokens=1, n=engine._loop.scheduler.config.max_sequences + 1)
+            )
+        assert engine.stats().tiers.imports == 0  # type: ignore[union-attr]
         assert_at_rest(engine)
 
 

@@ -155,6 +155,7 @@ class EngineLoop:
 
     def add(self, generation: Generation, request: Request, prompt: PromptKeys | None = None) -> None:
         """Queues a request; raises if it can never run. If its keys are given, it waits for its prefix from tiers first."""
+        self.scheduler.refuse_oversized(request)  # before tiers are asked, or an adapter is waited for
         self._check_weights()
         if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
             self._requests.enqueue(generation, request)

@@ -166,7 +166,8 @@ class TierLink:
         followers = self._forget(held)
         try:
             self._requests.enqueue(held.generation, replace(held.request, arrival=held.arrival))
-        except KVPoolError as error:
+        except KVPoolError as error:  # the pools were made smaller meanwhile
+            self.ended(held.request.id)
             held.generation.end(error)
         for follower in followers:
             if self._held.get(follower.request.id) is not follower:  # it stopped waiting before

@@ -127,13 +127,7 @@ class Scheduler:
             raise InvalidArgumentError(f"add takes a Request, got {request!r}")
         if self._is_scheduled(request.id):
             raise DuplicateRequestError(f"request {request.id!r} is already scheduled; use another id")
-        if request.n > self.config.max_sequences:
-            raise NeverFitsError(
-                f"request {request.id!r}: n={request.n} is over max_sequences={self.config.max_sequences}"
-            )
-        reason = self._capacity.why_never(request)
-        if reason is not None:
-            raise NeverFitsError(f"request {request.id!r} can never run: {reason}")
+        self.refuse_oversized(request)
         self._refuse_live_id(request.id)
         group = RequestGroup(request, self.clock() if request.arrival is None else request.arrival)
         self._groups[request.id] = group
@@ -142,6 +136,16 @@ class Scheduler:
             heappush(self._deadlines, (request.deadline, self._num_added, request.id))
         self._queues.wait(group.sequences[0])
         self._planner.admissions.num_arrivals += 1
+
+    def refuse_oversized(self, request: Request) -> None:
+        """Raises `NeverFitsError` if a request could not be completed even with the whole pool."""
+        if request.n > self.config.max_sequences:
+            raise NeverFitsError(
+                f"request {request.id!r}: n={request.n} is over max_sequences={self.config.max_sequences}"
+            )
+        reason = self._capacity.why_never(request)
+        if reason is not None:
+            raise NeverFitsError(f"request {request.id!r} can never run: {reason}")
 
     def fork(self, parent: ScheduledSequence, request: Request) -> bool:
         """Adds a request whose prompt is everything that a sequence has, prompt and samples.
