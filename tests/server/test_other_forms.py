@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from live import Live
+from live import Live, call, refusal
 
 SAID = "w5 w6 w7 w8 w9 w10 w11"
 TURNS = [{"role": "user", "content": SAID}]
@@ -114,6 +114,33 @@ def test_given_a_mark_then_what_stands_before_it_stays_when_room_is_needed(claud
     )
     kept = {run.priority for run in engine.manager.inspect.runs() if run.start == 0}
     assert kept == {90, 35}
+
+
+def test_given_stop_in_the_place_of_stop_sequences_then_it_ends_the_answer(live: Live) -> None:
+    asked = {"messages": TURNS, "max_tokens": 6}
+    words = call(live, "/v1/messages", asked)["content"][0]["text"].split()
+    stopped = call(live, "/v1/messages", {**asked, "stop": words[2]})
+    assert (stopped["stop_sequence"], stopped["content"][0]["text"].split()) == (words[2], words[:2])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("messages", {"messages": TURNS, "max_tokens": 1, "n": 2}, "n"),
+        ("messages", {"messages": TURNS, "max_tokens": 1, "stop": "w1", "stop_sequences": ["w2"]}, "stop"),
+        ("responses", {"input": SAID, "n": 2}, "n"),
+        (
+            "responses",
+            {"input": SAID, "response_format": {"type": "json_object"}, "text": {"format": {"type": "text"}}},
+            "response_format",
+        ),
+        ("chat/completions", {"messages": TURNS, "top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"messages": TURNS, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_given_a_field_that_would_be_ignored_then_it_is_refused(live: Live, path: str, fields: Any, param: str) -> None:
+    status, error = refusal(live, f"/v1/{path}", fields)
+    assert (status, error["param"]) == (400, param)
 
 
 def test_given_an_image_then_it_is_refused(claude: Any) -> None:

@@ -80,3 +80,13 @@ def test_given_a_server_without_tiers_then_it_refuses(serve: Any) -> None:
         status, error = refusal(live, path, {"prompt": PROMPT})
         assert status == 400
         assert "tier" in error["message"]
+
+
+def test_given_a_session_then_what_was_prefilled_and_prefetched_in_it_is_forgotten_with_it(pair: Pair) -> None:
+    asked = {"prompt": PROMPT[9:], "session_id": "s1"}
+    call(pair.prefill, "/v1/prefill", asked, "sk-a")
+    call(pair.decode, "/v1/cache/prefetch", asked, "sk-a")
+    for live in (pair.prefill, pair.decode):
+        assert call(live, "/v1/cache/invalidate", {"session_id": "s2"}, "sk-a")["removed_blocks"] == 0
+        assert call(live, "/v1/cache/invalidate", {"session_id": "s1"}, "sk-a")["removed_blocks"] > 0
+        assert call(live, "/v1/cache/query", {"prompt": PROMPT[9:]}, "sk-a")["cached_tokens"] == 0

@@ -357,6 +357,7 @@ class Engine:
         priority: int = 0,
         scope: ReuseScope | None = None,
         deadline: float | None = None,
+        session: str | None = None,
     ) -> Prefill:
         """Computes a prompt for other engines, which find its blocks in the last tier. Returns at once.
 
@@ -376,6 +377,7 @@ class Engine:
             priority=priority,
             scope=scope,
             deadline=deadline,
+            session=session,
         )
         check_callbacks(on_progress, on_end)
         prefill.append(tiers.follow(request, on_progress, on_end))
@@ -388,6 +390,7 @@ class Engine:
         *,
         adapter: str | None = None,
         scope: ReuseScope | None = None,
+        session: str | None = None,
         on_end: Callable[[int], None] | None = None,
     ) -> Future[int]:
         """Loads what tiers have of a prompt into the cache, even if computing it were faster. Returns at once.
@@ -399,7 +402,8 @@ class Engine:
         assert link is not None
         check_callbacks(on_end)
         read = self.read_prompt(prompt)
-        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
+        options: dict[str, Any] = {"adapter": adapter, "scope": scope, "session": session}
+        _, request = self._requests.make(read.token_ids, USUAL, **options, **read.beside)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:

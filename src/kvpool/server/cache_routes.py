@@ -95,8 +95,7 @@ class CacheRoutes:
         """Computes a prompt, so that the next request that begins with it finds it."""
         tokens = await named_tokens(model, body.prompt, body.messages)
         scope = scope_for_tenant(caller.tenant, body.cache_salt)
-        session = session_name(caller, body.session_id) if body.session_id else None
-        running = model.start(tokens, SamplingParams(max_new_tokens=1), scope=scope, session=session)
+        running = model.start(tokens, SamplingParams(max_new_tokens=1), scope=scope, session=_session(body, caller))
         try:
             async for _ in running:
                 pass
@@ -107,6 +106,11 @@ class CacheRoutes:
     def stats(self, models: list[ServedModel]) -> dict[str, Any]:
         """Everything that the caches count, per model."""
         return {model.name: model.engine.stats().cache.to_dict() for model in models}
+
+
+def _session(body: CacheQuery, caller: Caller) -> str | None:
+    """The name of the session that a body names, with its tenant."""
+    return session_name(caller, body.session_id) if body.session_id else None
 
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
@@ -155,8 +159,9 @@ async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict
         await named_tokens(model, body.prompt, body.messages),
         scope_for_tenant(caller.tenant, body.cache_salt),
     )
+    options = {"scope": scope, "adapter": model.adapter, "session": _session(body, caller)}
     try:
-        found = await asyncio.to_thread(model.engine.prefetch, tokens, scope=scope, adapter=model.adapter)
+        found = await asyncio.to_thread(partial(model.engine.prefetch, tokens, **options))
     except KVPoolError as error:
         raise problem_of(error) from error
     return {"prompt_tokens": len(tokens), "cached_tokens": await asyncio.wrap_future(found)}
@@ -185,6 +190,7 @@ class _RunningPrefill:
             scope=scope_for_tenant(caller.tenant, body.cache_salt),
             adapter=model.adapter,
             deadline=None if body.deadline_ms is None else body.deadline_ms / 1e3,
+            session=_session(body, caller),
         )
         try:
             running.prefill = await asyncio.to_thread(begin)

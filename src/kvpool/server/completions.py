@@ -56,6 +56,7 @@ async def chat(
     request: Request, body: ChatCompletions, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a conversation."""
+    _refuse_contradictions(body)
     offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
     begun = await dialogue(model, body.messages, use, body.chat_template_kwargs, continues=body.continue_final_message)
@@ -65,6 +66,15 @@ async def chat(
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun), model.bytes_of)
     exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))
+
+
+def _refuse_contradictions(body: ChatCompletions) -> None:
+    """Refuses fields of which one would be ignored."""
+    if body.top_logprobs and not body.logprobs:
+        raise Problem(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
+    if body.max_tokens and body.max_completion_tokens not in (None, body.max_tokens):
+        words = "max_tokens and max_completion_tokens are the same limit: give one"
+        raise Problem(400, words, code="invalid_value", param="max_tokens")
 
 
 async def dialogue(

@@ -24,7 +24,7 @@ from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.images import image_part
 from kvpool.server.parameters import sampling_params
-from kvpool.server.schema import Body, Count, Message, Sampling, Stop
+from kvpool.server.schema import Body, Count, Message, One, Sampling, Stop
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue, new_call_id, tool_use
 
@@ -112,6 +112,7 @@ class Messages(Spoken, Sampling):
     """`POST /v1/messages`."""
 
     max_tokens: Count
+    n: One = 1
     thread: dict[str, Any] | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
 
@@ -138,8 +139,11 @@ async def converse(
             param="thread",
             details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},  # clients then do so
         )
+    if body.stop_sequences is not None:
+        if body.stop is not None:
+            raise Problem(400, "stop and stop_sequences: give one", code="invalid_value", param="stop")
+        body.stop = body.stop_sequences
     talk = await _conversation(body, model)
-    body.stop, body.n = body.stop_sequences, 1
     params = await sampling_params(body, model, context.gate.limits, body.max_tokens, dialogue=talk.begun)
     retention = await _retention(talk, model)
     if retention is not None and body.retention:

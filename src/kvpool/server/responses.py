@@ -26,6 +26,7 @@ from kvpool.server.schema import (
     Function,
     JsonSchema,
     Message,
+    One,
     ResponseFormat,
     Sampling,
     Text,
@@ -84,6 +85,7 @@ class Responses(Sampling):
     """`POST /v1/responses`."""
 
     input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
+    n: One = 1
     instructions: str | None = None
     max_output_tokens: Count | None = None
     previous_response_id: str | None = None
@@ -107,8 +109,11 @@ async def respond(
     turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _turns(body.input)
     if body.instructions:
         turns = [Message(role="system", content=body.instructions), *turns]
-    body.n = 1
     if body.text is not None and body.text.format is not None:
+        if body.response_format is not None:
+            raise Problem(
+                400, "text.format and response_format: give one", code="invalid_value", param="response_format"
+            )
         body.response_format = body.text.format.as_response_format()
     use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
     begun = await dialogue(model, turns, use)

@@ -39,6 +39,7 @@ def _in_slashes(found: re.Match[str]) -> str:
 
 Int = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Int, Field(ge=1, lt=2**31)]
+One = Annotated[Int, Field(ge=1, le=1)]  # answers, where a form has no place for more
 Token = Annotated[Int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -265,7 +266,7 @@ class Detokenize(Body):
 
 
 class CacheQuery(Body):
-    """A prompt whose place in the cache is asked for, or changed. `session_id` names what warming it computes."""
+    """A prompt whose place in the cache is asked for, or changed. `session_id` names what is computed or loaded for it."""
 
     model: str = ""
     prompt: Text | Tokens | None = None
