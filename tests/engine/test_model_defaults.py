@@ -129,3 +129,17 @@ def test_given_a_configuration_whose_text_part_names_no_last_token_then_there_is
     assert eos_token_ids(SimpleNamespace(generation_config=None, config=config)) == frozenset()
     config.eos_token_id = 7
     assert eos_token_ids(SimpleNamespace(generation_config=None, config=config)) == {7}
+
+
+def test_given_a_fork_in_the_middle_of_an_answer_then_tokens_that_begin_no_answer_may_follow() -> None:
+    with Engine(tiny_model("llama"), kv_blocks=32) as engine:
+        (plain,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=5))
+    first, *_, withheld = plain.token_ids
+    assert withheld != first
+    with Engine(model_that_says(begin_suppress_tokens=[withheld]), kv_blocks=32) as engine:
+        begun = engine.submit(PROMPT, SamplingParams(max_new_tokens=4))
+        begun.result()
+        forked = engine.fork(begun, SamplingParams(max_new_tokens=1))
+        again = engine.fork(forked, SamplingParams(max_new_tokens=1))
+        assert forked.result().token_ids == [withheld]
+        assert again.begins == len(PROMPT)

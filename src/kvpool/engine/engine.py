@@ -438,7 +438,12 @@ class Engine:
 
         def branch() -> Generation:
             forked, request = self._requests.make(
-                parent.token_ids, wanted, pictures=parent.pictures, source=parent.source, **options
+                parent.token_ids,
+                wanted,
+                pictures=parent.pictures,
+                source=parent.source,
+                begins=parent.begins,
+                **options,
             )
             forked.goes_on_from(parent)
             self._loop.fork(parent, forked, request)

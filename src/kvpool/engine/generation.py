@@ -117,6 +117,9 @@ class Generation:
         self.prompt = prompt
         self.pictures = pictures  # behind placeholders of the prompt
         self.source = source  # what an encoder reads; then the prompt is the decoder's
+        self.begins = len(
+            prompt
+        )  # the position of the first token of the answer, of which a fork has a part in its prompt
         self.params = params
         # tokens that end a sample and are not part of its text
         self.stop_ids = params.stop_ids(eos_ids)

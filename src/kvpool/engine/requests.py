@@ -199,23 +199,26 @@ class RequestMaker:
         pictures: Pictures | None = None,
         source: EncoderInput | None = None,
         private: bool = False,
+        begins: int | None = None,
     ) -> NewRequest:
         """A request for all tokens that follow these; the options are those of `Engine.submit`.
 
-        A `private` one gets a scope of its own, so that all of its prompt is computed.
+        A `private` one gets a scope of its own, so that all of its prompt is computed. Of a fork, `begins` is the position of
+        the first token of the answer that it goes on with.
         """
         self._check(params, deadline, on_chunk, on_end)
         if hint is not None:
             check_hint(hint)
         looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
-        withheld = tuple(self._withheld(len(tokens), params))
+        begins = len(tokens) if begins is None else begins
+        withheld = tuple(self._withheld(begins, len(tokens), params))
         if withheld:
             params = replace(params, logits_processors=(*withheld, *params.logits_processors))
         told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
         told |= {"pictures": pictures, "source": source}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
-        generation.adapter = adapter
+        generation.adapter, generation.begins = adapter, begins
         if params.prompt_logprobs is not None:
             generation.scores = PromptScores(tokens, params.prompt_logprobs)
         generation.is_private = private or generation.scores is not None
@@ -242,10 +245,10 @@ class RequestMaker:
         )
         return NewRequest(generation, request)
 
-    def _withheld(self, num_tokens: int, params: SamplingParams) -> Iterator[Withheld]:
+    def _withheld(self, begins: int, num_tokens: int, params: SamplingParams) -> Iterator[Withheld]:
         """The tokens that do not begin the answer, and those that do not end it too early."""
         if self.not_first and params.num_beams == 1:
-            yield Withheld(self.not_first, num_tokens + 1)
+            yield Withheld(self.not_first, begins + 1)
         if params.min_new_tokens:
             ends = [token for token in params.stop_ids(self.eos_ids) if token < self.vocab_size]
             if ends:
@@ -288,7 +291,7 @@ _INSTEAD = {  # arguments of transformers' `generate`
 
 def check_options(options: Mapping[str, object]) -> None:
     """Refuses options that requests do not have, and says where they belong."""
-    own = ("self", "tokens", "params", "pictures", "source", "private")
+    own = ("self", "tokens", "params", "pictures", "source", "private", "begins")
     allowed = [name for name in inspect.signature(RequestMaker.make).parameters if name not in own]
     for name in options.keys() - set(allowed):
         if name in {each.name for each in fields(SamplingParams)}:
