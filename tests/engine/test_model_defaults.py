@@ -131,6 +131,22 @@ def test_given_a_configuration_whose_text_part_names_no_last_token_then_there_is
     assert eos_token_ids(SimpleNamespace(generation_config=None, config=config)) == {7}
 
 
+def test_given_words_that_the_model_must_not_write_then_it_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(tiny_model("llama"), kv_blocks=32) as engine:
+        (plain,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=5))
+    model = model_that_says(
+        bad_words_ids=[[plain.token_ids[1]], [7, 8]], eos_token_id=2, no_repeat_ngram_size=3, num_beams=1
+    )
+    with Engine(model, kv_blocks=32) as engine:
+        (result,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=5))
+    assert (
+        "no_repeat_ngram_size=3, bad_words_ids=words of several tokens, which the engine does not follow" in caplog.text
+    )
+    model.generation_config.no_repeat_ngram_size = None
+    own = model.generate(torch.tensor([PROMPT]), max_new_tokens=5, pad_token_id=0)[0, len(PROMPT) :].tolist()
+    assert result.token_ids == own != plain.token_ids
+
+
 def test_given_a_fork_in_the_middle_of_an_answer_then_tokens_that_begin_no_answer_may_follow() -> None:
     with Engine(tiny_model("llama"), kv_blocks=32) as engine:
         (plain,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=5))

@@ -36,7 +36,7 @@ from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.leading import Leader
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, sampling_defaults
+from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, not_followed, sampling_defaults
 from kvpool.engine.pictures import (
     PicturedPrompt,
     chat_images,
@@ -127,6 +127,9 @@ class Engine:
         self._not_first = not_first(self.model) if chosen.model_defaults else ()
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
+        if chosen.model_defaults and (asked := not_followed(self.model)):
+            words = ", ".join(f"{name}={value}" for name, value in asked.items())
+            log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start, leader)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
         self._prompts = None

@@ -206,7 +206,8 @@ def sampling_defaults(model: Any) -> SamplingParams:
     samples = bool(getattr(config, "do_sample", None))
     counted = MODEL_FIELDS if samples else ("repetition_penalty",)
     named: dict[str, Any] = {name: getattr(config, name, None) for name in counted}
-    named["logit_bias"] = dict.fromkeys(getattr(config, "suppress_tokens", None) or (), _NEVER)
+    banned = [*(getattr(config, "suppress_tokens", None) or ()), *_bad_words(model)]
+    named["logit_bias"] = dict.fromkeys(banned, _NEVER)
     if samples and named["temperature"] is None:
         named["temperature"] = 1.0
     try:
@@ -215,6 +216,37 @@ def sampling_defaults(model: Any) -> SamplingParams:
         raise ConfigError(
             f"the model's generation configuration: {error}; mend it, or use Engine(model_defaults=False)"
         ) from error
+
+
+# What else of a generation configuration changes answers of `generate`, and the values that mean nothing.
+_NOT_FOLLOWED: Mapping[str, Any] = {
+    **{
+        "min_length": 0,
+        "min_new_tokens": 0,
+        "no_repeat_ngram_size": 0,
+        "encoder_no_repeat_ngram_size": 0,
+        "num_beams": 1,
+    },
+    **{"encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "penalty_alpha": 0.0, "typical_p": 1.0, "top_h": None},
+    **{"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "sequence_bias": None},
+    **{"stop_strings": None, "watermarking_config": None},
+}
+
+
+def not_followed(model: Any) -> dict[str, Any]:
+    """What a model's generation configuration asks for beyond `sampling_defaults`: the engine does not do it."""
+    config = getattr(model, "generation_config", None)
+    asked = {name: getattr(config, name, None) for name in _NOT_FOLLOWED}
+    found = {name: value for name, value in asked.items() if value not in (None, _NOT_FOLLOWED[name])}
+    if any(len(word) > 1 for word in getattr(config, "bad_words_ids", None) or ()):
+        found["bad_words_ids"] = "words of several tokens"
+    return found
+
+
+def _bad_words(model: Any) -> list[int]:
+    """The words that a model must not write, as far as they are single tokens. As in transformers, none ends a text."""
+    words = getattr(getattr(model, "generation_config", None), "bad_words_ids", None) or ()
+    return [word[0] for word in words if len(word) == 1 and word[0] not in eos_token_ids(model)]
 
 
 def not_first(model: Any) -> tuple[int, ...]:
