@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,23 +103,21 @@ def _first(output: Any) -> Any:
 
 
 @contextmanager
-def pooling(plan: BatchPlan, pooled: Mapping[Hashable, Pooled]) -> Iterator[bool]:
-    """Pools the hidden states of the step that runs inside, for the requests in `pooled`. Yields whether it has any.
+def pooling(plan: BatchPlan, pooled: Mapping[int, Pooled]) -> Iterator[bool]:
+    """Pools the hidden states of the step that runs inside, for the rows in `pooled`. Yields whether there are any.
 
     Such a step must run without a graph, because a graph calls no module.
     """
-    found = [(row, pooled.get(sequence.request.id)) for row, sequence in enumerate(plan.sequences)] if pooled else []
-    wanted = [(row, each) for row, each in found if each is not None]
-    if not wanted:
+    if not pooled:
         yield False
         return
     hidden: list[Tensor] = []
-    source = wanted[0][1].source
+    source = next(iter(pooled.values())).source
     hook = source.register_forward_hook(lambda module, inputs, output: hidden.append(hidden_of(output)))
     try:
         yield True
     finally:
         hook.remove()
-    for row, each in wanted:
+    for row, each in pooled.items():
         first, stop = plan.query_start[row : row + 2].tolist()
         each.add(hidden[0][first:stop], int(plan.positions[first]))

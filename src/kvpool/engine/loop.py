@@ -289,7 +289,7 @@ class EngineLoop:
         began = time.perf_counter()
         self._copies.start(plan)  # first: other sequences rely on them even if this step fails
         for sequence in plan.admitted:
-            generation = self._requests.generations.get(sequence.request.id)
+            generation = self._generation(sequence)
             if generation is not None and not generation.samples:
                 generation.admit(sequence.live_handle().num_cached_tokens)
         for sequence in (*plan.admitted, *plan.resumed):
@@ -303,8 +303,12 @@ class EngineLoop:
         if self.drafts is not None:
             known = self._requests.generations, self.scheduler.token_ids
             token_ids, guesses = self.drafts.run(plan, token_ids, *known)
-        with pooling(plan, self._requests.pooled) as pools:
-            scored = scored_rows(plan, self._requests.scores)
+        rows = range(plan.num_decode, len(plan.sequences))
+        prompts = [(row, each) for row in rows if (each := self._generation(plan.sequences[row])) is not None]
+        pooled = {row: each.pooled for row, each in prompts if each.pooled is not None}
+        scores = {row: each.scores for row, each in prompts if each.scores is not None}
+        with pooling(plan, pooled) as pools:
+            scored = scored_rows(plan, scores)
             keep = None if scored is None else scored.keep
             slots = self.runner.adapters.slots_of(plan)
             logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep, adapter_slots=slots)
@@ -458,7 +462,7 @@ class EngineLoop:
             if plan.is_steered[row]:
                 searches[sequence].forked(sequence, children.get(sequence, []))
                 continue
-            generation = self._requests.generations.get(sequence.request.id)
+            generation = self._generation(sequence)
             if generation is None or generation.has_ended(sequence.index):
                 continue
             if plan.num_samples[row] > 1:
@@ -504,8 +508,12 @@ class EngineLoop:
             generation.end_sample(sequence.index, sequence.finish_reason.value)
         return False
 
+    def _generation(self, sequence: ScheduledSequence) -> Generation | None:
+        """The request of a sequence, unless it is over."""
+        return self._requests.generations.get(sequence.request.id)
+
     def _track(self, sequence: ScheduledSequence) -> None:
-        generation = self._requests.generations.get(sequence.request.id)
+        generation = self._generation(sequence)
         if generation is not None and generation.params.has_penalties:
             self._sampler.track(sequence, generation, self.scheduler.token_ids(sequence))
 
@@ -541,7 +549,7 @@ class EngineLoop:
                 return
             self._catch_up()
         for sequence in self.scheduler.decoding:
-            generation = self._requests.generations.get(sequence.request.id)
+            generation = self._generation(sequence)
             if generation is None or generation.params.needs_each_token:
                 continue
             guess = np.zeros(number, np.int32)

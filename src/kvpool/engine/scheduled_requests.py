@@ -9,9 +9,7 @@ from dataclasses import replace
 
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.beams import BeamSearch
-from kvpool.engine.embedding import Pooled
 from kvpool.engine.generation import Generation
-from kvpool.engine.scoring import PromptScores
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, ScheduledSequence, Scheduler
 
@@ -28,8 +26,6 @@ class ScheduledRequests:
         self._adapters = adapters
         self.generations: dict[Hashable, Generation] = {}  # by request id
         self.searches: dict[Hashable, BeamSearch] = {}
-        self.pooled: dict[Hashable, Pooled] = {}  # of requests for embeddings
-        self.scores: dict[Hashable, PromptScores] = {}  # of requests whose prompts are scored
         self._placed: dict[Hashable, str] = {}  # the adapter of each request that has one
         self._waiting: deque[tuple[Generation, Request]] = deque()  # for a place of their adapter
 
@@ -108,10 +104,6 @@ class ScheduledRequests:
     def register(self, generation: Generation, request: Request) -> None:
         """Adds a request that the scheduler has already."""
         self.generations[request.id] = generation
-        if generation.scores is not None:
-            self.scores[request.id] = generation.scores
-        if generation.pooled is not None:
-            self.pooled[request.id] = generation.pooled
         if request.steered:
             self.searches[request.id] = BeamSearch(generation.params, request)
 
@@ -124,8 +116,6 @@ class ScheduledRequests:
         adapter_id = self._placed.pop(request_id, None)
         if adapter_id is not None:
             self._adapters.release(adapter_id)
-        self.pooled.pop(request_id, None)
-        self.scores.pop(request_id, None)
         return self.generations.pop(request_id, None)
 
     def fail(self, error: KVPoolError) -> None:
@@ -136,7 +126,5 @@ class ScheduledRequests:
             self._adapters.release(adapter_id)
         self.generations.clear()
         self.searches.clear()
-        self.pooled.clear()
-        self.scores.clear()
         self._placed.clear()
         self._waiting.clear()

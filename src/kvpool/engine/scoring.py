@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -77,15 +77,12 @@ class ScoredRows(NamedTuple):
         return sampling
 
 
-def scored_rows(plan: BatchPlan, scores: Mapping[Hashable, PromptScores]) -> ScoredRows | None:
-    """The rows of a step whose prompts are scored; None if there are none. `scores` are by request."""
-    if not scores:
-        return None
+def scored_rows(plan: BatchPlan, scores: Mapping[int, PromptScores]) -> ScoredRows | None:
+    """The rows of a step whose prompts are scored; None if there are none. `scores` are by row."""
     found = ScoredRows([], [], [], plan.logits_indices)
     wanted: list[Int64Array] = [plan.logits_indices]
-    for row in range(plan.num_decode, len(plan.sequences)):
-        own = scores.get(plan.sequences[row].request.id)
-        if own is None or own.is_complete:
+    for row, own in scores.items():
+        if own.is_complete:
             continue
         first, stop = plan.query_start[row : row + 2].tolist()
         found.scores.append(own)
