@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
-from kvpool.engine.rank_channel import END, Channel
+from kvpool.engine.rank_channel import END, Channel, StepMemory
 from kvpool.engine.rank_meeting import listener_at, watch_link
 from kvpool.engine.ranks import Ranks
-from kvpool.engine.step_memory import StepMemory
 from kvpool.engine.step_message import StepInputs, decode, encode, make_lists
 from kvpool.scheduling import BatchPlan, Request, Scheduler, SchedulerConfig
 

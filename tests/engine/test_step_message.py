@@ -9,8 +9,8 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.config import Tier
+from kvpool.engine.rank_channel import SLOT_BYTES, SLOTS, StepMemory
 from kvpool.engine.spans import Span
-from kvpool.engine.step_memory import SLOT_BYTES, SLOTS, StepMemory
 from kvpool.engine.step_message import GuessSteps, SentPictures, StepInputs, decode, encode, encode_guesses, make_lists
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import BatchPlan, Request, Scheduler, SchedulerConfig

@@ -36,9 +36,8 @@ import torch
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.engine.interfaces import gloo_at
-from kvpool.engine.rank_channel import END, ERROR, OK, Channel
+from kvpool.engine.rank_channel import END, ERROR, OK, Channel, StepMemory
 from kvpool.engine.shared_gpu import HOST_BACKEND, register
-from kvpool.engine.step_memory import StepMemory
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, RankError, SequenceStateError
 from kvpool.model.loading import torch_device
 from kvpool.pools.arrays import Int32Array
