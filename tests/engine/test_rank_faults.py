@@ -22,8 +22,8 @@ from servers import eventually
 
 from kvpool.engine import Engine, Generation, SamplingParams
 from kvpool.engine.rank_channel import Channel
+from kvpool.engine.rank_group import HOST_BACKEND
 from kvpool.engine.ranks import Ranks
-from kvpool.engine.shared_gpu import HOST_BACKEND
 from kvpool.errors import KVPoolError, RankError
 from kvpool.scope import ReuseScope
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_config
 
 from kvpool.engine import Engine, SamplingParams
-from kvpool.engine.launched import launched
+from kvpool.engine.rank_meeting import launched
 from kvpool.errors import ConfigError
 
 SECONDS = 240.0

@@ -44,7 +44,7 @@ sys.path.insert(0, sys.argv[4])
 from models import tiny_config
 
 from kvpool.engine import Engine, SamplingParams
-from kvpool.engine.launched import LaunchedRanks
+from kvpool.engine.rank_meeting import LaunchedRanks
 from kvpool.errors import KVPoolError
 
 def say(name, what):

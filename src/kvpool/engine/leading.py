@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvpool.config import LayerGroup
 from kvpool.engine.drafts import DraftModel
-from kvpool.engine.launched import as_ranks, devices_for
 from kvpool.engine.rank_channel import COPIES, OK, ORDER, TIERS
+from kvpool.engine.rank_meeting import as_ranks, devices_for
 from kvpool.engine.rank_tiers import RankTiers
 from kvpool.engine.ranks import START_SECONDS, Ranks, Watch, rank_backend
 from kvpool.engine.runner import ModelRunner

@@ -7,7 +7,9 @@ memory, too. Both sides prove that they know the secret of the place, because ra
 
 from __future__ import annotations
 
+import atexit
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -20,14 +22,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from kvpool.engine.interfaces import this_machine
+from kvpool.checks import show
 from kvpool.engine.rank_channel import ERROR, OK, Channel
-from kvpool.engine.ranks import START_SECONDS, Ranks
-from kvpool.errors import ConfigError, KVPoolError, RankError
+from kvpool.engine.ranks import START_SECONDS, Ranks, rank_devices
+from kvpool.errors import ConfigError, KVPoolError, RankError, SequenceStateError
+from kvpool.model.loading import torch_device
 
 _NAME = struct.Struct("<2i")  # which rank a connection is of, and which of its two channels
 _PROOF_BYTES = 32
@@ -206,6 +210,25 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return found
 
 
+def this_machine() -> str:
+    """Processes for which this is the same have one loopback interface. It begins with the name of the machine."""
+    said = [socket.gethostname()]
+    with suppress(OSError):  # elsewhere than on Linux
+        said += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(said)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the way to `host`."""
+    try:
+        family, kind, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(there)  # which sends nothing
+            return str(asked.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"this machine has no way to {host}: {error}") from None
+
+
 def listener_at(host: str) -> socket.socket:
     """A socket that listens at a free port of an address."""
     try:
@@ -241,3 +264,100 @@ def watch_link(connection: socket.socket, seconds: float) -> None:
     ):
         with suppress(AttributeError):  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# --- ranks of torchrun ---------------------------------------------------------------------------------------------------
+
+_KEY = "kvpool/ranks"  # in the store of torchrun: where rank 0 listens
+
+
+class Launch(NamedTuple):
+    """This process, as torchrun has started it."""
+
+    rank: int
+    size: int
+    local_rank: int  # among those of its machine
+    num_here: int
+
+
+def launched(size: int) -> Launch | None:
+    """How torchrun started this process; None if it did not. Raises if it has not started `size` processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    found = Launch(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    if found.size != size:
+        raise ConfigError(
+            f"tensor_parallel={size}, but torchrun has started {found.size} processes; --nproc-per-node (times --nnodes) "
+            f"must be {size}"
+        )
+    return found
+
+
+def devices_for(asked: int, device: Any) -> list[torch.device]:
+    """The devices of so many ranks, which torchrun has started or nobody yet."""
+    launch = launched(asked)
+    return rank_devices(device, asked, asked if launch is None else launch.num_here)
+
+
+class LaunchedRanks(MetRanks):
+    """The processes of torchrun, for all engines of the process with rank 0. Nobody can start them again.
+
+    Every process runs the script up to its first `Engine(..., tensor_parallel=2)`. Rank 0 leads, and goes on with the
+    script. In the other processes the call does not return: they serve the engines that rank 0 makes, and end with it. With
+    `--nnodes` they are on several machines; torchrun's store tells them where rank 0 listens.
+    """
+
+    outlive_engines = True
+
+    def _num_here(self) -> int:
+        launch = launched(self.size)
+        assert launch is not None
+        return launch.num_here
+
+    def _host(self) -> str:
+        if self._num_here() == self.size:
+            return ""
+        master = os.environ["MASTER_ADDR"]
+        own = address_towards(master)
+        return master if ipaddress.ip_address(own).is_loopback else own
+
+    def _call(self, place: Place) -> None:
+        self._torchruns = _store()  # which ranks may ask for a while
+        self._torchruns.set(_KEY, json.dumps(place))
+        atexit.register(self.close)
+
+
+_ranks: list[LaunchedRanks] = []  # the only ones of this process
+
+
+def as_ranks(asked: Any, device: Any) -> Ranks:
+    """What `tensor_parallel` means: ranks that are there, those of torchrun, or a number of ranks, which are started."""
+    if isinstance(asked, Ranks):
+        found = asked
+    elif launched(asked) is None:
+        return Ranks(asked, device=device)
+    else:
+        if not _ranks:
+            _ranks.append(LaunchedRanks(asked, device=device))
+        found = _ranks[0]
+    if found.failure is not None:
+        raise found.failure
+    if found.in_use:
+        raise SequenceStateError("these ranks compute for another engine; close it first")
+    if device is not None and torch_device(device).type != found.devices[0].type:
+        raise ConfigError(f"device={show(str(device))}, but the ranks are on {found.devices[0].type}")
+    return found
+
+
+def connect(launch: Launch, device: Any) -> list[Channel]:
+    """The two channels of a process with another rank to rank 0."""
+    place = Place(*json.loads(_store().get(_KEY)))
+    if launch.num_here == launch.size:
+        place = place._replace(host="")  # whatever the store says, which others may write to
+    return arrive(place, launch.rank, lambda: rank_devices(device, launch.size, launch.num_here)[launch.local_rank])
+
+
+def _store() -> Any:
+    """What the processes of torchrun find each other by."""
+    distributed: Any = torch.distributed
+    return next(distributed.rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))[0]

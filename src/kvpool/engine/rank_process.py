@@ -21,12 +21,11 @@ import torch
 
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.engine_parts import Parts, assemble, load_draft
-from kvpool.engine.launched import connect, launched
 from kvpool.engine.leading import EngineSpec
 from kvpool.engine.rank_channel import COPIES, END, ERROR, OK, ORDER, TIERS, Channel
-from kvpool.engine.rank_meeting import watch_link
+from kvpool.engine.rank_group import Hello, join_ranks
+from kvpool.engine.rank_meeting import connect, launched, watch_link
 from kvpool.engine.rank_tiers import RankAnswers, obey
-from kvpool.engine.ranks import Hello, join_ranks
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.spans import Span
 from kvpool.engine.step_message import GuessSteps, SentPictures, decode, decode_copies

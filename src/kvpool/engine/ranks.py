@@ -3,7 +3,7 @@
 The process of the `Engine` is rank 0. It has the only control plane: it plans steps, sends each to the other ranks as one
 message (`step_message`), and samples. The others (`rank_process`) have a part of the weights and the same part of every
 block. Inside a step, ranks add up their results through torch.distributed: NCCL between GPUs, gloo on CPUs, and gloo
-through host memory where ranks share a GPU (`shared_gpu`).
+through host memory where ranks share a GPU (`rank_group`).
 
 `Ranks` starts processes on this machine. Processes that torchrun or Ray has started, on one machine or on several, come to
 rank 0 by themselves (`rank_meeting`). From then on nothing differs but how the messages of steps travel (`rank_channel`).
@@ -27,17 +27,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from datetime import timedelta
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
 
-from kvpool.checks import check_int, check_number, show
-from kvpool.engine.interfaces import gloo_at
+from kvpool.checks import check_int, check_number
 from kvpool.engine.rank_channel import END, ERROR, OK, Channel, StepMemory
-from kvpool.engine.shared_gpu import HOST_BACKEND, register
+from kvpool.engine.rank_group import HOST_BACKEND, Hello, join_ranks, leave_ranks
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, RankError, SequenceStateError
 from kvpool.model.loading import torch_device
 from kvpool.pools.arrays import Int32Array
@@ -47,20 +45,6 @@ START_SECONDS = 1800.0  # the same for loading weights
 _END_SECONDS = 5.0
 _REPORT_SECONDS = 1.0
 _MOST_RANKS = 64
-
-
-class Hello(NamedTuple):
-    """The first message to a rank."""
-
-    rank: int
-    size: int
-    device: str
-    backend: str
-    directory: str  # where ranks of one machine find each other
-    address: str  # of rank 0 for other machines; "": all ranks are on one machine
-    port: int  # where ranks of several machines find each other
-    seconds: float
-    num_threads: int
 
 
 class Ranks:
@@ -329,36 +313,6 @@ def rank_backend(devices: list[torch.device]) -> str:
     return "gloo" if devices[0].type == "cpu" else HOST_BACKEND
 
 
-def join_ranks(hello: Hello, address: str) -> Any:
-    """Makes this process a rank of torch.distributed; returns the mesh that transformers divides models by.
-
-    `address` is that of this machine for ranks on others; "" if all are here.
-    """
-    device = torch.device(hello.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    distributed: Any = torch.distributed  # which does not say that it exports them
-    if hello.backend == HOST_BACKEND:
-        register()
-    within = timedelta(seconds=hello.seconds)
-    store = (
-        distributed.TCPStore(hello.address, hello.port, is_master=False, timeout=within)
-        if hello.port
-        else distributed.FileStore(os.path.join(hello.directory, "store"), hello.size)
-    )
-    with nullcontext() if hello.backend == "nccl" else gloo_at(address):
-        torch.distributed.init_process_group(
-            hello.backend, store=store, rank=hello.rank, world_size=hello.size, timeout=within
-        )
-        return distributed.init_device_mesh(device.type, (hello.size,))
-
-
-def leave_ranks() -> None:
-    """The opposite of `join_ranks`."""
-    with suppress(Exception):  # whatever is left of a group whose ranks are dead
-        torch.distributed.destroy_process_group()
-
-
 class Watch:
     """A thread that waits for a rank to end or to fail between two steps, and for answers about tiers, and tells of both."""
 
@@ -394,14 +348,3 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._woken.close()
-
-
-def check_ranks(asked: Ranks, device: Any) -> Ranks:
-    """Ranks that are there already, if an engine on `device` can use them; raises if not."""
-    if asked.failure is not None:
-        raise asked.failure
-    if asked.in_use:
-        raise SequenceStateError("these ranks compute for another engine; close it first")
-    if device is not None and torch_device(device).type != asked.devices[0].type:
-        raise ConfigError(f"device={show(str(device))}, but the ranks are on {asked.devices[0].type}")
-    return asked
