@@ -76,12 +76,12 @@ def watch_keys(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[Any, tup
     run, seen = drafts.run, {}
     first = len(engine.shape.layers)
 
-    def watched(plan: Any, token_ids: Any, generations: Any, tokens_of: Any) -> Any:
-        result = run(plan, token_ids, generations, tokens_of)
+    def watched(plan: Any, token_ids: Any) -> Any:
+        result = run(plan, token_ids)
         for row in plan.num_drafts.nonzero()[0].tolist() if plan.num_drafts.max() >= len(drafts.runners) else ():
             sequence, layers = plan.sequences[row], range(first, first + len(drafts.runners))
             keys = [engine.plane.read(sequence.live_handle(), layer)[0].clone() for layer in layers]
-            seen[sequence] = tokens_of(sequence)[: len(keys[0])].tolist(), keys
+            seen[sequence] = engine._loop.scheduler.token_ids(sequence)[: len(keys[0])].tolist(), keys
         return result
 
     monkeypatch.setattr(drafts, "run", watched)

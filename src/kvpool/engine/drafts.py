@@ -49,6 +49,8 @@ class DraftModel:
         shape: ModelShape,
         vocabulary: int,
         limits: SchedulerConfig,
+        generations: Mapping[Hashable, Generation],
+        tokens_of: Callable[[ScheduledSequence], Int32Array],
         hidden: HiddenStates | None = None,
     ) -> None:
         self.runners = runners
@@ -56,7 +58,9 @@ class DraftModel:
         self.length = DraftLength(limits.max_draft_tokens)
         self._vocab_size = shape.vocab_size
         self._vocabulary = vocabulary  # of the engine's model
-        self._sampler = StepSampler(vocabulary, limits.max_sequences, self.runner.device)
+        self._generations = generations  # by request id
+        self._sampler = StepSampler(vocabulary, limits.max_sequences, self.runner.device, generations)
+        self._tokens_of = tokens_of
         self._hidden = hidden
         self._back = len(runners) - 1  # known tokens that are computed again: layers read what those before compute
         self._max_tokens = limits.max_tokens_per_step + self._back * limits.max_sequences
@@ -75,13 +79,7 @@ class DraftModel:
         """How many tokens the next step should draft for each of so many sequences."""
         return 0 if self._num_missing > MOST_MISSING else self.length.choose(num_sequences)
 
-    def run(
-        self,
-        plan: BatchPlan,
-        token_ids: Tensor,
-        generations: Mapping[Hashable, Generation],
-        tokens_of: Callable[[ScheduledSequence], Int32Array],
-    ) -> tuple[Tensor, Guesses | None]:
+    def run(self, plan: BatchPlan, token_ids: Tensor) -> tuple[Tensor, Guesses | None]:
         """The token ids of a step, on the device, with the draft's guesses in the places of drafts.
 
         Also those guesses that need not be the tokens of a seed. Of sequences that decode, the draft computes what it does
@@ -92,12 +90,12 @@ class DraftModel:
         is_overdue = self._num_plain >= (CATCH_UP_STEPS if self._hidden is None else HEAD_STEPS)
         if not (len(drafting) or is_overdue):
             return token_ids, None
-        firsts = self._catch_up(plan, is_overdue, tokens_of)
+        firsts = self._catch_up(plan, is_overdue)
         if not len(drafting):
             return token_ids, None
-        return self._guess(plan, token_ids, drafting, firsts[drafting], generations, tokens_of)
+        return self._guess(plan, token_ids, drafting, firsts[drafting])
 
-    def after(self, plan: BatchPlan, tokens_of: Callable[[ScheduledSequence], Int32Array]) -> None:
+    def after(self, plan: BatchPlan) -> None:
         """Computes the prompts of a step that was launched: MTP layers read what the model computed in it."""
         if self._hidden is not None:
             self._hidden.begin(plan)
@@ -105,14 +103,12 @@ class DraftModel:
         if len(rows):
             ends = plan.kv_lengths[rows]
             _, firsts = self._begin_at(plan, rows, ends - np.diff(plan.query_start)[rows])
-            self._compute(plan, rows, firsts, ends, tokens_of)
+            self._compute(plan, rows, firsts, ends)
             self._note(plan, rows, ends)
         if self._hidden is not None:
             self._hidden.end()
 
-    def _catch_up(
-        self, plan: BatchPlan, is_overdue: bool, tokens_of: Callable[[ScheduledSequence], Int32Array]
-    ) -> Int64Array:
+    def _catch_up(self, plan: BatchPlan, is_overdue: bool) -> Int64Array:
         """Computes what is missing before the newest tokens of rows that decode.
 
         If little is missing before a row's drafts, it is left to their first step. Returns for each row the first token that
@@ -132,7 +128,7 @@ class DraftModel:
             wanted |= (drafts == 0) & (missing > 0) & (self._num_missing <= MOST_MISSING)
         chosen = np.flatnonzero(wanted)
         if len(chosen):
-            self._compute(plan, chosen, firsts[chosen], ends[chosen], tokens_of)
+            self._compute(plan, chosen, firsts[chosen], ends[chosen])
             known[chosen] = ends[chosen]
             firsts[chosen] = np.maximum(firsts[chosen], ends[chosen] - self._back)
         # A draft model knows its guesses but the last; MTP layers compute them again from what the model says of them
@@ -165,14 +161,7 @@ class DraftModel:
             sequence = plan.sequences[row]
             self._known[sequence.lane] = sequence, sequence.residence, number
 
-    def _compute(
-        self,
-        plan: BatchPlan,
-        rows: Int64Array,
-        firsts: Int64Array,
-        ends: Int64Array,
-        tokens_of: Callable[[ScheduledSequence], Int32Array],
-    ) -> None:
+    def _compute(self, plan: BatchPlan, rows: Int64Array, firsts: Int64Array, ends: Int64Array) -> None:
         """The draft computes tokens `firsts..ends` of some rows, in as many steps as that takes."""
         while len(rows):
             before = np.cumsum(ends - firsts) - (ends - firsts)
@@ -180,9 +169,9 @@ class DraftModel:
             stops = np.where((stops < ends) & (stops - firsts <= self._back), firsts, stops)
             now = stops > firsts
             if self._hidden is None:
-                self.runner.run(*self._step(plan, rows[now], firsts[now], stops[now], tokens_of))
+                self.runner.run(*self._step(plan, rows[now], firsts[now], stops[now]))
             else:
-                self._compute_heads(self._hidden, plan, rows[now], firsts[now], stops[now], tokens_of)
+                self._compute_heads(self._hidden, plan, rows[now], firsts[now], stops[now])
             left = stops < ends
             rows, ends = rows[left], ends[left]
             firsts = np.where(now, stops - self._back, firsts)[left]
@@ -194,7 +183,6 @@ class DraftModel:
         rows: Int64Array,
         firsts: Int64Array,
         stops: Int64Array,
-        tokens_of: Callable[[ScheduledSequence], Int32Array],
     ) -> None:
         """Each MTP layer computes tokens `firsts..stops` of some rows.
 
@@ -211,7 +199,7 @@ class DraftModel:
                 hidden.read(np.concatenate(places), runner.previous)
             else:
                 runner.previous[: len(inputs)] = inputs
-            runner.run(*self._step(plan, rows, firsts, stops, tokens_of))
+            runner.run(*self._step(plan, rows, firsts, stops))
             if number == self._back:
                 return
             counts = stops - firsts
@@ -225,18 +213,13 @@ class DraftModel:
             inputs = runner.states_at(sources)
 
     def _step(
-        self,
-        plan: BatchPlan,
-        rows: Int64Array,
-        firsts: Int64Array,
-        stops: Int64Array,
-        tokens_of: Callable[[ScheduledSequence], Int32Array],
+        self, plan: BatchPlan, rows: Int64Array, firsts: Int64Array, stops: Int64Array
     ) -> tuple[BatchPlan, Tensor]:
         """A step that computes tokens `firsts..stops` of some rows of a plan, and its token ids on the device."""
         assert plan.manager is not None
         sequences = tuple(plan.sequences[row] for row in rows.tolist())
         pieces = zip(sequences, firsts.tolist(), stops.tolist(), strict=True)
-        tokens = np.concatenate([tokens_of(sequence)[first:stop] for sequence, first, stop in pieces])
+        tokens = np.concatenate([self._tokens_of(sequence)[first:stop] for sequence, first, stop in pieces])
         tokens = np.minimum(tokens, self._vocab_size - 1)  # see `_readable`
         counts = stops - firsts
         query_start = np.append(0, np.cumsum(counts)).astype(np.int32)
@@ -260,13 +243,7 @@ class DraftModel:
         return step, self.runner.upload(tokens.astype(np.int64))
 
     def _guess(
-        self,
-        plan: BatchPlan,
-        token_ids: Tensor,
-        rows: Int64Array,
-        firsts: Int64Array,
-        generations: Mapping[Hashable, Generation],
-        tokens_of: Callable[[ScheduledSequence], Int32Array],
+        self, plan: BatchPlan, token_ids: Tensor, rows: Int64Array, firsts: Int64Array
     ) -> tuple[Tensor, Guesses | None]:
         """Guesses the drafts of some rows, one step for each. A guess becomes the next input on the device.
 
@@ -282,7 +259,7 @@ class DraftModel:
         # What is missing is computed beside the newest token, for example the last of drafts that were all right.
         older = Older.of(firsts, positions[0])
         pieces = zip(sequences, firsts.tolist(), positions[0].tolist(), strict=True)
-        again = [tokens_of(sequence)[first:stop] for sequence, first, stop in pieces]
+        again = [self._tokens_of(sequence)[first:stop] for sequence, first, stop in pieces]
         slots = np.where(is_draft, plan.slots[:, places], -1)
         steps = guess_steps(plan, batch, older, positions, slots, drafts, len(self.runners))
         if self.mirror is not None:
@@ -291,7 +268,7 @@ class DraftModel:
         first, targets, sources, rest = self.runner.upload(np.concatenate(numbers, dtype=np.int64)).split_with_sizes(
             [*(len(n) for n in numbers[:3]), len(older.rows)]
         )
-        drawing = self._sampler.drawing(plan, rows, generations, positions)
+        drawing = self._sampler.drawing(plan, rows, positions)
         inputs = torch.cat([token_ids.index_select(0, first), rest])
         if self._hidden is not None:
             self._read_hidden(self._hidden, sequences, older, positions[0])
@@ -309,7 +286,7 @@ class DraftModel:
         token_ids = token_ids.index_copy(0, targets, drafted)
         if distributions[0] is None:
             return token_ids, None
-        free = [_is_free(generations[sequence.request.id].params) for sequence in sequences]
+        free = [_is_free(self._generations[sequence.request.id].params) for sequence in sequences]
         kept = np.flatnonzero(is_draft & free)
         if not len(kept):
             return token_ids, None

@@ -25,17 +25,20 @@ from kvpool.scheduling import ScheduledSequence
 class EncodedInputs:
     """What encoders made of inputs, by content, and the blocks of requests. Used by the engine's thread."""
 
-    def __init__(self, encoder: InputEncoder, max_bytes: int, runner: ModelRunner) -> None:
+    def __init__(
+        self, encoder: InputEncoder, max_bytes: int, runner: ModelRunner, generations: Mapping[Hashable, Generation]
+    ) -> None:
         self.cache = EncoderCache(encoder.encode, max_bytes)
+        self._generations = generations  # by request id
         self._encoder = encoder
         self._plane = runner.plane
         self._layer_of = runner.layer_of_number
         self._groups = [group.index for group in runner.plane.config.groups if group.kind is GroupKind.CROSS]
 
-    def write(self, sequences: Iterable[ScheduledSequence], generations: Mapping[Hashable, Generation]) -> None:
+    def write(self, sequences: Iterable[ScheduledSequence]) -> None:
         """Writes the keys and values of the encoder's tokens for sequences that came, once for all with equal inputs."""
         for sequence in sequences:
-            generation = generations.get(sequence.request.id)
+            generation = self._generations.get(sequence.request.id)
             if generation is None or generation.source is None:
                 continue
             handle = sequence.live_handle()

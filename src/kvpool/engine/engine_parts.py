@@ -121,7 +121,7 @@ def assemble(
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
         start.stage("compiling kernels, and capturing CUDA graphs")
-        runner, drafts = _runners(ready, plane, settings, limits, all_graphs=ranks is not None)
+        runner, drafting, hidden = _runners(ready, plane, settings, limits, all_graphs=ranks is not None)
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
@@ -133,18 +133,27 @@ def assemble(
         requests, inbox = ScheduledRequests(scheduler, ready.adapters), Inbox()
         shards = None if ranks is None else ranks.shards
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox, shards)
+        drafts, generations = None, requests.generations
+        if ready.draft is not None:
+            told = limits, generations, scheduler.token_ids, hidden
+            drafts = DraftModel(drafting, ready.draft.shapes[0], ready.shape.vocab_size, *told)
+        pictures = encoded = None
+        if ready.sees:
+            pictures = StepPictures(ready.encoder, settings.encoder_bytes, where, generations)
+        if ready.inputs is not None:
+            encoded = EncodedInputs(ready.inputs, settings.encoder_bytes, runner, generations)
         loop = EngineLoop(
             scheduler,
             requests,
             runner,
             ready.shape.vocab_size,
-            BackgroundLayers([runner, *(() if drafts is None else drafts.runners)], inbox, start.seconds),
+            BackgroundLayers([runner, *drafting], inbox, start.seconds),
             num_draft_tokens=settings.num_drafts,
             drafts=drafts,
             overlap=settings.overlap,
             tiers=tiers,
-            pictures=StepPictures(ready.encoder, settings.encoder_bytes, where) if ready.sees else None,
-            encoded=None if ready.inputs is None else EncodedInputs(ready.inputs, settings.encoder_bytes, runner),
+            pictures=pictures,
+            encoded=encoded,
             # Now: joining products has moved some
             weights=_shared_weights(model, ready, draft),
         )
@@ -238,8 +247,11 @@ def _cache_config(
 
 def _runners(
     ready: _Ready, plane: DataPlane, settings: EngineSettings, limits: SchedulerConfig, *, all_graphs: bool
-) -> tuple[ModelRunner, DraftModel | None]:
-    """What runs the model, and its draft, warmed up. Ranks capture all graphs at the same time, or none."""
+) -> tuple[ModelRunner, list[ModelRunner], HiddenStates | None]:
+    """What runs the model, and its draft, warmed up, and the states that MTP layers read.
+
+    Ranks capture all graphs at the same time, or none.
+    """
     options: dict[str, Any] = {
         "max_drafts": settings.num_drafts,
         "cuda_graphs": settings.cuda_graphs,
@@ -257,12 +269,13 @@ def _runners(
         num_axes=ready.encoder.num_axes,
         **options,
     )
-    drafts = None
+    drafting, hidden = [], None
     if ready.draft is not None:
-        drafts = _drafts(ready.draft, runner, ready.shape.vocab_size, limits, options)
-    for each in (runner, *(() if drafts is None else drafts.runners)):
+        drafting = _draft_runners(ready.draft, runner, limits, options)
+        hidden = _hidden_states(runner, drafting, limits) if ready.draft.are_heads else None
+    for each in (runner, *drafting):
         each.warm_up(all_graphs=all_graphs)
-    return runner, drafts
+    return runner, drafting, hidden
 
 
 def _inspected_draft(draft: LoadedModel, compile: bool, are_heads: bool) -> _Draft:
@@ -287,10 +300,10 @@ def _heads_of(layers: Any) -> Sequence[Any]:
     return mtp_heads(layers)
 
 
-def _drafts(
-    draft: _Draft, model: ModelRunner, vocab_size: int, limits: SchedulerConfig, options: Mapping[str, Any]
-) -> DraftModel:
-    """The draft on the last layers of the cache."""
+def _draft_runners(
+    draft: _Draft, model: ModelRunner, limits: SchedulerConfig, options: Mapping[str, Any]
+) -> list[ModelRunner]:
+    """What runs the draft, on the last layers of the cache."""
     plane = model.plane
     if plane.device.type == "cuda":  # elsewhere new memory is zero: a draft may read tokens that it has not computed
         for (_, tier), store in plane.stores.items():
@@ -303,8 +316,7 @@ def _drafts(
     for each in zip(draft.models, draft.shapes, strict=True):
         runners.append(ModelRunner(*each, plane, model.backend, first_layer=first, **{**options, **sizes}))
         first += len(each[1].layers)
-    hidden = _hidden_states(model, runners, limits) if draft.are_heads else None
-    return DraftModel(runners, draft.shapes[0], vocab_size, limits, hidden)
+    return runners
 
 
 def _hidden_states(model: ModelRunner, heads: Sequence[ModelRunner], limits: SchedulerConfig) -> HiddenStates:

@@ -83,7 +83,7 @@ class EngineLoop:
         self.num_draft_tokens = num_draft_tokens  # of one sequence in one step, at most
         self.drafts = drafts  # None: drafts come from the text before
         max_sequences = scheduler.config.max_sequences
-        self._sampler = StepSampler(vocabulary, max_sequences, runner.device)
+        self._sampler = StepSampler(vocabulary, max_sequences, runner.device, requests.generations)
         self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
         self._requests = requests
         self._flying: deque[_Launched] = deque()
@@ -248,7 +248,7 @@ class EngineLoop:
         try:
             launched = self._launch(plan)
             if self.drafts is not None:
-                self.drafts.after(plan, self.scheduler.token_ids)
+                self.drafts.after(plan)
         except Exception as error:
             self._give_up(plan, error)
             return
@@ -295,14 +295,13 @@ class EngineLoop:
         for sequence in (*plan.admitted, *plan.resumed):
             self._track(sequence)
         if self.encoded is not None:
-            self.encoded.write((*plan.admitted, *plan.resumed), self._requests.generations)
+            self.encoded.write((*plan.admitted, *plan.resumed))
         if plan.is_empty:
             return _Launched(plan, began)
-        shown = () if self.pictures is None else self.pictures.of(plan, self._requests.generations)
+        shown = () if self.pictures is None else self.pictures.of(plan)
         token_ids, guesses = self._inputs(plan), None
         if self.drafts is not None:
-            known = self._requests.generations, self.scheduler.token_ids
-            token_ids, guesses = self.drafts.run(plan, token_ids, *known)
+            token_ids, guesses = self.drafts.run(plan, token_ids)
         rows = range(plan.num_decode, len(plan.sequences))
         prompts = [(row, each) for row in rows if (each := self._generation(plan.sequences[row])) is not None]
         pooled = {row: each.pooled for row, each in prompts if each.pooled is not None}
@@ -316,7 +315,7 @@ class EngineLoop:
             logits = scored.take(logits)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
-        sampled = self._sampler.sample(plan, logits, self._requests.generations, self._catch_up, guesses)
+        sampled = self._sampler.sample(plan, logits, self._catch_up, guesses)
         self._remember(plan, sampled.tokens)
         rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
         guessed = token_ids if self.drafts is not None and plan.num_drafts.any() else None

@@ -82,12 +82,19 @@ class StepInputs(NamedTuple):
 class StepPictures:
     """What pictures change in steps: positions of tokens, and embeddings of placeholders. Used by the engine's thread."""
 
-    def __init__(self, encoder: ImageEncoder, max_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        max_bytes: int,
+        device: torch.device,
+        generations: Mapping[Hashable, Generation],
+    ) -> None:
         self.cache = EncoderCache(encoder.encode, max_bytes)
+        self._generations = generations  # by request id
         self._num_axes = encoder.num_axes
         self._device = device
 
-    def of(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> StepInputs:
+    def of(self, plan: BatchPlan) -> StepInputs:
         """What pictures change in this step."""
         positions = plan.positions
         if self._num_axes > 1:
@@ -96,7 +103,7 @@ class StepPictures:
         features: list[Tensor] = []
         spans: list[Span] = []
         for row, sequence in enumerate(plan.sequences):
-            generation = generations.get(sequence.request.id)
+            generation = self._generations.get(sequence.request.id)
             pictures = None if generation is None else generation.pictures
             if pictures is None:
                 continue

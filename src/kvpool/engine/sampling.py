@@ -296,7 +296,7 @@ class _Rows(NamedTuple):
     prompt_lengths: Int64Array
     lanes: Tensor
     masked: tuple[_Watched, ...]  # by a grammar
-    processed: tuple[_Watched, ...] = ()  # by logits processors
+    processed: tuple[_Watched, ...]  # by logits processors
 
 
 class Drawing(NamedTuple):
@@ -341,7 +341,10 @@ def _processed(processed: Sequence[_Watched], scores: Tensor) -> Tensor:
 class StepSampler:
     """Turns the logits of a plan into one token per sample, on the device."""
 
-    def __init__(self, vocabulary: int, max_sequences: int, device: torch.device) -> None:
+    def __init__(
+        self, vocabulary: int, max_sequences: int, device: torch.device, generations: Mapping[Hashable, Generation]
+    ) -> None:
+        self._generations = generations  # by request id
         self._vocabulary = vocabulary
         self._max_sequences = max_sequences
         self._device = device
@@ -361,59 +364,52 @@ class StepSampler:
         self,
         plan: BatchPlan,
         logits: Tensor,
-        generations: Mapping[Hashable, Generation],
         catch_up: Callable[[], None],
         guesses: Guesses | None = None,
     ) -> Sampled:
-        """One token per sample of the plan, and one behind each draft. `generations` are keyed by request id.
+        """One token per sample of the plan, and one behind each draft.
 
         A grammar and logits processors need all earlier tokens on the host. So `catch_up` is called first if there are any,
         while the device still computes the logits.
         """
-        rows = self._rows_of(plan, generations)
+        rows = self._rows_of(plan)
         if rows.masked or rows.processed:
             catch_up()
         mask = self._mask(rows.masked) if rows.masked else None
         process = partial(_processed, rows.processed) if rows.processed else None
         if rows.source is not None:
             logits = logits.index_select(0, upload(rows.source, self._device))
-        chances = None
-        if guesses is not None:
-            seeds, steps = rows.seeds[guesses.samples], self._steps(plan, rows)[guesses.samples]
-            pair = [uniforms_for(seeds ^ salt, steps) for salt in _SALTS]
-            chances = upload(np.stack(pair), self._device)
-        drawing = self._uniforms(plan, rows), self._counts, rows.lanes, mask
-        sampled = sample(logits, rows.params, *drawing, guesses, chances, process)
+        uniforms = chances = None
+        if not rows.params.greedy:
+            steps = self._steps(plan, rows)
+            uniforms = upload(uniforms_for(rows.seeds, steps), self._device)
+            if guesses is not None:
+                seeds, steps = rows.seeds[guesses.samples], steps[guesses.samples]
+                chances = upload(np.stack([uniforms_for(seeds ^ salt, steps) for salt in _SALTS]), self._device)
+        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes, mask, guesses, chances, process)
         if self._counts is not None and rows.params.penalised:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
 
-    def drawing(
-        self, plan: BatchPlan, rows: Int64Array, generations: Mapping[Hashable, Generation], positions: Int64Array
-    ) -> Drawing:
+    def drawing(self, plan: BatchPlan, rows: Int64Array, positions: Int64Array) -> Drawing:
         """How a draft guesses behind `positions` [step, row] of some rows of a plan.
 
         A guess has the random number of the token that it stands for. Rows have neither penalties nor a grammar.
         """
         sequences = tuple(plan.sequences[row] for row in rows.tolist())
         ones = np.ones(len(rows), np.int64)
-        found = self._rows(sequences, plan.lanes[rows], ones, 0 * ones, generations)
+        found = self._rows(sequences, plan.lanes[rows], ones, 0 * ones)
         if found.params.greedy:
             return Drawing(found.params, None)
         steps = positions + 1 - found.prompt_lengths
         return Drawing(found.params, upload(uniforms_for(found.seeds, steps), self._device))
 
-    def _uniforms(self, plan: BatchPlan, rows: _Rows) -> Tensor | None:
-        if rows.params.greedy:
-            return None
-        return upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
-
-    def _rows_of(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
+    def _rows_of(self, plan: BatchPlan) -> _Rows:
         chosen = plan.sampling_rows
         sequences = plan.sequences
         if len(chosen) < len(sequences):
             sequences = tuple(sequences[row] for row in chosen.tolist())
-        return self._rows(sequences, plan.lanes[chosen], plan.num_samples[chosen], plan.num_drafts[chosen], generations)
+        return self._rows(sequences, plan.lanes[chosen], plan.num_samples[chosen], plan.num_drafts[chosen])
 
     def _rows(
         self,
@@ -421,22 +417,11 @@ class StepSampler:
         lanes: Int64Array,
         num_samples: Int64Array,
         drafts: Int64Array,
-        generations: Mapping[Hashable, Generation],
     ) -> _Rows:
         """The rows of these sequences. While they stay the same, so do their rows."""
         key = sequences, lanes.tobytes(), num_samples.tobytes(), drafts.tobytes()
-        if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._make_rows(sequences, lanes, num_samples, drafts, generations)
-        return self._cached[1]
-
-    def _make_rows(
-        self,
-        sequences: tuple[ScheduledSequence, ...],
-        lanes: Int64Array,
-        num_samples: Int64Array,
-        drafts: Int64Array,
-        generations: Mapping[Hashable, Generation],
-    ) -> _Rows:
+        if self._cached is not None and self._cached[0] == key:
+            return self._cached[1]
         repeats = num_samples + drafts  # a row has drafts or several samples, never both
         source = None
         if int(repeats.max(initial=1)) > 1:
@@ -445,7 +430,7 @@ class StepSampler:
         params: list[SamplingParams] = []
         seeds, lengths, masked, processed = [], [], [], []
         for sequence, repeat, draft in zip(sequences, repeats.tolist(), drafts.tolist(), strict=True):
-            generation, index = generations[sequence.request.id], sequence.index
+            generation, index = self._generations[sequence.request.id], sequence.index
             watched = _Watched(generation, index, len(params), repeat)
             if generation.params.grammar is not None:
                 masked.append(watched)
@@ -454,7 +439,7 @@ class StepSampler:
             params += [generation.params] * repeat
             lengths += [len(generation.prompt)] * repeat
             seeds += [seed_of(generation.seed, index + (0 if draft else number)) for number in range(repeat)]
-        return _Rows(
+        rows = _Rows(
             SamplingRows(params, self._device),
             source,
             np.array(seeds, np.uint64),
@@ -463,6 +448,8 @@ class StepSampler:
             tuple(masked),
             tuple(processed),
         )
+        self._cached = key, rows
+        return rows
 
     def _mask(self, masked: tuple[_Watched, ...]) -> TokenMask:
         """What the grammars of these samples allow now."""
