@@ -8,7 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from kvpool.engine.requests import chat_tokens, prompt_tokens  # noqa: E402
+from kvpool.engine.prompts import chat_tokens, prompt_tokens  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}w1"

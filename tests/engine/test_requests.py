@@ -11,6 +11,7 @@ import pytest
 from kvpool import ReuseHint, ReuseScope
 from kvpool.engine.generation import Generation
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.prompts import prompt_tokens
 from kvpool.engine.requests import (
     RequestMaker,
     ToolCalls,
@@ -18,7 +19,6 @@ from kvpool.engine.requests import (
     checked_generation,
     list_of_prompts,
     of_prompt,
-    prompt_tokens,
     results_of,
 )
 from kvpool.errors import InvalidArgumentError, KVPoolError, NeverFitsError

@@ -11,13 +11,14 @@ from kvpool.checks import show
 from kvpool.config.layers import GroupKind
 from kvpool.engine.generation import Generation
 from kvpool.engine.params import SamplingParams
-from kvpool.engine.pictures import EncoderCache, PicturedPrompt, processor_output
-from kvpool.engine.requests import prompt_tokens
+from kvpool.engine.pictures import EncoderCache, PicturedPrompt
+from kvpool.engine.prompts import Prompts, prompt_tokens
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sound import SAMPLING_RATE
 from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
 from kvpool.model.encoders import InputEncoder
+from kvpool.model.vision import ImageEncoder
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import ScheduledSequence
 
@@ -53,20 +54,21 @@ class EncodedInputs:
                 self._plane.write(prepared, k, v, self._layer_of[number])
 
 
-class EncoderPrompts:
+class EncoderPrompts(Prompts):
     """Reads prompts of an encoder-decoder model: what its encoder takes, and the tokens that its decoder begins with."""
 
-    def __init__(self, model: Any, encoder: InputEncoder, tokenizer: Any, processor: Any) -> None:
+    def __init__(self, model: Any, encoder: InputEncoder, tokenizer: Any, processor: Any, images: ImageEncoder) -> None:
+        num_embeddings = model.get_input_embeddings().weight.shape[0]
+        super().__init__(encoder.family, tokenizer, processor, num_embeddings, images)
         self._model = model
         self._encoder = encoder
-        self._tokenizer = tokenizer
-        self._processor = processor
-        self._vocab_size = model.get_output_embeddings().weight.shape[0]
-        self._num_embeddings = model.get_input_embeddings().weight.shape[0]
+        self._decoder_vocab_size = model.get_output_embeddings().weight.shape[0]
         self._begin = decoder_begin(model)
 
-    def read(self, prompt: Any, audio: Sequence[Any] = ()) -> PicturedPrompt:
+    def read(self, prompt: Any, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
         """The decoder's tokens of a prompt, with the input of the encoder."""
+        if isinstance(prompt, PicturedPrompt) or len(images):  # which it refuses
+            return super().read(prompt, images, audio)
         given = dict(prompt) if isinstance(prompt, Mapping) else {}
         begin = given.pop("decoder_input_ids", None)
         if self._encoder.hears:
@@ -118,16 +120,11 @@ class EncoderPrompts:
             raise UnsupportedModelError(f"{self._encoder.family} takes no audio")
         return Speech(self._model, self._extractor().n_samples)
 
-    def token_ids(self, prompt: Any) -> Int32Array:
-        """The tokens of a prompt for the encoder, if it reads text; else for the decoder."""
-        ids = processor_output(prompt)[0] if isinstance(prompt, Mapping) else prompt
-        return prompt_tokens(ids, self._tokenizer, self._num_embeddings)
-
     def _decoder_tokens(self, begin: Any) -> Int32Array:
         """The tokens of the decoder, from its start on; as in transformers, a beginning without the start gets it."""
         if begin is None or not len(begin):
             return np.array(self._begin, np.int32)
-        tokens = prompt_tokens(np.asarray(begin).reshape(-1), None, self._vocab_size)
+        tokens = prompt_tokens(np.asarray(begin).reshape(-1), None, self._decoder_vocab_size)
         return tokens if tokens[0] == self._begin[0] else np.concatenate([self._begin[:1], tokens]).astype(np.int32)
 
 

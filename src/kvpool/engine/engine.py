@@ -37,28 +37,17 @@ from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.leading import Leader
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, not_followed, sampling_defaults
-from kvpool.engine.pictures import (
-    PicturedPrompt,
-    chat_images,
-    chat_text_tokens,
-    check_images,
-    in_parts,
-    of_prompts,
-    processed,
-    processor_output,
-)
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.rank_process import serve_if_launched
 from kvpool.engine.requests import (
     NewRequest,
     RequestMaker,
-    chat_tokens,
     check_callbacks,
     check_options,
     checked_generation,
     list_of_prompts,
     of_prompt,
-    prompt_tokens,
-    rendered_chat,
+    of_prompts,
     results_of,
 )
 from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
@@ -130,11 +119,10 @@ class Engine:
         if chosen.model_defaults and (asked := not_followed(self.model)):
             words = ", ".join(f"{name}={value}" for name, value in asked.items())
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
-        parts = assemble(self.model, chosen, limits, model_tiers, draft, self.tokenizer, self._start, leader)
-        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._encoder, inputs = parts
-        self._prompts = None
-        if inputs is not None:
-            self._prompts = EncoderPrompts(self.model, inputs, self.tokenizer, self.processor)
+        parts = assemble(
+            self.model, chosen, limits, model_tiers, draft, self.tokenizer, self.processor, self._start, leader
+        )
+        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._prompts = parts
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
         self._closing = threading.Lock()
@@ -221,16 +209,26 @@ class Engine:
         chosen = list_of_prompts(prompts, params)
         check_callbacks(on_chunk)
         check_options(options)
-        seen, heard = (of_prompts(*each, len(chosen)) for each in (("images", images), ("audio", audio)))
-        asked: list[NewRequest] = []
-        for index, (prompt, wanted) in enumerate(chosen):
-            watch = None if on_chunk is None else partial(on_chunk, index)
+        watches = [None if on_chunk is None else partial(on_chunk, index) for index in range(len(chosen))]
+        return self._complete(self._made(chosen, images, audio, [{**options, "on_chunk": each} for each in watches]))
+
+    def _made(
+        self,
+        prompts: Sequence[tuple[Prompt, SamplingParams]],
+        images: Sequence[Sequence[Any]] | None,
+        audio: Sequence[Sequence[Any]] | None,
+        options: Sequence[Mapping[str, Any]],
+    ) -> list[NewRequest]:
+        """A request for each prompt, with its images, sound and options. An error names its prompt."""
+        seen, heard = (of_prompts(*each, len(prompts)) for each in (("images", images), ("audio", audio)))
+        made: list[NewRequest] = []
+        for index, (prompt, params) in enumerate(prompts):
             try:
                 read = self.read_prompt(prompt, seen[index], heard[index])
-                asked.append(self._requests.make(read.token_ids, wanted, watch, **read.beside, **options))
+                made.append(self._requests.make(read.token_ids, params, **read.beside, **options[index]))
             except KVPoolError as error:
-                raise of_prompt(error, index, len(chosen)) from error
-        return self._complete(asked)
+                raise of_prompt(error, index, len(prompts)) from error
+        return made
 
     def _complete(self, asked: Sequence[NewRequest]) -> list[Completion]:
         """Queues requests and waits for all of them."""
@@ -264,22 +262,13 @@ class Engine:
         self._without_encoder("embeddings")
         check_pooling(pooling)
         as_flag(normalize, "normalize")
-        chosen = list_of_prompts(prompts, USUAL)
-        seen = of_prompts("images", images, len(chosen))
-        source = self._thread.ask(self._loop.runner.hidden_source)
-        asked: list[NewRequest] = []
+        chosen = list_of_prompts(prompts, SamplingParams(max_new_tokens=1))
         options: dict[str, Any] = {"adapter": adapter, "priority": priority, "scope": scope}
-        for index, (prompt, _) in enumerate(chosen):
-            pooled = Pooled(pooling, source)
-            options["private"] = pooled.is_mean  # so that it finds nothing cached
-            try:
-                read = self.read_prompt(prompt, seen[index])
-                one = SamplingParams(max_new_tokens=1)
-                made = self._requests.make(read.token_ids, one, **read.beside, **options)
-            except KVPoolError as error:
-                raise of_prompt(error, index, len(chosen)) from error
-            made.generation.pooled = pooled
-            asked.append(made)
+        options["private"] = pooling == "mean"  # so that it finds nothing cached
+        asked = self._made(chosen, images, None, [options] * len(chosen))
+        source = self._thread.ask(self._loop.runner.hidden_source)
+        for generation, _ in asked:
+            generation.pooled = Pooled(pooling, source)
         self._complete(asked)
         return self._thread.ask(lambda: vectors([generation.pooled for generation, _ in asked], normalize))
 
@@ -523,40 +512,24 @@ class Engine:
 
     def token_ids(self, prompt: Prompt) -> Int32Array:
         """The token ids of a prompt, checked against the vocabulary."""
-        if isinstance(prompt, PicturedPrompt):
-            return prompt.token_ids
-        if self._prompts is not None:
-            return self._prompts.token_ids(prompt)
-        ids = processor_output(prompt)[0] if isinstance(prompt, Mapping) else prompt
-        return prompt_tokens(ids, self.tokenizer, self.shape.vocab_size)
+        return self._prompts.token_ids(prompt)
 
     def read_prompt(self, prompt: Prompt, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
         """The token ids of a prompt, and its pictures or what an encoder reads. Raises if they do not belong together.
 
         `submit` takes the result, too: reading images and sound takes a while, and any thread may do it.
         """
-        if self._prompts is not None and not len(images):
-            return prompt if isinstance(prompt, PicturedPrompt) else self._prompts.read(prompt, audio)
-        if len(audio):
-            raise InvalidArgumentError(f"{self.shape.family} takes no audio")
-        if len(images):
-            check_images(self.processor, self._encoder)
-            prompt = processed(prompt, images, self.processor)
-        if isinstance(prompt, PicturedPrompt):
-            return prompt
-        rest = processor_output(prompt)[1] if isinstance(prompt, Mapping) else {}
-        tokens = self.token_ids(prompt)
-        return PicturedPrompt(tokens, self._encoder.pictures(tokens, rest))
+        return self._prompts.read(prompt, images, audio)
 
     @property
     def speech(self) -> Speech:
         """How to ask a model that hears (Whisper) for what is said in a clip."""
-        if self._prompts is None:
+        if not isinstance(self._prompts, EncoderPrompts):
             raise UnsupportedModelError(f"{self.shape.family} takes no audio")
         return self._prompts.speech()
 
     def _without_encoder(self, what: str) -> None:
-        if self._prompts is not None:
+        if isinstance(self._prompts, EncoderPrompts):
             raise InvalidArgumentError(
                 f"{self.shape.family} is an encoder-decoder model, which is served without {what}"
             )
@@ -567,15 +540,7 @@ class Engine:
         Messages may have parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; images are those of
         `submit`. A conversation with images is a prompt with its pictures.
         """
-        images = chat_images(messages)
-        if images:
-            check_images(self.processor, self._encoder)
-        by_processor = bool(getattr(self.processor, "chat_template", None))
-        if not images and not by_processor:
-            return self.read_prompt(chat_tokens(messages, self.tokenizer, **template)).token_ids
-        templates = self.processor if by_processor else self.tokenizer
-        text = rendered_chat(in_parts(messages), templates, tokenize=False, **template)
-        read = self.read_prompt(text, images) if images else self.read_prompt(chat_text_tokens(text, self.tokenizer))
+        read = self._prompts.chat(messages, **template)
         return read.token_ids if read.pictures is None else read
 
     def cached_tokens(

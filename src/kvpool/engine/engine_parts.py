@@ -14,11 +14,12 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.drafts import HEAD_STEPS, DraftModel
-from kvpool.engine.encoding import EncodedInputs, check_settings
+from kvpool.engine.encoding import EncodedInputs, EncoderPrompts, check_settings
 from kvpool.engine.hidden_states import HiddenStates
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
+from kvpool.engine.prompts import Prompts
 from kvpool.engine.runner import ModelRunner, rotates
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import DRAFT_HEADS, MTP, EngineSettings
@@ -79,8 +80,7 @@ class Parts(NamedTuple):
     tiers: TierLink | None
     loop: EngineLoop
     inbox: Inbox
-    encoder: ImageEncoder
-    inputs: InputEncoder | None  # of an encoder-decoder model
+    prompts: Prompts
 
 
 def load_draft(settings: EngineSettings, loaded: LoadedModel, sharding: Sharding | None) -> LoadedModel | None:
@@ -101,6 +101,7 @@ def assemble(
     model_tiers: ModelTiers,
     draft: LoadedModel | None = None,
     tokenizer: Any = None,
+    processor: Any = None,
     start: Start | None = None,
     ranks: RankLink | None = None,
 ) -> Parts:
@@ -157,7 +158,14 @@ def assemble(
             # Now: joining products has moved some
             weights=_shared_weights(model, ready, draft),
         )
-    return Parts(ready.shape, config, manager, plane, tiers, loop, inbox, ready.encoder, ready.inputs)
+    return Parts(ready.shape, config, manager, plane, tiers, loop, inbox, _prompts(model, ready, tokenizer, processor))
+
+
+def _prompts(model: Any, ready: _Ready, tokenizer: Any, processor: Any) -> Prompts:
+    """What reads the prompts of the model."""
+    if ready.inputs is not None:
+        return EncoderPrompts(model, ready.inputs, tokenizer, processor, ready.encoder)
+    return Prompts(ready.shape.family, tokenizer, processor, ready.shape.vocab_size, ready.encoder)
 
 
 def _shared_weights(model: Any, ready: _Ready, draft: LoadedModel | None) -> list[SharedWeights]:

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.checks import show
 from kvpool.engine.generation import Generation
 from kvpool.engine.spans import Span
-from kvpool.errors import InvalidArgumentError
 from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import ImageEncoder, Pictures, Shown
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.storage.moving import upload
-
-MAX_PIXELS = 2**26  # of one image; decoded, they take three bytes each
 
 
 class EncoderStats(NamedTuple):
@@ -144,109 +138,3 @@ class PicturedPrompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-
-def chat_images(messages: Sequence[Any]) -> list[Any]:
-    """The images of a conversation, in order: parts of its messages such as `{"type": "image", "image": ...}`."""
-    parts = [part for message in messages if isinstance(message, Mapping) for part in message.get("content") or ()]
-    return [part["image"] for part in parts if isinstance(part, Mapping) and "image" in part]
-
-
-def in_parts(messages: Sequence[Any]) -> list[Any]:
-    """The messages as templates of models that take images read them: lists of parts, without the images themselves."""
-    spoken: list[Any] = []
-    for message in messages:
-        content = message.get("content") or "" if isinstance(message, Mapping) else None
-        if content is None:  # refused where the template is used
-            spoken.append(message)
-            continue
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        shown = [{"type": "image"} if isinstance(part, Mapping) and "image" in part else part for part in parts]
-        spoken.append({**message, "content": shown})
-    return spoken
-
-
-def chat_text_tokens(text: str, tokenizer: Any) -> Sequence[int]:
-    """The token ids of what the chat template of a processor wrote."""
-    ids: Sequence[int] = tokenizer(text, **_marks(text, tokenizer))["input_ids"]
-    return ids
-
-
-def _marks(text: str, tokenizer: Any) -> dict[str, bool]:
-    """Keeps a tokenizer from writing the mark of the beginning again, if a chat template wrote it."""
-    mark = getattr(tokenizer, "bos_token", None)
-    return {"add_special_tokens": not (mark and text.startswith(mark))}
-
-
-def of_prompts(name: str, given: object, num_prompts: int) -> list[Sequence[Any]]:
-    """The images or clips of each prompt."""
-    if given is None:
-        return [()] * num_prompts
-    each = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else None
-    if each is None or len(each) != num_prompts or not all(isinstance(some, Sequence) for some in each):
-        raise InvalidArgumentError(
-            f"{name} must be a list of {name} for each of the {num_prompts} prompts, got {show(given)}"
-        )
-    return each
-
-
-def check_images(processor: Any, encoder: ImageEncoder) -> None:
-    """Raises InvalidArgumentError if the model takes no images, or came without what reads them."""
-    if encoder.refusal is not None:
-        raise InvalidArgumentError(encoder.refusal)
-    if processor is None:
-        raise InvalidArgumentError(
-            "this model came without a processor: use Engine(processor=...), or give input_ids and pixel_values"
-        )
-
-
-def processed(prompt: Any, images: Sequence[Any], processor: Any) -> Mapping[str, Any]:
-    """What the model's processor makes of a text and its images."""
-    if not isinstance(prompt, str):
-        raise InvalidArgumentError(
-            f"images go with a text, got {show(prompt)}; or give what the processor makes of both"
-        )
-    opened = [open_image(image) for image in images]
-    marks = _marks(prompt, getattr(processor, "tokenizer", None))
-    try:
-        found: Mapping[str, Any] = processor(text=[prompt], images=opened, return_tensors="pt", **marks)
-    except Exception as error:  # each processor checks images in its own way
-        raise InvalidArgumentError(
-            f"the model's processor refuses this text with {len(opened)} images: {error}"
-        ) from error
-    return found
-
-
-def open_image(image: Any) -> Any:
-    """An image of a file or its bytes, decoded; anything else is left to the processor."""
-    if not isinstance(image, (str, Path, bytes)):
-        return image
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise InvalidArgumentError("reading images needs Pillow: pip install 'kvpool[vision]'") from error
-    try:
-        with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise InvalidArgumentError(f"an image of {opened.width} x {opened.height} pixels is over {MAX_PIXELS}")
-            return opened.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        name = "" if isinstance(image, bytes) else f" {image}"
-        raise InvalidArgumentError(f"the image{name} cannot be read: {error}") from error
-
-
-def processor_output(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The `input_ids` of one prompt, and what else a processor gave for it."""
-    rest = dict(given)
-    tokens = rest.pop("input_ids", None)
-    if tokens is None:
-        raise InvalidArgumentError(
-            f"a prompt that is a mapping is the output of a processor, with input_ids; got {show(sorted(rest))}"
-        )
-    tokens = np.asarray(tokens)
-    mask = rest.get("attention_mask")
-    if tokens.ndim == 2 and len(tokens) != 1:
-        raise InvalidArgumentError(f"input_ids of shape {tokens.shape} are several prompts; give one mapping for each")
-    if mask is not None and not np.asarray(mask).all():
-        raise InvalidArgumentError("the attention_mask hides tokens; process each prompt without padding")
-    return tokens.reshape(-1), rest

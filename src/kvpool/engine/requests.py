@@ -21,82 +21,10 @@ from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import Pictures
-from kvpool.pools.arrays import Int32Array, as_token_array
+from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
-
-
-def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
-    """The token ids of a prompt, checked against the vocabulary."""
-    if isinstance(prompt, str):
-        if not callable(tokenizer):
-            raise InvalidArgumentError("this model came without a tokenizer: give token ids, or Engine(tokenizer=...)")
-        prompt = tokenizer(_unicode(prompt))["input_ids"]
-    elif isinstance(prompt, (bytes, Mapping)) or prompt is None:
-        raise InvalidArgumentError(f"a prompt is a text or token ids, got {show(prompt)}")
-    try:
-        tokens = as_token_array(prompt, "prompt")
-    except InvalidArgumentError:
-        if isinstance(prompt, (list, tuple)) and any(isinstance(part, (str, Mapping)) for part in prompt):
-            raise InvalidArgumentError(
-                f"a prompt is a text or token ids, got {show(prompt)}; chat_prompt gives the token ids of a conversation"
-            ) from None
-        raise
-    if not len(tokens):
-        raise InvalidArgumentError("a prompt needs at least one token")
-    if int(tokens.max()) >= vocab_size:
-        raise InvalidArgumentError(
-            f"the prompt holds token {int(tokens.max())}; the vocabulary has {vocab_size} tokens"
-        )
-    return tokens
-
-
-def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any) -> Sequence[int]:
-    """The token ids of a conversation, by the model's own template, up to where the assistant speaks.
-
-    `template` holds further arguments for the template, such as `tools`.
-    """
-    rendered = rendered_chat(messages, tokenizer, tokenize=True, **template)
-    ids: Sequence[int] = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
-    return ids
-
-
-def rendered_chat(messages: Sequence[Mapping[str, Any]], templates: Any, **template: Any) -> Any:
-    """A conversation as the chat template of a tokenizer or a processor writes it."""
-    if templates is None or not getattr(templates, "chat_template", None):
-        raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
-    from jinja2 import TemplateError
-
-    spoken = list(messages)
-    if not spoken or not all(isinstance(message, Mapping) for message in spoken):
-        raise InvalidArgumentError(
-            f"a conversation is a list of messages {{'role': ..., 'content': ...}}, at least one, got {show(messages)}"
-        )
-    for message in spoken:
-        _unicode(str(message.get("content", "")))
-    try:
-        begins = not template.get("continue_final_message")
-        return templates.apply_chat_template(spoken, add_generation_prompt=begins, **template)
-    # A template is a program and may fail in many ways.
-    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        roles = ", ".join(str(message.get("role")) for message in spoken)
-        raise InvalidArgumentError(
-            f"the model's chat template refuses a conversation of the roles {roles}: {error}"
-        ) from error
-
-
-def _unicode(text: str) -> str:
-    """Returns the text; raises if it is not Unicode. Bytes of a file that are no UTF-8 arrive here as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(
-            f"the prompt is no Unicode text: character {error.start} is {text[error.start]!r}, half of a pair or a byte "
-            "that is no UTF-8"
-        ) from None
-    return text
-
 
 TOOL_CALL_MARKS: Final = (
     "<tool_call",
@@ -327,6 +255,18 @@ def list_of_prompts(prompts: object, params: object) -> list[tuple[Any, Any]]:
     if len(each) != len(chosen):
         raise InvalidArgumentError(f"got {len(each)} SamplingParams for {len(chosen)} prompts")
     return list(zip(chosen, each, strict=True))
+
+
+def of_prompts(name: str, given: object, num_prompts: int) -> list[Sequence[Any]]:
+    """The images or clips of each prompt."""
+    if given is None:
+        return [()] * num_prompts
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else None
+    if each is None or len(each) != num_prompts or not all(isinstance(some, Sequence) for some in each):
+        raise InvalidArgumentError(
+            f"{name} must be a list of {name} for each of the {num_prompts} prompts, got {show(given)}"
+        )
+    return each
 
 
 def _is_one_prompt(prompts: Sequence[object]) -> bool:
