@@ -18,8 +18,8 @@ from models import random_prompt, tiny_model  # noqa: E402
 from mtp_models import mtp_config, mtp_keys, save_mtp_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.draft_length import DraftLength  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
+from kvpool.engine.speculation import DraftLength  # noqa: E402
 from kvpool.errors import ConfigError, UnsupportedModelError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 

@@ -19,9 +19,9 @@ from models import random_prompt, tiny_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.draft_length import DraftLength  # noqa: E402
 from kvpool.engine.rank_group import Hello, join_ranks, leave_ranks  # noqa: E402
 from kvpool.engine.ranks import Ranks  # noqa: E402
+from kvpool.engine.speculation import DraftLength  # noqa: E402
 from kvpool.model.loading import load_model  # noqa: E402
 from kvpool.model.sharding import Sharding  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402

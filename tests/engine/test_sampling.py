@@ -18,7 +18,6 @@ from kvpool.engine.sampling import (  # noqa: E402
     TokenCounts,
     _Rows,
     logprob_of,
-    propose,
     sample,
     seed_of,
     uniforms_for,
@@ -248,25 +247,3 @@ def test_given_no_best_ones_or_more_than_there_are_tokens_then_logprobs_are_thos
     assert many.top_tokens is not None
     assert many.top_tokens.shape == (1, VOCABULARY)
     assert sample(logits, SamplingRows([SamplingParams()], CPU)).logprobs is None
-
-
-@pytest.mark.parametrize(
-    ("tokens", "options", "expected"),
-    [
-        ([5, 6, 7, 8, 1, 5, 6], {"num_draft": 2}, [7, 8]),
-        ([5, 6, 7, 8, 1, 5, 6], {"num_draft": 9}, [7, 8, 1, 5, 6]),
-        ([1, 2, 9, 1, 2, 8, 1, 2], {"num_draft": 1}, [8]),  # the latest earlier place
-        ([3, 1, 2, 9, 2, 8, 1, 2], {"num_draft": 1}, [9]),  # the longer ending counts more than the later place
-        ([1, 2, 3, 4, 0, 9, 2, 3, 4, 7, 1, 2, 3, 4], {"num_draft": 1}, [7]),  # three tokens are compared, not four
-        ([1, 2, 3, 4, 0, 9, 2, 3, 4, 7, 1, 2, 3, 4], {"num_draft": 1, "max_ngram": 4}, [0]),
-        ([1, 2, 3, 9, 3], {"num_draft": 1, "min_ngram": 2}, []),
-        ([1, 2, 3, 9, 3], {"num_draft": 1}, [9]),
-        ([4, 4], {"num_draft": 3}, [4]),
-        ([4], {"num_draft": 3}, []),
-        ([], {"num_draft": 3}, []),
-    ],
-)
-def test_given_tokens_then_what_followed_their_ending_before_is_proposed(
-    tokens: list[int], options: dict[str, int], expected: list[int]
-) -> None:
-    assert propose(np.array(tokens, np.int32), **options).tolist() == expected

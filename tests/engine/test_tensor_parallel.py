@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from vision_models import prompt, vision_model
 
 from kvpool.engine import Engine, SamplingParams
-from kvpool.engine.draft_length import DraftLength
 from kvpool.engine.ranks import Ranks
+from kvpool.engine.speculation import DraftLength
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnsupportedModelError
 from kvpool.model.sharding import shard_plan
 from kvpool.scheduling import SchedulerConfig

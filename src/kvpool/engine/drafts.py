@@ -12,6 +12,7 @@ come from the model's distribution, and more guesses are accepted (`Guesses`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvpool.attention import PagedBatch
-from kvpool.engine.draft_length import DraftLength, DraftStats
 from kvpool.engine.generation import Generation
-from kvpool.engine.guess_steps import Older, guess_steps, paged
 from kvpool.engine.hidden_states import HiddenStates
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Guesses, StepSampler
+from kvpool.engine.speculation import DraftLength, DraftStats
 from kvpool.engine.step_message import GuessSteps
 from kvpool.model.probing import ModelShape
 from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
-from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.batch import CSRTable, SequenceBatch
 
 CATCH_UP_STEPS = 64  # without drafts; behind so many, the draft computes what these have added
 MOST_MISSING = 2048  # tokens that the draft catches up with; if it lacks more, it waits for other sequences
@@ -257,11 +257,11 @@ class DraftModel:
         places = newest + np.minimum(ahead, drafts - 1)
         positions = plan.positions[places]
         # What is missing is computed beside the newest token, for example the last of drafts that were all right.
-        older = Older.of(firsts, positions[0])
+        older = _Older.of(firsts, positions[0])
         pieces = zip(sequences, firsts.tolist(), positions[0].tolist(), strict=True)
         again = [self._tokens_of(sequence)[first:stop] for sequence, first, stop in pieces]
         slots = np.where(is_draft, plan.slots[:, places], -1)
-        steps = guess_steps(plan, batch, older, positions, slots, drafts, len(self.runners))
+        steps = _guess_steps(plan, batch, older, positions, slots, drafts, len(self.runners))
         if self.mirror is not None:
             self.mirror(steps)
         numbers = [newest, (newest + 1 + ahead)[is_draft], np.flatnonzero(is_draft), *again]
@@ -296,7 +296,7 @@ class DraftModel:
         return token_ids, Guesses(samples.ravel()[kept], torch.cat(guesses).index_select(0, of), drawn_from)
 
     def _read_hidden(
-        self, hidden: HiddenStates, sequences: tuple[ScheduledSequence, ...], older: Older, newest: Int64Array
+        self, hidden: HiddenStates, sequences: tuple[ScheduledSequence, ...], older: _Older, newest: Int64Array
     ) -> None:
         """Gives the first MTP layer what the model computed for the tokens before those of the first step that guesses."""
         places = [hidden.before(each, stop, stop + 1) for each, stop in zip(sequences, newest.tolist(), strict=True)]
@@ -304,7 +304,7 @@ class DraftModel:
         places += [hidden.before(sequence, first, stop) for sequence, first, stop in pieces]
         hidden.read(np.concatenate(places), self.runner.previous)
 
-    def _next_inputs(self, turn: int, inputs: Tensor, guess: Tensor, older: Older) -> Tensor:
+    def _next_inputs(self, turn: int, inputs: Tensor, guess: Tensor, older: _Older) -> Tensor:
         """The tokens of the next step that guesses. Each row of an MTP layer moves on by one token."""
         if self._hidden is None:
             return guess
@@ -331,7 +331,7 @@ class DraftModel:
         for turn, (piece, at, into) in enumerate(zip(steps.positions, where, to, strict=True)):
             runner = self.runners[min(turn, self._back)]
             kinds = [(tables[kind.group.index], kind.group.block_size) for kind in runner.kinds]
-            yield runner, (at, into, [paged(table, steps.again, piece + 1, size) for table, size in kinds])
+            yield runner, (at, into, [_paged(table, steps.again, piece + 1, size) for table, size in kinds])
 
     def _readable(self, token_ids: Tensor) -> Tensor:
         """Token ids that the draft has embeddings for. What only the model pads its vocabulary with does not matter."""
@@ -355,3 +355,60 @@ def _batch(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...]) -> Sequenc
 def _is_free(params: SamplingParams) -> bool:
     """Whether tokens are drawn and nobody asked for those of a seed: then more guesses can be accepted."""
     return params.seed is None and not params.is_greedy
+
+
+class _Older(NamedTuple):
+    """Tokens before the newest ones that the steps which guess compute, too."""
+
+    firsts: Int64Array  # of each sequence
+    rows: Int64Array  # [token]: of which sequence
+    positions: Int64Array
+    # Where the token behind each stands in a step: the newest tokens of all sequences come first, then these
+    next_rows: Int64Array
+
+    @classmethod
+    def of(cls, firsts: Int64Array, newest: Int64Array) -> _Older:
+        """Those from `firsts` up to the newest tokens."""
+        counts = newest - firsts
+        rows = np.repeat(np.arange(len(firsts)), counts)
+        next_rows = len(firsts) + 1 + np.arange(len(rows))
+        is_last = within(counts) == counts[rows] - 1
+        return cls(firsts, rows, firsts[rows] + within(counts), np.where(is_last, rows, next_rows))
+
+
+def _guess_steps(
+    plan: BatchPlan,
+    batch: SequenceBatch,
+    older: _Older,
+    positions: Int64Array,
+    slots: Int32Array,
+    drafts: Int64Array,
+    num_models: int,
+) -> GuessSteps:
+    """The steps that guess, from the newest tokens' `positions` and `slots`: [step, row] and [layer group, step, row].
+
+    `num_models` guess one after another. The first step of each has the older tokens of some rows, too.
+    """
+    assert plan.manager is not None
+    pieces, columns = list(positions), list(slots.swapaxes(0, 1))
+    if len(older.rows):
+        ends = positions[0] + drafts
+        found = plan.manager.slot_mapping(batch, older.firsts, ends)
+        before = np.cumsum(ends - older.firsts) - (ends - older.firsts) - older.firsts
+        for turn in range(min(num_models, len(pieces))):
+            where = older.positions + turn
+            held = np.minimum(where, ends[older.rows] - 1)  # behind its last draft, a row writes nothing
+            to = np.where(where == held, found[:, before[older.rows] + held], -1)
+            pieces[turn] = np.append(pieces[turn], held)
+            columns[turn] = np.concatenate([columns[turn], to], axis=1)
+    return GuessSteps(pieces, np.concatenate(columns, axis=1, dtype=np.int32), older.rows, batch)
+
+
+def _paged(table: CSRTable, again: Int64Array, lengths: Int64Array, block_size: int) -> PagedBatch:
+    """A row with one query for each sequence of a table, and one more for some of them, as attention sees them."""
+    indptr, indices = table.indptr, table.indices
+    if len(lengths) >= len(indptr):
+        lists = [indices[indptr[at] : indptr[at + 1]] for at in again.tolist()]
+        indptr = np.append(indptr, indptr[-1] + np.cumsum([len(each) for each in lists]))
+        indices = np.concatenate([indices, *lists])
+    return PagedBatch.build(indptr, indices, np.ones(len(lengths), np.int64), lengths, block_size=block_size)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvpool.config import Tier
-from kvpool.engine.draft_length import DraftStats
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats
+from kvpool.engine.speculation import DraftStats
 from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
 from kvpool.sequences.admission import PrefixMatch

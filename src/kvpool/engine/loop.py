@@ -28,9 +28,10 @@ from kvpool.engine.generation import Generation
 from kvpool.engine.leading import Leader
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner, PlannedCopies
-from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
+from kvpool.engine.sampling import Sampled, StepSampler, logprob_of
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.scoring import TokenLogprob, scored_rows
+from kvpool.engine.speculation import num_accepted, propose
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
@@ -556,24 +557,3 @@ class EngineLoop:
                 guess = propose(self.scheduler.token_ids(sequence), number)
             with suppress(SequenceStateError):  # its sample is in flight
                 self.scheduler.propose(sequence, guess)
-
-
-def num_accepted(plan: BatchPlan, samples: Int32Array) -> Int64Array:
-    """How many samples of each sampling row with drafts count: the first, one behind each right draft, none behind a stop.
-
-    For rows with several samples, which have no drafts, it is 1.
-    """
-    rows = plan.sampling_rows
-    drafts = plan.num_drafts[rows]
-    counts = drafts + 1
-    number = within(counts)
-    taken = samples[np.repeat(plan.first_samples, counts) + number]
-    is_last = number == np.repeat(drafts, counts)
-    verified = plan.token_ids[np.where(is_last, 0, plan.logits_indices + 1)]
-    ends = np.where(is_last | (taken != verified), number, plan.num_tokens)
-    starts = np.cumsum(counts) - counts
-    accepted: Int64Array = np.minimum.reduceat(ends, starts) + 1
-    for at in np.flatnonzero(accepted > 1).tolist():
-        request = plan.sequences[int(rows[at])].request
-        accepted[at] = request.num_until_stop(taken[starts[at] : starts[at] + accepted[at]])
-    return accepted

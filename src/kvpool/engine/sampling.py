@@ -2,7 +2,7 @@
 
 A row's token depends on its logits, its parameters and one number in [0, 1). That number is a pure function of the row's
 seed and of how many tokens it has sampled, so neither the rest of the batch nor preemption changes what a seed produces.
-`StepSampler` knows which parameters belong to which row of the logits; `propose` guesses draft tokens from the prompt.
+`StepSampler` knows which parameters belong to which row of the logits.
 """
 
 from __future__ import annotations
@@ -22,30 +22,10 @@ from kvpool.engine.grammar import num_words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import TokenLogprob
 from kvpool.errors import StepError
-from kvpool.pools.arrays import Int32Array, Int64Array, within
+from kvpool.pools.arrays import Int64Array, within
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.storage.moving import upload
-
-NO_DRAFT: Int32Array = np.empty(0, np.int32)
-
-
-def propose(tokens: Int32Array, num_draft: int, max_ngram: int = 3, min_ngram: int = 1) -> Int32Array:
-    """Up to `num_draft` tokens that followed the latest earlier occurrence of the longest known ending of `tokens`.
-
-    >>> propose(np.array([5, 6, 7, 8, 1, 5, 6], np.int32), num_draft=2).tolist()
-    [7, 8]
-    """
-    total = len(tokens)
-    for length in range(min(max_ngram, total - 1), min_ngram - 1, -1):
-        ending = tokens[total - length :]
-        # Candidates end before the last token, so that something follows each of them.
-        windows = np.lib.stride_tricks.sliding_window_view(tokens[: total - 1], length)
-        places = np.flatnonzero((windows == ending).all(axis=1))
-        if len(places):
-            start = int(places[-1]) + length
-            return tokens[start : start + num_draft].copy()
-    return NO_DRAFT
 
 
 class Sampled(NamedTuple):

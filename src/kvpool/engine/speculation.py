@@ -1,15 +1,24 @@
-"""How many tokens a step drafts: as many as give most tokens a second, by what is measured."""
+"""Speculation: how many tokens a step drafts, drafts from the text before, and how many of a step's drafts count.
+
+`DraftModel` in `drafts.py` has drafts from a model, and `Guesses` in `sampling.py` says which of these are kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
+from kvpool.pools.arrays import Int32Array, Int64Array, within
+from kvpool.scheduling import BatchPlan
+
 PROBE_AFTER = 32  # steps; behind so many, the other choice is measured
 MOST_PROBE_AFTER = 256  # while the choice stays
 PROBE_STEPS = 3  # that measure it. The first does not count: behind others it waits, or the draft has to catch up
 FORGETTING = 0.997  # how much less each draft counts than the next one, for how often they are right
 MARGIN = 1.05  # drafts must give so many times the tokens a second: beginning and ending with them costs some, too
+LONGEST_ENDING = 3  # tokens at the end of a text that are looked for before it
 
 
 class DraftStats(NamedTuple):
@@ -86,3 +95,42 @@ def _estimate(number: int, seconds: Mapping[int, float]) -> float:
     one, other = nearest if len(nearest) > 1 else (nearest[0], 0)
     slope = (seconds[one] - seconds[other]) / (one - other)
     return max(seconds[0], seconds[one] + slope * (number - one))
+
+
+def propose(tokens: Int32Array, num_draft: int) -> Int32Array:
+    """Up to `num_draft` tokens that followed the latest earlier occurrence of the longest known ending of `tokens`.
+
+    >>> propose(np.array([5, 6, 7, 8, 1, 5, 6], np.int32), num_draft=2).tolist()
+    [7, 8]
+    """
+    total = len(tokens)
+    for length in range(min(LONGEST_ENDING, total - 1), 0, -1):
+        ending = tokens[total - length :]
+        # Candidates end before the last token, so that something follows each of them.
+        windows = np.lib.stride_tricks.sliding_window_view(tokens[: total - 1], length)
+        places = np.flatnonzero((windows == ending).all(axis=1))
+        if len(places):
+            start = int(places[-1]) + length
+            return tokens[start : start + num_draft].copy()
+    return np.empty(0, np.int32)
+
+
+def num_accepted(plan: BatchPlan, samples: Int32Array) -> Int64Array:
+    """How many samples of each sampling row with drafts count: the first, one behind each right draft, none behind a stop.
+
+    For rows with several samples, which have no drafts, it is 1.
+    """
+    rows = plan.sampling_rows
+    drafts = plan.num_drafts[rows]
+    counts = drafts + 1
+    number = within(counts)
+    taken = samples[np.repeat(plan.first_samples, counts) + number]
+    is_last = number == np.repeat(drafts, counts)
+    verified = plan.token_ids[np.where(is_last, 0, plan.logits_indices + 1)]
+    ends = np.where(is_last | (taken != verified), number, plan.num_tokens)
+    starts = np.cumsum(counts) - counts
+    accepted: Int64Array = np.minimum.reduceat(ends, starts) + 1
+    for at in np.flatnonzero(accepted > 1).tolist():
+        request = plan.sequences[int(rows[at])].request
+        accepted[at] = request.num_until_stop(taken[starts[at] : starts[at] + accepted[at]])
+    return accepted
