@@ -234,14 +234,14 @@ def step(query_lens: list[int], *, logits: int | None = None) -> BatchPlan:
     ],
 )
 def test_given_a_step_then_it_runs_in_the_smallest_graph_that_holds_it(query_lens: list[int], size: int) -> None:
-    mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), 256)  # type: ignore[arg-type]
+    mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), {}, 256, 0)  # type: ignore[arg-type]
     assert mixed.fits(step(query_lens))
     assert mixed._size_for(step(query_lens)) == size
     assert mixed.max_sequences(size) >= len(query_lens)
 
 
 def test_given_too_many_tokens_or_logits_then_no_graph_holds_the_step() -> None:
-    mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), 32)  # type: ignore[arg-type]
+    mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), {}, 32, 0)  # type: ignore[arg-type]
     assert not mixed.fits(step([1, 2048]))
     assert mixed.fits(step([5] * 6, logits=30))
     assert not mixed.fits(step([5] * 8, logits=40))

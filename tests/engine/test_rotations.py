@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.config.layers import DType  # noqa: E402
-from kvpool.engine import Engine, SamplingParams, runner  # noqa: E402
+from kvpool.engine import Engine, SamplingParams, eager_runner  # noqa: E402
 from kvpool.kernels.quantization import dequantize, quantize, rotation  # noqa: E402
 from kvpool.kernels.write import read_values  # noqa: E402
 
@@ -52,7 +52,7 @@ def test_given_rotated_keys_and_values_that_lose_nothing_then_the_answers_are_th
 
     model = tiny_model(family)
     plain = tokens(model)
-    monkeypatch.setattr(runner, "rotates", lambda layer: both)
+    monkeypatch.setattr(eager_runner, "rotates", lambda layer: both)
     assert tokens(model) == plain
 
 
@@ -95,7 +95,7 @@ def test_given_a_disk_with_blocks_that_are_not_rotated_then_an_engine_that_rotat
         with monkeypatch.context() as patch:
             if not rotates:
                 patch.setattr("kvpool.engine.engine_parts.rotates", lambda layer: (False, False))
-                patch.setattr(runner, "rotates", lambda layer: (False, False))
+                patch.setattr(eager_runner, "rotates", lambda layer: (False, False))
             with Engine(
                 tiny_model("llama"), kv_blocks=64, kv_dtype=kv_dtype, disk=tmp_path, tier_timeout=60.0
             ) as engine:

@@ -14,13 +14,14 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.drafts import HEAD_STEPS, DraftModel
+from kvpool.engine.eager_runner import rotates
 from kvpool.engine.encoding import EncodedInputs, EncoderPrompts, check_settings
 from kvpool.engine.hidden_states import HiddenStates
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.prompts import Prompts
-from kvpool.engine.runner import ModelRunner, rotates
+from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import DRAFT_HEADS, MTP, EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes

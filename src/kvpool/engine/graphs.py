@@ -17,24 +17,22 @@ from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
+from kvpool.attention import PagedBatch, PlanBuffers
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.config.layers import GroupKind, ceil_div
-from kvpool.engine.adapters import EngineAdapters
+from kvpool.engine.eager_runner import AttentionKind, EagerRunner
 from kvpool.errors import KVPoolError
-from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import whole_device
 from kvpool.kernels.lora import group_tokens, max_groups, tile_size
 from kvpool.model.adapter_steps import AdapterStep, adapting
-from kvpool.model.hook import Attend, AttentionCall
+from kvpool.model.hook import AttentionCall
 from kvpool.model.state_steps import StateStep
 from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
-from kvpool.storage import DataPlane, StateSlots
+from kvpool.storage import StateSlots
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Matrix products are computed in tiles of 64 or 128 rows, so rows up to the next multiple cost little. Above the largest
@@ -47,37 +45,6 @@ MOST_SINGLE = 48  # tokens of a step that attend one by one: several queries of 
 STEPPED_SIZES = (16, 32, 64, 128)
 MAX_DRAFT_LOGITS = 512  # of a step with drafts that runs from a graph: each graph computes as many, needed or not
 SHARERS = 4  # sequences that share a block, on average, for which block lists have room
-
-
-class AttentionKind(NamedTuple):
-    """Layers with the same block table and the same attention: one plan per step serves them all."""
-
-    group: LayerGroup
-    spec: AttentionSpec
-
-
-class StepRunner(Protocol):
-    """What graphs use of their runner."""
-
-    model: Any
-    plane: DataPlane
-    backend: AttentionBackend
-    device: torch.device
-    kinds: list[AttentionKind]
-    largest_buffers: dict[int, PlanBuffers]
-    states: StateSlots | None
-    num_axes: int
-    adapters: EngineAdapters
-
-    @property
-    def mirror(self) -> Callable[..., None] | None: ...
-    def layer_of(self, call: AttentionCall) -> int: ...
-    def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
-    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor: ...
-    def upload(self, array: npt.NDArray[Any]) -> Tensor: ...
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, keep: Tensor, attend: Attend, states: StateStep | None
-    ) -> Tensor: ...
 
 
 class CaptureError(KVPoolError):
@@ -186,9 +153,16 @@ class StepGraphs(ABC):
     `run` fills the inputs of the smallest graph that is large enough, plans attention into its buffers and replays it.
     """
 
-    def __init__(self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        runner: EagerRunner,
+        recorder: Recorder,
+        sizes: Sequence[int],
+        largest_buffers: dict[int, PlanBuffers],
+    ) -> None:
         self._runner = runner
         self._recorder = recorder
+        self._largest_buffers = largest_buffers  # by kind of attention, of all graphs of the runner
         self._sizes = list(sizes)
         self._captured: dict[tuple[int, bool], _Captured] = {}  # by size and whether tokens may have adapters
         self._seconds, self._num_bytes = 0.0, 0
@@ -332,9 +306,9 @@ class StepGraphs(ABC):
                 max_sequences=num_sequences,
                 max_query_tokens=size,
                 max_blocks=max(list_room(config, kind.group, num_sequences), 2 * int(batch.indptr[-1])),
-                beside=runner.largest_buffers.get(number),
+                beside=self._largest_buffers.get(number),
             )
-            runner.largest_buffers.setdefault(number, reserved)
+            self._largest_buffers.setdefault(number, reserved)
             buffers.append(reserved)
             plans.append(runner.backend.plan(kind.spec, batch, reserved))
 
@@ -415,9 +389,15 @@ class MixedGraphs(StepGraphs):
     """Steps with sequences that decode and others that compute prompts. All graphs write their logits to one tensor."""
 
     def __init__(
-        self, runner: StepRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int, max_drafts: int = 0
+        self,
+        runner: EagerRunner,
+        recorder: Recorder,
+        sizes: Sequence[int],
+        largest_buffers: dict[int, PlanBuffers],
+        max_sequences: int,
+        max_drafts: int,
     ) -> None:
-        super().__init__(runner, recorder, sizes)
+        super().__init__(runner, recorder, sizes, largest_buffers)
         self._max_sequences = max_sequences
         self._max_logits = max(max_sequences, min(max_sequences * (1 + max_drafts), MAX_DRAFT_LOGITS))
         self._logits: Tensor | None = None
@@ -504,7 +484,7 @@ def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> i
     )
 
 
-def _fill_groups(groups: Tensor, adapter_slots: Int64Array, runner: StepRunner) -> None:
+def _fill_groups(groups: Tensor, adapter_slots: Int64Array, runner: EagerRunner) -> None:
     """Tells a graph the adapter of each token."""
     rows = np.full(groups.shape, -1, np.int32)
     found = group_tokens(adapter_slots, groups.shape[1] - 1)

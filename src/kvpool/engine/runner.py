@@ -1,30 +1,27 @@
-"""Runs a step on the device: the model computes the tokens of a `BatchPlan`, K and V go to blocks, logits come out."""
+"""Runs steps on the device, on a GPU from CUDA graphs where it can, and by compiled layers if it is to."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.config import LayerSpec
-from kvpool.config.layers import DType, GroupKind, ceil_div
+from kvpool.attention import AttentionBackend, PagedBatch, PlanBuffers
+from kvpool.config.layers import ceil_div
 from kvpool.engine.adapters import EngineAdapters
-from kvpool.engine.embedding import hidden_of, source_of
+from kvpool.engine.eager_runner import EagerRunner
 from kvpool.engine.graphs import (
     DRAFT_SIZES,
     MIXED_SIZES,
     STEPPED_SIZES,
-    AttentionKind,
     CaptureError,
     CaptureReport,
     CudaRecorder,
@@ -35,23 +32,19 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
-from kvpool.engine.spans import Span, SpannedPlan
-from kvpool.errors import InvalidArgumentError, SequenceStateError, UnsupportedAttentionError, UnsupportedModelError
-from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.engine.spans import Span
+from kvpool.errors import InvalidArgumentError, SequenceStateError, UnsupportedAttentionError
 from kvpool.kernels.layout import current, whole_device
-from kvpool.kernels.lora import group_tokens, tile_size
-from kvpool.kernels.quantization import TORCH_DTYPES, rotation
-from kvpool.model.adapter_steps import AdapterStep, adapting
+from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.model.compiled_layers import compile_each_layer, plain_copy, run_layers
-from kvpool.model.hook import Attend, AttentionCall
-from kvpool.model.probing import ModelShape, forward
+from kvpool.model.hook import AttentionCall
+from kvpool.model.probing import ModelShape
 from kvpool.model.state_steps import StateStep
 from kvpool.model.states import state_modules
 from kvpool.model.vision import Shown
 from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling import BatchPlan, Scheduler
 from kvpool.storage.data_plane import DataPlane, StepSlots
-from kvpool.storage.moving import upload
 from kvpool.storage.transfer import Transfer
 
 log = logging.getLogger("kvpool")
@@ -88,21 +81,6 @@ class PlannedCopies:
         self._started.clear()
 
 
-def rotates(layer: AttentionSpec | LayerSpec) -> tuple[bool, bool]:
-    """Whether keys, and values, of such a layer are rotated before they are stored: outliers would cost others their bits.
-
-    Values in 8 bits gain too little for the time it takes.
-    """
-    stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
-    return not layer.k_only and stored in (DType.INT8, DType.INT4), not layer.k_only and stored is DType.INT4
-
-
-def _rotations(spec: AttentionSpec, device: torch.device) -> list[Tensor | None]:
-    """The matrices for keys and queries, and for values and results."""
-    of_both = zip(rotates(spec), (spec.head_dim, spec.v_dim), strict=True)
-    return [rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) if does else None for does, dim in of_both]
-
-
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
     """On a GPU, work goes to a stream of its own and is done at the end."""
@@ -115,14 +93,13 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-class ModelRunner:
-    """Runs a model on the blocks of a data plane.
+class ModelRunner(EagerRunner):
+    """Runs a model on the blocks of a data plane; on a GPU from CUDA graphs.
 
-    Every step is one variable-length batch. On a GPU, steps of up to about 2,048 tokens run from CUDA graphs: the largest
-    are captured by `warm_up`, the others when a step needs them, or before that by `capture_next`. Larger steps run without
-    a graph, and so do models and attention that cannot be captured. With `compile_layers`, steps run by plain layers until
-    `compile` has compiled them, in any thread, and `use_compiled` has taken them over. Layers that keep a state are compiled
-    by the first step.
+    Steps of up to about 2,048 tokens run from graphs: the largest are captured by `warm_up`, the others when a step needs
+    them, or before that by `capture_next`. Larger steps run without a graph, and so do models and attention that cannot be
+    captured. With `compile_layers`, steps run by plain layers until `compile` has compiled them, in any thread, and
+    `use_compiled` has taken them over. Layers that keep a state are compiled by the first step.
     """
 
     def __init__(
@@ -142,63 +119,40 @@ class ModelRunner:
         max_drafts: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
-        self.model = model
-        self.num_axes = num_axes  # of positions; images give tokens one each for time, height and width
-        self._uncompiled: Any = None  # a model whose layers are not compiled yet
+        plain, self._uncompiled = model, None  # a model whose layers are not compiled yet
         if compile_layers:
             compile_each_layer(model, model.config.get_text_config().num_hidden_layers)
             if not shape.states:
-                self.model, self._uncompiled = plain_copy(model), model
-        self.plane = plane
-        self.backend = backend
-        self.adapters = EngineAdapters(model) if adapters is None else adapters
-        self.device = plane.device
+                plain, self._uncompiled = plain_copy(model), model
+        adapters = EngineAdapters(model) if adapters is None else adapters
+        super().__init__(plain, shape, plane, backend, adapters, num_axes, first_layer)
         self.max_tokens = max_tokens
-        self.mirror: Callable[..., None] | None = None  # tells other ranks a step: takes the arguments of `run`
-        self.order: Callable[..., None] | None = None  # has other ranks do something between two steps
-        config = plane.config
-        # Layers of the cache, by their numbers in the model; those of another model may stand before them
-        self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
-        states = dict(enumerate(shape.states, first_layer + len(shape.layers)))
-        self.states = plane.state_slots(states) if states else None
-        self.kinds: list[AttentionKind] = []  # distinct ones
-        self.kind_of_layer: dict[int, int] = {}
-        for index, layer in enumerate(self.layer_of_number.values()):
-            group = config.groups[config.group_of_layer[layer]]
-            kind = AttentionKind(group, shape.attention_spec(index, config.attention_layer(layer).dtype))
-            backend.require(kind.spec)
-            if kind not in self.kinds:
-                self.kinds.append(kind)
-            self.kind_of_layer[layer] = self.kinds.index(kind)
-        self._rotations = [_rotations(kind.spec, self.device) for kind in self.kinds]
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
-        self.largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
+        self._largest_buffers: dict[int, PlanBuffers] = {}  # by kind: all its graphs use their scratch memory
         self._captures_ahead = True  # until there is no memory for it
-        self._kernels: list[Future[None]] = []  # that are being compiled
-        self._hidden_source: torch.nn.Module | None = None
-        self.hidden = self.previous = torch.empty(0)  # where steps leave and read such states: see `keep_hidden`
         self.graphs_required = cuda_graphs is True
-        possible = self.device.type == "cuda" or recorder is not None
-        wanted = possible if cuda_graphs is None else cuda_graphs
         self._recorder = recorder
         self._graph_sizes = decode_sizes(max_sequences, 2 if compile_layers else 1), max_sequences, max_drafts
-        if wanted and self._can_have_graphs(recorder):
+        if cuda_graphs is not False and self._can_have_graphs():
             self._make_graphs()
 
     def _make_graphs(self) -> None:
         """Makes room for graphs, of which none is captured."""
         recorder = self._recorder or CudaRecorder(self.device)
         decoding, max_sequences, max_drafts = self._graph_sizes
-        self.graphs = DecodeGraphs(self, recorder, decoding)
+        self.graphs = DecodeGraphs(self, recorder, decoding, self._largest_buffers)
         chosen = DRAFT_SIZES if max_drafts else MIXED_SIZES
         sizes = mixed_sizes(self.max_tokens, chosen if self.states is None else STEPPED_SIZES)
         if sizes and all(module.packs for module in state_modules(self.model)):
-            self.mixed_graphs = MixedGraphs(self, recorder, sizes, max_sequences, max_drafts)
+            self.mixed_graphs = MixedGraphs(self, recorder, sizes, self._largest_buffers, max_sequences, max_drafts)
 
-    def _can_have_graphs(self, recorder: Recorder | None) -> bool:
-        if not (self.device.type == "cuda" or recorder is not None):
-            raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
+    def _can_have_graphs(self) -> bool:
+        """Whether steps can run from graphs; raises if they must and cannot."""
+        if self.device.type != "cuda" and self._recorder is None:
+            if self.graphs_required:
+                raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
+            return False
         try:
             for kind in self.kinds:
                 self.backend.require_graphs(kind.spec)
@@ -227,7 +181,7 @@ class ModelRunner:
                     # Experts, and modules with a state, compute many tokens by other functions than few
                     log.warning("steps with prompts run without CUDA graphs: %s", error)
                     self.mixed_graphs = None
-                    self.largest_buffers.clear()
+                    self._largest_buffers.clear()
             if self.graphs is not None:
                 try:
                     self.graphs.capture_largest()
@@ -262,9 +216,21 @@ class ModelRunner:
             torch.zeros(1, device=self.device)  # gives the thread a CUDA context, which tensor descriptors need
             job()
 
-    def _wait_for_kernels(self) -> None:
-        while self._kernels:
-            self._kernels.pop().result()
+    def _run_once(self) -> None:
+        """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""
+        count, groups = self.max_tokens, self.plane.config.groups
+        zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
+        nowhere = StepSlots(torch.full((len(groups), count), -1, dtype=torch.int32, device=self.device))
+        lengths = np.array([1, count - 1] if count > 1 else [1])
+        batches = []
+        for kind in self.kinds:
+            ends = np.cumsum(ceil_div(lengths, kind.group.block_size))
+            lists = (np.append(0, ends), np.zeros(ends[-1], np.int32))
+            batches.append(PagedBatch.build(*lists, lengths, lengths, block_size=kind.group.block_size))
+        states = None
+        if self.states is not None:  # nobody has a slot yet
+            states = StateStep.of(self.states, lengths.tolist(), [-1] * len(lengths), range(len(lengths)))
+        self._run(zeros, zeros, zeros[:1], nowhere, batches, states)
 
     @property
     def is_uncompiled(self) -> bool:
@@ -332,7 +298,7 @@ class ModelRunner:
 
     def _drop_graphs(self) -> None:
         self.graphs = self.mixed_graphs = None
-        self.largest_buffers.clear()
+        self._largest_buffers.clear()
 
     def drop_adapted_graphs(self) -> None:
         """Forgets graphs with adapters, whose stacks have changed. They are captured again when a step needs them."""
@@ -378,19 +344,7 @@ class ModelRunner:
                 except (CaptureError, torch.OutOfMemoryError) as error:
                     self._go_on_without(error)
                     break
-        slots = self.plane.prepare(plan.slots, plan.batch, plan.states)
-        batches = [self.paged_batch(plan, kind) for kind in self.kinds]
-        states = None
-        if self.states is not None and plan.states is not None:
-            sources, targets = plan.states
-            states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets, plan.num_kept)
-        adapted = None
-        if adapter_slots is not None:
-            tile = tile_size(plan.num_tokens) if self.device.type == "cuda" else plan.num_tokens
-            adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(adapter_slots, tile)))
-        inputs = token_ids, self.upload(where), self.upload(plan.logits_indices if keep is None else keep)
-        with adapting(adapted):
-            return self._run(*inputs, slots, batches, states, shown, spans)
+        return self._run_plan(plan, token_ids, where, shown, spans, keep, adapter_slots)
 
     def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, batches: Sequence[PagedBatch]) -> Tensor:
         """Logits of one token for each row, all on the device; `slots` are prepared, `batches` say which keys a row sees.
@@ -404,126 +358,3 @@ class ModelRunner:
                 self._go_on_without(error)
         keep = torch.arange(len(token_ids), device=self.device)
         return self._run(token_ids, positions, keep, StepSlots(slots), batches, None)
-
-    def _run(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        keep: Tensor,
-        slots: StepSlots,
-        batches: Sequence[PagedBatch],
-        states: StateStep | None,
-        shown: Shown | None = None,
-        spans: Sequence[Span] = (),
-    ) -> Tensor:
-        """A step without a graph, launched operation by operation."""
-        plans: list[AttentionPlan | SpannedPlan] = [
-            SpannedPlan.of(self.backend, kind.spec, batch, spans) if spans else self.backend.plan(kind.spec, batch)
-            for kind, batch in zip(self.kinds, batches, strict=True)
-        ]
-
-        def attend(call: AttentionCall) -> Tensor:
-            if not call.across:  # those of an encoder were written before
-                self.plane.write(slots, call.k, call.v, self.layer_of(call))
-            return self.attention(call, plans)
-
-        return self.forward(token_ids, positions, keep, attend, states, shown)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        keep: Tensor,
-        attend: Attend,
-        states: StateStep | None,
-        shown: Shown | None = None,
-    ) -> Tensor:
-        """The logits of a step; raises if its attention was computed by something else than `attend`."""
-        num_calls = 0
-
-        def counted(call: AttentionCall) -> Tensor:
-            nonlocal num_calls
-            num_calls += 1
-            of_keys, of_values = self._rotations[self.kind_of_layer[self.layer_of(call)]]
-            if of_keys is None or call.across:  # keys and values of an encoder are written as they are
-                return attend(call)
-            call = call._replace(q=call.q @ of_keys, k=call.k @ of_keys)
-            if of_values is None:
-                return attend(call)
-            return attend(call._replace(v=call.v @ of_values)) @ of_values.T
-
-        logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
-        if num_calls != len(self.kind_of_layer):
-            raise UnsupportedModelError(
-                f"{num_calls} of {len(self.kind_of_layer)} layers attended over the cache: another program has replaced the "
-                "attention that kvpool registered in transformers; start this one again without it"
-            )
-        return logits
-
-    def _run_once(self) -> None:
-        """Runs a step of the largest size and keeps nothing of it: a chunk of one prompt and one token of another."""
-        count, groups = self.max_tokens, self.plane.config.groups
-        zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
-        nowhere = StepSlots(torch.full((len(groups), count), -1, dtype=torch.int32, device=self.device))
-        lengths = np.array([1, count - 1] if count > 1 else [1])
-        batches = []
-        for kind in self.kinds:
-            ends = np.cumsum(ceil_div(lengths, kind.group.block_size))
-            lists = (np.append(0, ends), np.zeros(ends[-1], np.int32))
-            batches.append(PagedBatch.build(*lists, lengths, lengths, block_size=kind.group.block_size))
-        states = None
-        if self.states is not None:  # nobody has a slot yet
-            states = StateStep.of(self.states, lengths.tolist(), [-1] * len(lengths), range(len(lengths)))
-        self._run(zeros, zeros, zeros[:1], nowhere, batches, states)
-
-    @torch.inference_mode()
-    def hidden_source(self) -> torch.nn.Module:
-        """The module that returns the hidden states of a step, for embeddings."""
-        if self._hidden_source is None:
-            if self.order is not None:
-                self.order("hidden_source")
-            self._hidden_source = source_of(self.model)
-        return self._hidden_source
-
-    def keep_hidden(self, states: Tensor, previous: Tensor | None = None) -> None:
-        """Leaves the hidden states of each step in `states` [token, size], also of those from graphs captured from now on.
-
-        An MTP layer reads what was computed for the token before each of a step in `previous` [token, size].
-        """
-        self.hidden = states
-        if previous is not None:
-            self.previous = self.model.previous = previous
-        source = self.hidden_source()
-        source.register_forward_hook(lambda module, inputs, output: self._keep(hidden_of(output)))
-
-    def _keep(self, states: Tensor) -> None:
-        self.hidden[: len(states)] = states
-
-    def states_at(self, tokens: Int64Array) -> Tensor:
-        """The hidden states of some tokens of the last step; those of token -1 are the last row of the memory for them."""
-        return self.hidden.index_select(0, self.upload(np.where(tokens < 0, len(self.hidden) - 1, tokens)))
-
-    def layer_of(self, call: AttentionCall) -> int:
-        """The layer of the cache that a layer of the model attends over."""
-        return self.layer_of_number[call.layer]
-
-    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
-        """Attention of one layer over the blocks in its plan."""
-        self._wait_for_kernels()
-        layer = self.layer_of(call)
-        plan = plans[self.kind_of_layer[layer]]
-        if isinstance(plan, SpannedPlan):
-            return plan.run(call.q, self.plane.layer_cache(layer), call.sinks)
-        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks, biases=call.biases)
-
-    def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
-        """The step's sequences as attention over one layer group sees them."""
-        csr = plan.batch.csr(kind.group.index)
-        lengths = plan.kv_lengths
-        if kind.group.kind is GroupKind.CROSS:
-            lengths = np.array([handle.encoder_tokens for handle in plan.batch], np.int64)
-        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), lengths)
-
-    def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """A copy of a host array on the device, without waiting for it."""
-        return upload(array, self.device)

@@ -1,0 +1,231 @@
+"""Runs a step on the device, operation by operation: the model computes the tokens, K and V go to blocks, logits come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch
+from kvpool.config import LayerGroup, LayerSpec
+from kvpool.config.layers import DType, GroupKind
+from kvpool.engine.adapters import EngineAdapters
+from kvpool.engine.embedding import hidden_of, source_of
+from kvpool.engine.spans import Span, SpannedPlan
+from kvpool.errors import UnsupportedModelError
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.lora import group_tokens, tile_size
+from kvpool.kernels.quantization import TORCH_DTYPES, rotation
+from kvpool.model.adapter_steps import AdapterStep, adapting
+from kvpool.model.hook import Attend, AttentionCall
+from kvpool.model.probing import ModelShape, forward
+from kvpool.model.state_steps import StateStep
+from kvpool.model.vision import Shown
+from kvpool.pools.arrays import Int64Array
+from kvpool.scheduling import BatchPlan
+from kvpool.storage.data_plane import DataPlane, StepSlots
+from kvpool.storage.moving import upload
+
+
+class AttentionKind(NamedTuple):
+    """Layers with the same block table and the same attention: one plan per step serves them all."""
+
+    group: LayerGroup
+    spec: AttentionSpec
+
+
+def rotates(layer: AttentionSpec | LayerSpec) -> tuple[bool, bool]:
+    """Whether keys, and values, of such a layer are rotated before they are stored: outliers would cost others their bits.
+
+    Values in 8 bits gain too little for the time it takes.
+    """
+    stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
+    return not layer.k_only and stored in (DType.INT8, DType.INT4), not layer.k_only and stored is DType.INT4
+
+
+def _rotations(spec: AttentionSpec, device: torch.device) -> list[Tensor | None]:
+    """The matrices for keys and queries, and for values and results."""
+    of_both = zip(rotates(spec), (spec.head_dim, spec.v_dim), strict=True)
+    return [rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) if does else None for does, dim in of_both]
+
+
+class EagerRunner:
+    """Runs steps without graphs. Every step is one variable-length batch."""
+
+    def __init__(
+        self,
+        model: Any,
+        shape: ModelShape,
+        plane: DataPlane,
+        backend: AttentionBackend,
+        adapters: EngineAdapters,
+        num_axes: int,
+        first_layer: int,
+    ) -> None:
+        self.model = model
+        self.num_axes = num_axes  # of positions; images give tokens one each for time, height and width
+        self.plane = plane
+        self.backend = backend
+        self.adapters = adapters
+        self.device = plane.device
+        self.mirror: Callable[..., None] | None = None  # tells other ranks a step: takes the arguments of `run`
+        self.order: Callable[..., None] | None = None  # has other ranks do something between two steps
+        config = plane.config
+        # Layers of the cache, by their numbers in the model; those of another model may stand before them
+        self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
+        states = dict(enumerate(shape.states, first_layer + len(shape.layers)))
+        self.states = plane.state_slots(states) if states else None
+        self.kinds: list[AttentionKind] = []  # distinct ones
+        self.kind_of_layer: dict[int, int] = {}
+        for index, layer in enumerate(self.layer_of_number.values()):
+            group = config.groups[config.group_of_layer[layer]]
+            kind = AttentionKind(group, shape.attention_spec(index, config.attention_layer(layer).dtype))
+            backend.require(kind.spec)
+            if kind not in self.kinds:
+                self.kinds.append(kind)
+            self.kind_of_layer[layer] = self.kinds.index(kind)
+        self._rotations = [_rotations(kind.spec, self.device) for kind in self.kinds]
+        self._kernels: list[Future[None]] = []  # that are being compiled
+        self._hidden_source: torch.nn.Module | None = None
+        self.hidden = self.previous = torch.empty(0)  # where steps leave and read such states: see `keep_hidden`
+
+    def _run_plan(
+        self,
+        plan: BatchPlan,
+        token_ids: Tensor,
+        positions: Int64Array,
+        shown: Shown | None,
+        spans: Sequence[Span],
+        keep: Int64Array | None,
+        adapter_slots: Int64Array | None,
+    ) -> Tensor:
+        """The logits of a step; the arguments are those of `ModelRunner.run`."""
+        slots = self.plane.prepare(plan.slots, plan.batch, plan.states)
+        batches = [self.paged_batch(plan, kind) for kind in self.kinds]
+        states = None
+        if self.states is not None and plan.states is not None:
+            sources, targets = plan.states
+            states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets, plan.num_kept)
+        adapted = None
+        if adapter_slots is not None:
+            tile = tile_size(plan.num_tokens) if self.device.type == "cuda" else plan.num_tokens
+            adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(adapter_slots, tile)))
+        inputs = token_ids, self.upload(positions), self.upload(plan.logits_indices if keep is None else keep)
+        with adapting(adapted):
+            return self._run(*inputs, slots, batches, states, shown, spans)
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        slots: StepSlots,
+        batches: Sequence[PagedBatch],
+        states: StateStep | None,
+        shown: Shown | None = None,
+        spans: Sequence[Span] = (),
+    ) -> Tensor:
+        """A step without a graph, launched operation by operation."""
+        plans: list[AttentionPlan | SpannedPlan] = [
+            SpannedPlan.of(self.backend, kind.spec, batch, spans) if spans else self.backend.plan(kind.spec, batch)
+            for kind, batch in zip(self.kinds, batches, strict=True)
+        ]
+
+        def attend(call: AttentionCall) -> Tensor:
+            if not call.across:  # those of an encoder were written before
+                self.plane.write(slots, call.k, call.v, self.layer_of(call))
+            return self.attention(call, plans)
+
+        return self.forward(token_ids, positions, keep, attend, states, shown)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        attend: Attend,
+        states: StateStep | None,
+        shown: Shown | None = None,
+    ) -> Tensor:
+        """The logits of a step; raises if its attention was computed by something else than `attend`."""
+        num_calls = 0
+
+        def counted(call: AttentionCall) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            of_keys, of_values = self._rotations[self.kind_of_layer[self.layer_of(call)]]
+            if of_keys is None or call.across:  # keys and values of an encoder are written as they are
+                return attend(call)
+            call = call._replace(q=call.q @ of_keys, k=call.k @ of_keys)
+            if of_values is None:
+                return attend(call)
+            return attend(call._replace(v=call.v @ of_values)) @ of_values.T
+
+        logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
+        if num_calls != len(self.kind_of_layer):
+            raise UnsupportedModelError(
+                f"{num_calls} of {len(self.kind_of_layer)} layers attended over the cache: another program has replaced the "
+                "attention that kvpool registered in transformers; start this one again without it"
+            )
+        return logits
+
+    @torch.inference_mode()
+    def hidden_source(self) -> torch.nn.Module:
+        """The module that returns the hidden states of a step, for embeddings."""
+        if self._hidden_source is None:
+            if self.order is not None:
+                self.order("hidden_source")
+            self._hidden_source = source_of(self.model)
+        return self._hidden_source
+
+    def keep_hidden(self, states: Tensor, previous: Tensor | None = None) -> None:
+        """Leaves the hidden states of each step in `states` [token, size], also of those from graphs captured from now on.
+
+        An MTP layer reads what was computed for the token before each of a step in `previous` [token, size].
+        """
+        self.hidden = states
+        if previous is not None:
+            self.previous = self.model.previous = previous
+        source = self.hidden_source()
+        source.register_forward_hook(lambda module, inputs, output: self._keep(hidden_of(output)))
+
+    def _keep(self, states: Tensor) -> None:
+        self.hidden[: len(states)] = states
+
+    def states_at(self, tokens: Int64Array) -> Tensor:
+        """The hidden states of some tokens of the last step; those of token -1 are the last row of the memory for them."""
+        return self.hidden.index_select(0, self.upload(np.where(tokens < 0, len(self.hidden) - 1, tokens)))
+
+    def layer_of(self, call: AttentionCall) -> int:
+        """The layer of the cache that a layer of the model attends over."""
+        return self.layer_of_number[call.layer]
+
+    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
+        """Attention of one layer over the blocks in its plan."""
+        self._wait_for_kernels()
+        layer = self.layer_of(call)
+        plan = plans[self.kind_of_layer[layer]]
+        if isinstance(plan, SpannedPlan):
+            return plan.run(call.q, self.plane.layer_cache(layer), call.sinks)
+        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks, biases=call.biases)
+
+    def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
+        """The step's sequences as attention over one layer group sees them."""
+        csr = plan.batch.csr(kind.group.index)
+        lengths = plan.kv_lengths
+        if kind.group.kind is GroupKind.CROSS:
+            lengths = np.array([handle.encoder_tokens for handle in plan.batch], np.int64)
+        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), lengths)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy of a host array on the device, without waiting for it."""
+        return upload(array, self.device)
+
+    def _wait_for_kernels(self) -> None:
+        while self._kernels:
+            self._kernels.pop().result()
