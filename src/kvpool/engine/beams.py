@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvpool.engine.generation import Sample
 from kvpool.engine.params import SamplingParams
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.scheduling import BatchPlan
 from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.storage.moving import upload
 
@@ -123,3 +124,57 @@ class BeamSearch:
 
     def _penalised(self, score: float, length: int) -> float:
         return score / math.pow(max(1, length), self._params.length_penalty)
+
+
+class StepBeams(NamedTuple):
+    """The searches whose beams are in a step, and how each ranks what may follow them."""
+
+    rankings: Sequence[tuple[BeamSearch, Ranking]]
+
+    @classmethod
+    def rank(cls, plan: BatchPlan, logits: Tensor, searches: Mapping[Hashable, BeamSearch]) -> StepBeams:
+        """Ranks what may follow all beams of a step. `searches` are by request id."""
+        if not plan.is_steered.any():
+            return cls(())
+        rows = plan.sampling_rows
+        row_of_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
+        places: dict[BeamSearch, list[int]] = {}
+        for at in np.flatnonzero(plan.is_steered[rows]).tolist():
+            places.setdefault(searches[plan.sequences[int(rows[at])].request.id], []).append(at)
+        rankings = []
+        for search, mine in places.items():
+            sequences = [plan.sequences[row] for row in rows[mine].tolist()]
+            of_beams = logits.index_select(0, upload(row_of_logits[mine], logits.device))
+            rankings.append((search, search.rank(sequences, of_beams)))
+        return cls(rankings)
+
+    def to_host(self) -> StepBeams:
+        """A copy for the host. It is complete once the device has done the copy."""
+        return StepBeams([(search, ranking.to_host()) for search, ranking in self.rankings])
+
+    @property
+    def searches(self) -> dict[ScheduledSequence, BeamSearch]:
+        """The search of each beam of the step, also of a search that is over."""
+        return {sequence: search for search, ranking in self.rankings for sequence in ranking.sequences}
+
+    def advance(
+        self, plan: BatchPlan, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array
+    ) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """Decides which continuations go on. They take the place of the samples of their rows: of the `counts` samples of
+        each row, which are at `samples_at` of the sampled `tokens`.
+        """
+        for search, ranking in self.rankings:
+            search.advance(ranking)
+        searches = self.searches
+        pieces = np.split(samples_at, np.cumsum(counts)[:-1])
+        picked, chosen = list[Int64Array](), list[Int32Array]()
+        for at, row in enumerate(plan.sampling_rows.tolist()):
+            sequence, indices = plan.sequences[row], pieces[at]
+            next_tokens = tokens[indices]
+            if plan.is_steered[row]:
+                next_tokens = searches[sequence].continuations(sequence)
+                indices = np.full(len(next_tokens), plan.first_samples[at])
+            counts[at] = len(next_tokens)
+            picked.append(indices)
+            chosen.append(next_tokens)
+        return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)

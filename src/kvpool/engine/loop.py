@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.background_layers import BackgroundLayers
-from kvpool.engine.beams import BeamSearch, Ranking
+from kvpool.engine.beams import StepBeams
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
 from kvpool.engine.encoding import EncodedInputs
 from kvpool.engine.generation import Generation
 from kvpool.engine.leading import Leader
 from kvpool.engine.pictures import StepPictures
-from kvpool.engine.runner import ModelRunner, PlannedCopies
+from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.scoring import TokenLogprob, scored_rows
@@ -40,6 +40,7 @@ from kvpool.model.private_copy import SharedWeights
 from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
+from kvpool.storage import DataPlane, Transfer
 from kvpool.tiers.transport.block_keys import PromptKeys
 
 log = logging.getLogger("kvpool")
@@ -51,13 +52,40 @@ class _Launched(NamedTuple):
     plan: BatchPlan
     began: float  # on the host's clock
     sampled: Sampled | None = None
-    rankings: Sequence[tuple[BeamSearch, Ranking]] = ()
+    beams: StepBeams = StepBeams(())
     ready: Any = None
     token_ids: Tensor | None = None  # of a step whose drafts came from a model
 
-    def searches(self) -> dict[ScheduledSequence, BeamSearch]:
-        """The beam search of each steered sequence of the step, also of a search that is over."""
-        return {sequence: search for search, ranking in self.rankings for sequence in ranking.sequences}
+
+class _PlannedCopies:
+    """The copies that a scheduler planned and that are not done."""
+
+    def __init__(self, scheduler: Scheduler, plane: DataPlane) -> None:
+        self._scheduler = scheduler
+        self._plane = plane
+        self._unstarted: list[BatchPlan] = []  # plans whose copies could not be started
+        self._started: list[tuple[list[BatchPlan], Transfer]] = []
+
+    def start(self, plan: BatchPlan) -> None:
+        """Starts the copies of a plan, after those that could not be started before."""
+        if plan.copies:
+            self._unstarted.append(plan)
+        transfer = self._plane.run_copies(plan.copies, overlap=True)
+        if self._unstarted:
+            self._started.append((self._unstarted, transfer))
+            self._unstarted = []
+
+    def tell(self) -> None:
+        """Tells the scheduler which copies are done, so that it can plan with their blocks."""
+        for done in [item for item in self._started if item[1].done()]:
+            self._started.remove(done)
+            for plan in done[0]:
+                self._scheduler.landed(plan)
+
+    def clear(self) -> None:
+        """Forgets all copies: nobody waits for them any more."""
+        self._unstarted.clear()
+        self._started.clear()
 
 
 class EngineLoop:
@@ -89,7 +117,7 @@ class EngineLoop:
         self._requests = requests
         self._flying: deque[_Launched] = deque()
         self._broken: list[Generation] = []  # requests whose grammar failed in this step
-        self._copies = PlannedCopies(scheduler, runner.plane)
+        self._copies = _PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
         self._num_graphs = -1  # when the last step was over
         on_gpu = runner.device.type == "cuda"
@@ -299,58 +327,40 @@ class EngineLoop:
             self.encoded.write((*plan.admitted, *plan.resumed))
         if plan.is_empty:
             return _Launched(plan, began)
-        shown = () if self.pictures is None else self.pictures.of(plan)
         token_ids, guesses = self._inputs(plan), None
         if self.drafts is not None:
             token_ids, guesses = self.drafts.run(plan, token_ids)
-        rows = range(plan.num_decode, len(plan.sequences))
-        prompts = [(row, each) for row in rows if (each := self._generation(plan.sequences[row])) is not None]
-        pooled = {row: each.pooled for row, each in prompts if each.pooled is not None}
-        scores = {row: each.scores for row, each in prompts if each.scores is not None}
-        with pooling(plan, pooled) as pools:
-            scored = scored_rows(plan, scores)
-            keep = None if scored is None else scored.keep
-            slots = self.runner.adapters.slots_of(plan)
-            logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep, adapter_slots=slots)
-        if scored is not None:
-            logits = scored.take(logits)
+        logits = self._logits(plan, token_ids)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._catch_up, guesses)
         self._remember(plan, sampled.tokens)
-        rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
+        beams = StepBeams.rank(plan, logits, self._requests.searches)  # now: the next step overwrites the logits
         guessed = token_ids if self.drafts is not None and plan.num_drafts.any() else None
         if self.runner.device.type == "cpu":
-            return _Launched(plan, began, sampled, rankings, None, guessed)
+            return _Launched(plan, began, sampled, beams, None, guessed)
         parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in (*sampled, guessed)]
-        on_host = Sampled(*parts[:-1])
-        rankings = [(search, ranking.to_host()) for search, ranking in rankings]
+        on_host, beams = Sampled(*parts[:-1]), beams.to_host()
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, began, on_host, rankings, ready, parts[-1])
+        return _Launched(plan, began, on_host, beams, ready, parts[-1])
+
+    def _logits(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
+        """Runs the model, scores and pools prompts on the way, and returns the logits that tokens are sampled from."""
+        shown = () if self.pictures is None else self.pictures.of(plan)
+        rows = range(plan.num_decode, len(plan.sequences))
+        prompts = [(row, each) for row in rows if (each := self._generation(plan.sequences[row])) is not None]
+        scored = scored_rows(plan, {row: each.scores for row, each in prompts if each.scores is not None})
+        keep = None if scored is None else scored.keep
+        slots = self.runner.adapters.slots_of(plan)
+        with pooling(plan, {row: each.pooled for row, each in prompts if each.pooled is not None}) as pools:
+            logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep, adapter_slots=slots)
+        return logits if scored is None else scored.take(logits)
 
     def _catch_up(self) -> None:
         """Finishes the steps in flight."""
         while self._flying:
             self._finish(self._flying.popleft())
-
-    def _rank_beams(self, plan: BatchPlan, logits: Tensor) -> list[tuple[BeamSearch, Ranking]]:
-        """Ranks what may follow the beams of each search now, because the next step overwrites the logits."""
-        rows = plan.sampling_rows
-        row_of_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
-        mine: dict[BeamSearch, list[int]] = {}
-        for at in np.flatnonzero(plan.is_steered[rows]).tolist():
-            mine.setdefault(self._requests.searches[plan.sequences[int(rows[at])].request.id], []).append(at)
-        return [
-            (
-                search,
-                search.rank(
-                    [plan.sequences[row] for row in rows[places].tolist()],
-                    logits.index_select(0, self.runner.upload(row_of_logits[places])),
-                ),
-            )
-            for search, places in mine.items()
-        ]
 
     def _inputs(self, plan: BatchPlan) -> Tensor:
         """Token ids on the device. Those that the host does not know yet are the newest samples of their lanes."""
@@ -426,21 +436,7 @@ class EngineLoop:
         samples_at = np.repeat(plan.first_samples, counts) + within(counts)
         if not plan.is_steered.any():
             return tokens[samples_at], counts, samples_at
-        for search, ranking in launched.rankings:
-            search.advance(ranking)
-        searches = launched.searches()
-        pieces = np.split(samples_at, np.cumsum(counts)[:-1])
-        picked, chosen = list[Int64Array](), list[Int32Array]()
-        for at, row in enumerate(rows.tolist()):
-            sequence, indices = plan.sequences[row], pieces[at]
-            next_tokens = tokens[indices]
-            if plan.is_steered[row]:
-                next_tokens = searches[sequence].continuations(sequence)
-                indices = np.full(len(next_tokens), plan.first_samples[at])
-            counts[at] = len(next_tokens)
-            picked.append(indices)
-            chosen.append(next_tokens)
-        return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)
+        return launched.beams.advance(plan, tokens, counts, samples_at)
 
     def _hand_out(
         self, launched: _Launched, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array, forks: list[Fork]
@@ -452,7 +448,7 @@ class EngineLoop:
         for fork in forks:
             children.setdefault(fork.parent, []).append(fork.child)
             self._track(fork.child)
-        searches = launched.searches()
+        searches = launched.beams.searches
         stopped: list[ScheduledSequence] = []
         ids = tokens.tolist()
         at = 0

@@ -43,42 +43,10 @@ from kvpool.model.state_steps import StateStep
 from kvpool.model.states import state_modules
 from kvpool.model.vision import Shown
 from kvpool.pools.arrays import Int64Array
-from kvpool.scheduling import BatchPlan, Scheduler
+from kvpool.scheduling import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
-from kvpool.storage.transfer import Transfer
 
 log = logging.getLogger("kvpool")
-
-
-class PlannedCopies:
-    """The copies that a scheduler planned and that are not done."""
-
-    def __init__(self, scheduler: Scheduler, plane: DataPlane) -> None:
-        self._scheduler = scheduler
-        self._plane = plane
-        self._unstarted: list[BatchPlan] = []  # plans whose copies could not be started
-        self._started: list[tuple[list[BatchPlan], Transfer]] = []
-
-    def start(self, plan: BatchPlan) -> None:
-        """Starts the copies of a plan, after those that could not be started before."""
-        if plan.copies:
-            self._unstarted.append(plan)
-        transfer = self._plane.run_copies(plan.copies, overlap=True)
-        if self._unstarted:
-            self._started.append((self._unstarted, transfer))
-            self._unstarted = []
-
-    def tell(self) -> None:
-        """Tells the scheduler which copies are done, so that it can plan with their blocks."""
-        for done in [item for item in self._started if item[1].done()]:
-            self._started.remove(done)
-            for plan in done[0]:
-                self._scheduler.landed(plan)
-
-    def clear(self) -> None:
-        """Forgets all copies: nobody waits for them any more."""
-        self._unstarted.clear()
-        self._started.clear()
 
 
 @contextmanager
