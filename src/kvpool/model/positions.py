@@ -3,12 +3,17 @@
 The row of a flattened step holds tokens of many sequences. While such a step runs, these modules get its positions: the
 position embeddings of decoders like BART's as `position_ids`, the attention of llama4 (which scales queries by position) as
 the length of a cache. The self-check compares the result with the model by itself.
+
+With the rotary types "dynamic" and "longrope", transformers chooses the frequencies in every forward, from its largest
+position. In a flattened step one long sequence would change the keys of all others, and the choice would wait for the device.
+With the frequencies of short texts, results equal those of transformers up to `max_positions`, which is the limit here.
+Beyond it, cached keys could not be used, because they were rotated with the old frequencies.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -45,11 +50,12 @@ def use_positions(model: Any) -> None:
 
 
 def own_positions(model: Any) -> None:
-    """Lets them count by themselves again."""
+    """Lets them count by themselves again, and rotary embeddings change: the owner of the model may run it, too."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook in (_as_position_ids, _as_past_length):
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    _rename(model, lambda kind: kind.kind if isinstance(kind, _FixedKind) else kind)
 
 
 def _embeds_positions(module: Any) -> bool:
@@ -85,3 +91,50 @@ class _Past:
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """The keys and values of the step alone."""
         return keys, values
+
+
+# --- rotary embeddings ---------------------------------------------------------------------------------------------------
+
+
+class _FixedKind(str):
+    """The type of a rotary embedding while it is frozen, and its original type."""
+
+    kind: str
+
+    @classmethod
+    def of(cls, kind: str) -> _FixedKind:
+        held = cls("held by kvpool")
+        held.kind = kind
+        return held
+
+
+def max_positions(config: Any) -> int | None:
+    """The longest text: the model's own limit, or the length at which longrope changes its frequencies."""
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    limits += [rope.get("original_max_position_embeddings") for rope in _longropes(config)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def freeze_rotary(model: Any) -> None:
+    """Freezes rotary embeddings at the frequencies of short texts. The last text that the model ran must be a short one."""
+    _rename(model, lambda kind: _FixedKind.of(kind) if _changes(kind) else kind)
+
+
+def _rename(model: Any, new: Callable[[str], str]) -> None:
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # one kind per layer type
+            module.rope_type = {name: new(each) for name, each in kind.items()}
+        elif isinstance(kind, str):
+            module.rope_type = new(kind)
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _longropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            yield rope

@@ -20,11 +20,10 @@ from kvpool.config import StateSpec
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.model import rotary
 from kvpool.model.encoders import decode
 from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
 from kvpool.model.own_attention import knows_no_positions, replace_attention, restore_attention
-from kvpool.model.positions import counts_by_itself, own_positions, placed, use_positions
+from kvpool.model.positions import counts_by_itself, freeze_rotary, max_positions, own_positions, placed, use_positions
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
@@ -175,7 +174,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
         use_positions(model)
         with errors_of(model):
             shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
-            rotary.freeze(model)
+            freeze_rotary(model)
             check_against_eager(
                 model,
                 forward,
@@ -189,7 +188,6 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
         set_attention(model, own_attention)
         own_states(model)
         own_positions(model)
-        rotary.thaw(model)
         raise
     return shape
 
@@ -278,7 +276,7 @@ def _shape_of(model: Any, modules: Sequence[StateModule]) -> ModelShape:
         layers=tuple(layer_shape(model, call) for call in calls),
         dtype=common_dtype(model, calls),
         vocab_size=logits.shape[-1],
-        max_positions=rotary.max_positions(config),
+        max_positions=max_positions(config),
         attending=tuple(call.layer for call in calls),
         states=state_specs(modules),
     )
