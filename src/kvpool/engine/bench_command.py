@@ -72,13 +72,12 @@ def bench(
     TRACE --costs FILE` and `kvpool plan --costs FILE` then answer for it instead of for a GPU out of a list.
     """
     check_files(json)
-    if shared_tokens is None:
-        shared_tokens = min(DEFAULT_SHARED_TOKENS, prompt_tokens // 2)
-    elif shared_tokens > prompt_tokens:
+    shared = min(DEFAULT_SHARED_TOKENS, prompt_tokens // 2) if shared_tokens is None else shared_tokens
+    if shared > prompt_tokens:
         raise InvalidArgumentError(
-            f"--shared-tokens is {shared_tokens}, more than --prompt-tokens {prompt_tokens}; share less"
+            f"--shared-tokens is {shared}, more than --prompt-tokens {prompt_tokens}; share less"
         )
-    settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
+    settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared, max_tokens=max_tokens)
     rows: list[dict[str, Any]] = []
     measurement: Measurement | None = None
     loaded: Any = None
@@ -99,10 +98,8 @@ def bench(
                 measurement = _try_costs(engine, engine_options.model or DEFAULT_NAME, wanted=bool(costs), quiet=quiet)
             loaded = engine.model
     if json is not None:
-        written: dict[str, Any] = {"settings": settings, "runs": rows}
-        if measurement is not None:
-            written["measurement"] = measurement.to_dict()
-        write_json(json, written)
+        costs_told = {} if measurement is None else {"measurement": measurement.to_dict()}
+        write_json(json, {"settings": settings, "runs": rows, **costs_told})
     if json != "-":
         _print_table(rows)
         if measurement is not None:

@@ -35,7 +35,6 @@ from kvpool.engine.grammar import Grammar, Grammars
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.leading import Leader
-from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, not_followed, sampling_defaults
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.rank_process import serve_if_launched
@@ -171,21 +170,18 @@ class Engine:
 
         It refers to the loop and the thread, not to the engine, so a request does not keep the engine alive.
         """
+        loop = self._loop
         return RequestMaker(
             None if self.tokenizer is None else Pieces(self.tokenizer),
-            self._loop.runner.adapters.scope,
+            loop.runner.adapters.scope,
             self.shape.vocab_size,
             self.config.max_seq_len,
             self.sampling_defaults,
             eos_token_ids(self.model),
-            partial(_now, self._loop),
-            partial(_cancel, self._thread, self._loop),
+            lambda: loop.scheduler.clock(),
+            self._thread.cancel,
             self._not_first,
         )
-
-    def _refuse_ranks(self, what: str) -> None:
-        if self._leader is not None:
-            raise ConfigError(f"{what} with tensor_parallel: this works on one device only")
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -356,7 +352,8 @@ class Engine:
         Blocks are stored while the rest is computed. Any thread may call `on_progress`, with how many tokens others find so
         far. `Prefill.result()` waits until all blocks are stored or have failed to be.
         """
-        self._refuse_ranks("prefill for other engines")
+        if self._leader is not None:
+            raise ConfigError("prefill for other engines with tensor_parallel: this works on one device only")
         tiers = self._handing_over()
         prefill: list[Prefill] = []
         read = self.read_prompt(prompt, images)
@@ -412,7 +409,7 @@ class Engine:
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; what it has so far is its result. `Generation.cancel` does the same."""
-        _cancel(self._thread, self._loop, checked_generation(generation))
+        self._thread.cancel(checked_generation(generation))
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
         """A new request whose prompt is all tokens that the first sample of another one has now; options as in `submit`.
@@ -668,11 +665,6 @@ class Engine:
         self.close()
 
 
-def _now(loop: EngineLoop) -> float:
-    """The time of deadlines."""
-    return loop.scheduler.clock()
-
-
 def _end_ranks(thread: EngineThread, leader: Leader) -> None:
     """Ends the ranks of an engine without references; where it has a thread, that ends them after the last request."""
     if not thread.has_started:
@@ -683,17 +675,6 @@ def _tell(thread: EngineThread, run: Callable[[], None]) -> None:
     """Has something called in the thread of an engine, unless it has ended."""
     with suppress(SequenceStateError):
         thread.tell(run, lambda error: None)
-
-
-def _cancel(thread: EngineThread, loop: EngineLoop, generation: Generation) -> None:
-    """Ends a request of a loop that is not over, in the thread of the loop."""
-    if generation.is_over:
-        return
-    try:
-        thread.tell(lambda: loop.cancel(generation), lambda error: None)
-    except SequenceStateError:  # the engine is closed: nothing runs any more
-        if thread.is_elsewhere:
-            raise
 
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:

@@ -50,7 +50,7 @@ from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane
 from kvpool.tiers.keys import Shard
-from kvpool.tiers.model_tiers import ModelTiers
+from kvpool.tiers.model_tiers import ModelTiers, OpenedTiers
 from kvpool.tiers.transport.shards import Shards
 
 log = logging.getLogger("kvpool")
@@ -127,39 +127,42 @@ def assemble(
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        are_rotated = any(rotates(layer)[0] for layer in config.layers if isinstance(layer, LayerSpec))
-        own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
-        drafted = None if draft is None else draft.model
-        opened = model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)
+        opened = _open_tiers(model_tiers, model, config, draft, ranks)
         _warn_of_loss(config.layers)
         requests, inbox = ScheduledRequests(scheduler, ready.adapters), Inbox()
         shards = None if ranks is None else ranks.shards
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox, shards)
-        drafts, generations = None, requests.generations
+        vocab_size, generations, num_bytes = ready.shape.vocab_size, requests.generations, settings.encoder_bytes
+        drafts = None
         if ready.draft is not None:
             told = limits, generations, scheduler.token_ids, hidden
-            drafts = DraftModel(drafting, ready.draft.shapes[0], ready.shape.vocab_size, *told)
-        pictures = encoded = None
-        if ready.sees:
-            pictures = StepPictures(ready.encoder, settings.encoder_bytes, where, generations)
-        if ready.inputs is not None:
-            encoded = EncodedInputs(ready.inputs, settings.encoder_bytes, runner, generations)
+            drafts = DraftModel(drafting, ready.draft.shapes[0], vocab_size, *told)
         loop = EngineLoop(
             scheduler,
             requests,
             runner,
-            ready.shape.vocab_size,
+            vocab_size,
             BackgroundLayers([runner, *drafting], inbox, start.seconds),
             num_draft_tokens=settings.num_drafts,
             drafts=drafts,
             overlap=settings.overlap,
             tiers=tiers,
-            pictures=pictures,
-            encoded=encoded,
+            pictures=StepPictures(ready.encoder, num_bytes, where, generations) if ready.sees else None,
+            encoded=None if ready.inputs is None else EncodedInputs(ready.inputs, num_bytes, runner, generations),
             # Now: joining products has moved some
             weights=_shared_weights(model, ready, draft),
         )
     return Parts(ready.shape, config, manager, plane, tiers, loop, inbox, _prompts(model, ready, tokenizer, processor))
+
+
+def _open_tiers(
+    model_tiers: ModelTiers, model: Any, config: KVCacheConfig, draft: LoadedModel | None, ranks: RankLink | None
+) -> OpenedTiers | None:
+    """The tiers of a model, or of one rank of it."""
+    are_rotated = any(rotates(layer)[0] for layer in config.layers if isinstance(layer, LayerSpec))
+    own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
+    drafted = None if draft is None else draft.model
+    return model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)
 
 
 def _prompts(model: Any, ready: _Ready, tokenizer: Any, processor: Any) -> Prompts:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvpool.engine.generation import Generation
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.errors import KVPoolError, SequenceStateError
@@ -87,6 +88,16 @@ class EngineThread:
 
         self.tell(run, answer.set_exception)
         return answer.result()
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request that is not over."""
+        if generation.is_over:
+            return
+        try:
+            self.tell(lambda: self._loop.cancel(generation), lambda error: None)
+        except SequenceStateError:  # the engine is closed: nothing runs any more
+            if self.is_elsewhere:
+                raise
 
     def close(self) -> None:
         """Ends it after the step that it is in, and waits for that."""
