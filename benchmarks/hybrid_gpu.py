@@ -31,8 +31,9 @@ from kvpool import DType, StatePart, StateSpec
 from kvpool.kernels import states as references
 from kvpool.kernels.layout import PackedStates, Selection, SlotStates
 from kvpool.kernels.states import convolve, convolve_one, delta_rule_one, select_one
+from kvpool.model.forward import forward
 from kvpool.model.hook import AttentionCall, use_kvpool_attention
-from kvpool.model.probing import forward, run_probe
+from kvpool.model.probing import run_probe
 from kvpool.model.state_probing import use_kvpool_states
 from kvpool.model.state_steps import StateStep
 from kvpool.model.states import own_states, state_specs

@@ -19,7 +19,8 @@ from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError  # noqa: E402
 from kvpool.model.compiled_layers import compile_each_layer, run_layers  # noqa: E402
 from kvpool.model.faster_layers import fuse_experts  # noqa: E402
-from kvpool.model.probing import forward, inspect_model  # noqa: E402
+from kvpool.model.forward import forward  # noqa: E402
+from kvpool.model.probing import inspect_model  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 

@@ -11,9 +11,9 @@ import torch
 from models import SUPPORTED, WINDOW, random_prompt, tiny_model
 
 from kvpool.errors import KVPoolError, UnsupportedModelError
+from kvpool.model.forward import forward
 from kvpool.model.hook import AttentionCall, attending, use_kvpool_attention
 from kvpool.model.positions import use_positions
-from kvpool.model.probing import forward
 from kvpool.model.self_check import ContiguousAttention, positions_of
 
 LENGTHS = (2 * WINDOW + 7, WINDOW + 3, 1)  # two cross the window

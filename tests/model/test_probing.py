@@ -16,8 +16,9 @@ from transformers import LlamaModel
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.model import probing, self_check
+from kvpool.model.forward import forward
 from kvpool.model.hook import AttentionCall
-from kvpool.model.probing import LayerShape, ModelShape, forward, inspect_model
+from kvpool.model.probing import LayerShape, ModelShape, inspect_model
 from kvpool.model.self_check import ContiguousAttention, positions_of
 
 GQA = LayerShape(q_heads=4, kv_heads=2, k_dim=16, v_dim=16, scale=0.25)

@@ -20,8 +20,9 @@ from kvpool import CopyKind, CopyOp, LayerSpec, StateSpec, Tier, layers_from_hf
 from kvpool.config import PoolSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.kernels.layout import SlotStates
+from kvpool.model.forward import forward
 from kvpool.model.hook import use_kvpool_attention
-from kvpool.model.probing import forward, inspect_model, run_probe
+from kvpool.model.probing import inspect_model, run_probe
 from kvpool.model.self_check import ContiguousAttention
 from kvpool.model.state_probing import use_kvpool_states
 from kvpool.model.state_steps import StateStep, keeping_states

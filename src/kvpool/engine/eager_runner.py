@@ -22,8 +22,9 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.lora import group_tokens, tile_size
 from kvpool.kernels.quantization import TORCH_DTYPES, rotation
 from kvpool.model.adapter_steps import AdapterStep, adapting
+from kvpool.model.forward import forward
 from kvpool.model.hook import Attend, AttentionCall
-from kvpool.model.probing import ModelShape, forward
+from kvpool.model.probing import ModelShape
 from kvpool.model.state_steps import StateStep
 from kvpool.model.vision import Shown
 from kvpool.pools.arrays import Int64Array

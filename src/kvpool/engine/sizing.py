@@ -14,8 +14,9 @@ from kvpool.engine.graphs import decode_sizes, mixed_sizes
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.sampling import SamplingRows, TokenCounts, sample
 from kvpool.errors import StorageMemoryError
+from kvpool.model.forward import forward
 from kvpool.model.hook import AttentionCall
-from kvpool.model.probing import ModelShape, forward
+from kvpool.model.probing import ModelShape
 from kvpool.scheduling import SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane, measure_budget
 

@@ -16,10 +16,10 @@ import torch
 
 from kvpool.errors import UnsupportedModelError
 from kvpool.model.faster_layers import JoinedProduct, fuse_norms, has_experts
+from kvpool.model.forward import forward
 from kvpool.model.gguf_conversion import cache_directory
 from kvpool.model.hook import Attend
 from kvpool.model.private_copy import private_copy
-from kvpool.model.probing import forward
 
 # Tokens of the first step. torch takes equal sizes for one: if a layer had so many heads or numbers, every other number of
 # tokens would be compiled again. So it is a prime, like that of a step in which experts multiply many tokens.

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpool.errors import UnsupportedModelError
 from kvpool.model.encoders import EncoderInput, InputEncoder, decode, prepare, set_decoder_attention
 from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
-from kvpool.model.probing import ModelShape, common_dtype, errors_of, forward, layer_shape
+from kvpool.model.probing import ModelShape, common_dtype, errors_of, layer_shape
 from kvpool.model.self_check import (
     CachedLayers,
     ContiguousAttention,
@@ -107,7 +107,7 @@ def _check_against_eager(model: Any, encoder: InputEncoder, sources: Sequence[En
     texts = random_texts(model, [min(length, longest or length) for length in _TEXT_LENGTHS], [0, 0])
     hidden = [encoder.encode(source) for source in sources]
     reads = _WithEncoder([encoder.keys_and_values(states) for states in hidden])
-    got = flattened_logits(model, forward, texts, CachedLayers(frozenset(), {}), reads)
+    got = flattened_logits(model, texts, CachedLayers(frozenset(), {}), reads)
     set_decoder_attention(model, "eager")
     try:
         outputs = [

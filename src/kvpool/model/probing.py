@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,14 @@ from kvpool.config import StateSpec
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.model.encoders import decode
-from kvpool.model.hook import Attend, AttentionCall, attending, set_attention, use_kvpool_attention
+from kvpool.model.forward import forward
+from kvpool.model.hook import AttentionCall, set_attention, use_kvpool_attention
 from kvpool.model.own_attention import knows_no_positions, replace_attention, restore_attention
-from kvpool.model.positions import counts_by_itself, freeze_rotary, max_positions, own_positions, placed, use_positions
+from kvpool.model.positions import counts_by_itself, freeze_rotary, max_positions, own_positions, use_positions
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
-from kvpool.model.state_steps import StateStep, keeping_states
 from kvpool.model.states import StateModule, keeps_indexer, modules_with_state, own_states, state_specs
-from kvpool.model.vision import Shown, deep_features, embedded
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _HYBRID_LAYER_TYPES = _KNOWN_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
@@ -111,44 +109,6 @@ class ModelShape:
         )
 
 
-@torch.no_grad()
-def forward(
-    model: Any,
-    input_ids: Tensor,
-    positions: Tensor,
-    keep: Tensor | None,
-    attend: Attend,
-    states: StateStep | None = None,
-    shown: Shown | None = None,
-) -> Tensor:
-    """Logits [row of `keep`, vocabulary] of one flattened step: the one way in which the engine calls a model.
-
-    `input_ids` and `positions` [token] may belong to any number of sequences, in any order. Only two things mix tokens:
-    attention, which `attend` computes, and modules that keep a state, for which `states` says where each sequence begins.
-    `keep` lists the tokens whose logits are wanted; None: all. `positions` are [axis, token] where a model has several for
-    each token. `shown` are pictures behind placeholder tokens. Nothing waits for the device.
-    """
-    if model.config.is_encoder_decoder:
-        return decode(model, input_ids, positions, keep, attend)
-    tokens = {"input_ids": input_ids.unsqueeze(0)}
-    if shown is not None:
-        tokens = {"inputs_embeds": embedded(model, input_ids, shown).unsqueeze(0)}
-    with (
-        attending(attend),
-        placed(positions),
-        nullcontext() if states is None else keeping_states(states),
-        deep_features(model, len(input_ids), shown),
-    ):
-        output = model(
-            **tokens,
-            position_ids=positions.unsqueeze(-2),
-            use_cache=False,
-            logits_to_keep=0 if keep is None else keep,
-        )
-    logits: Tensor = output.logits[0]
-    return logits
-
-
 def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
     """The shape of a loaded transformers model, which from then on runs through `forward`.
 
@@ -177,7 +137,6 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
             freeze_rotary(model)
             check_against_eager(
                 model,
-                forward,
                 shape.max_positions,
                 CachedLayers(frozenset(shape.attending), shape.states),
                 # By slopes a key counts by its distance, wherever it is.

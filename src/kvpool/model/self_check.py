@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpool.config import StateSpec
 from kvpool.errors import UnsupportedModelError
+from kvpool.model.forward import forward
 from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall, set_attention
 from kvpool.model.state_steps import StateStep
 from kvpool.storage import StateSlots
@@ -21,9 +22,6 @@ from kvpool.storage import StateSlots
 # and some tokens go to other experts.
 _TOLERANCE, _CHECKED = 1e-3, 1.0
 _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
-
-# kvpool.model.probing.forward
-Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend, StateStep | None], Tensor]
 
 _SHORT_WINDOW = 16
 _WINDOWS = ("window", "window_size", "attention_chunk_size")  # how the names of their lengths end
@@ -49,9 +47,7 @@ class CachedLayers(NamedTuple):
     states: Mapping[int, StateSpec]
 
 
-def check_against_eager(
-    model: Any, forward: Forward, max_positions: int | None, cached: CachedLayers, *, far: bool = True
-) -> None:
+def check_against_eager(model: Any, max_positions: int | None, cached: CachedLayers, *, far: bool = True) -> None:
     """Raises UnsupportedModelError unless flattened steps with our attention give the logits of its own eager attention.
 
     Random texts are computed in two chunks each, in changing order. This shows whether a model keeps more than K and V
@@ -61,25 +57,25 @@ def check_against_eager(
     positions, because some models treat far tokens differently.
     """
     with _narrowed(model, max_positions) as windows:
-        reach = _longest_window_in_force(model, forward)
+        reach = _longest_window_in_force(model)
         if max_positions is None or reach < max_positions:  # otherwise the window never hides a token
             windows.append(reach)
         longest = _SHORT_WINDOW + 2 * max(windows, default=0)
         lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
         sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
-        _require_equal(model, forward, random_texts(model, lengths, [0, 0]), cached, sees_all)
+        _require_equal(model, random_texts(model, lengths, [0, 0]), cached, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
         # Last, because a model that does not use position_ids may index outside of its tables there.
         if far and last > 1 and cached.attention:
             texts = random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
-            _require_equal(model, forward, texts, cached, by_position)
+            _require_equal(model, texts, cached, by_position)
 
 
-def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers, reason: str) -> None:
+def _require_equal(model: Any, texts: Sequence[_Text], cached: CachedLayers, reason: str) -> None:
     """Raises UnsupportedModelError with this reason unless flattened steps give the logits of the model by itself."""
     attending = ContiguousAttention([text.start for text in texts])
-    got = flattened_logits(model, forward, texts, cached, attending)
+    got = flattened_logits(model, texts, cached, attending)
     require_close(model, got, _eager_logits(model, texts, cached), reason)
 
 
@@ -132,7 +128,7 @@ def _narrowed(model: Any, max_positions: int | None) -> Iterator[list[int]]:
             setattr(owner, name, value)
 
 
-def _longest_window_in_force(model: Any, forward: Forward) -> int:
+def _longest_window_in_force(model: Any) -> int:
     windows = [0]
     compute = ContiguousAttention().step({0: 1})
 
@@ -156,7 +152,7 @@ def random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> l
 
 
 def flattened_logits(
-    model: Any, forward: Forward, texts: Sequence[_Text], cached: CachedLayers, attention: ContiguousAttention
+    model: Any, texts: Sequence[_Text], cached: CachedLayers, attention: ContiguousAttention
 ) -> Tensor:
     """The logits of all texts, one after another, computed in two steps: a third of each text, then the rest."""
     slots = StateSlots.allocate(cached.states, len(texts), model.device) if cached.states else None
