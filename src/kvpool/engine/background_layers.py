@@ -6,11 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
 
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.runner import ModelRunner
-from kvpool.errors import KVPoolError, SequenceStateError
+from kvpool.errors import KVPoolError
 
 log = logging.getLogger("kvpool")
 
@@ -72,8 +71,7 @@ class BackgroundLayers:
         except Exception as error:
             self._failure = error
         self._seconds["compiling layers, beside requests"] = time.perf_counter() - began
-        with suppress(SequenceStateError):  # the engine was closed
-            self._inbox.put(self._take_over, lambda error: None)
+        self._inbox.put_or_fail(self._take_over, lambda error: None)
 
     def _take_over(self) -> None:
         runners, self._runners = self._runners, []

@@ -118,10 +118,11 @@ class Engine:
         if chosen.model_defaults and (asked := not_followed(self.model)):
             words = ", ".join(f"{name}={value}" for name, value in asked.items())
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
-        parts = assemble(
-            self.model, chosen, limits, model_tiers, draft, self.tokenizer, self.processor, self._start, leader
-        )
-        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop, inbox, self._prompts = parts
+        with_text = self.tokenizer, self.processor
+        parts = assemble(self.model, chosen, limits, model_tiers, draft, *with_text, self._start, leader)
+        self.shape, self._loop, inbox, self._prompts = parts
+        self._tiers, self.plane = self._loop.tiers, self._loop.runner.plane
+        self.manager, self.config = self._loop.scheduler.manager, self.plane.config
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
         self._closing = threading.Lock()
@@ -595,7 +596,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        look = partial(engine_stats, self._loop, self._tiers)
+        look = partial(engine_stats, self._loop)
         if not self._thread.has_started:
             return look()
         try:

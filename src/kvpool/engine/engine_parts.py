@@ -75,10 +75,6 @@ class Parts(NamedTuple):
     """What an engine is made of."""
 
     shape: ModelShape
-    config: KVCacheConfig
-    manager: KVCacheManager
-    plane: DataPlane
-    tiers: TierLink | None
     loop: EngineLoop
     inbox: Inbox
     prompts: Prompts
@@ -152,7 +148,7 @@ def assemble(
             # Now: joining products has moved some
             weights=_shared_weights(model, ready, draft),
         )
-    return Parts(ready.shape, config, manager, plane, tiers, loop, inbox, _prompts(model, ready, tokenizer, processor))
+    return Parts(ready.shape, loop, inbox, _prompts(model, ready, tokenizer, processor))
 
 
 def _open_tiers(

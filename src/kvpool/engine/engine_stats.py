@@ -11,7 +11,6 @@ from kvpool.config import Tier
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats
 from kvpool.engine.speculation import DraftStats
-from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.stats import CacheStats
@@ -40,7 +39,7 @@ class WaitingRequest(NamedTuple):
     seconds: float  # since it came
 
 
-def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
+def engine_stats(loop: EngineLoop) -> EngineStats:
     """Cache, scheduler and queues as they are now."""
     scheduler = loop.scheduler
     return EngineStats(
@@ -49,7 +48,7 @@ def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
         scheduler.num_waiting + loop.num_held,
         scheduler.num_running,
         scheduler.num_swapped,
-        None if tiers is None else tiers.stats(),
+        None if loop.tiers is None else loop.tiers.stats(),
         None if (encodes := loop.pictures or loop.encoded) is None else encodes.cache.stats(),
         None if loop.drafts is None else loop.drafts.stats(),
     )

@@ -322,14 +322,11 @@ class Handovers:
     def _tell_arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:
         """Called in a thread that fetches: has `_arrived` called in the engine's thread."""
 
-        def give_up(error: KVPoolError | None = None) -> None:
+        def give_up(error: KVPoolError) -> None:
             fetch.release()
             done(0)
 
-        try:
-            self._inbox.put(partial(self._arrived, request, done, fetch), give_up)
-        except KVPoolError:  # the engine has ended
-            give_up()
+        self._inbox.put_or_fail(partial(self._arrived, request, done, fetch), give_up)
 
     def _arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:
         handle, waits = self._transport.import_prefix(request, fetch)

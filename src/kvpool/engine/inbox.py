@@ -38,6 +38,13 @@ class Inbox:
             self._calls.append(_Call(run, fail))
             self.changed.notify_all()
 
+    def put_or_fail(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
+        """The same, but calls `fail` if the engine has ended."""
+        try:
+            self.put(run, fail)
+        except SequenceStateError as error:
+            fail(error)
+
     def run_all(self) -> None:
         """Makes the calls. A call leaves the queue after it was made: if it raises, `fail_all` still finds it."""
         while self._calls:

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from kvpool.engine.drafts import DraftModel
-from kvpool.engine.engine_parts import Parts, assemble, load_draft
+from kvpool.engine.engine_parts import assemble, load_draft
 from kvpool.engine.leading import EngineSpec
+from kvpool.engine.loop import EngineLoop
 from kvpool.engine.rank_channel import COPIES, END, ERROR, OK, ORDER, TIERS, Channel
 from kvpool.engine.rank_group import Hello, join_ranks
 from kvpool.engine.rank_meeting import connect, launched, watch_link
@@ -71,8 +72,7 @@ class Follower:
             # Rank 0 compares the vocabularies: its tokenizer may be another one
             tokenizer = None if draft is None else draft.tokenizer
             settled = settings, settings.limits(), settings.model_tiers()
-            parts = assemble(loaded.model, *settled, draft, tokenizer, ranks=self)
-            self._run(parts)
+            self._run(assemble(loaded.model, *settled, draft, tokenizer, ranks=self).loop)
         self._channel.send(END)
 
     def _receive(self) -> tuple[bytes, bytearray]:
@@ -87,9 +87,9 @@ class Follower:
         values: list[str] = json.loads(self._receive()[1])
         return values
 
-    def _run(self, parts: Parts) -> None:
-        runner, drafts, tiers = parts.loop.runner, parts.loop.drafts, parts.tiers
-        keeper = None if tiers is None else ShardKeeper(tiers.transport, parts.plane)
+    def _run(self, loop: EngineLoop) -> None:
+        runner, drafts, tiers = loop.runner, loop.drafts, loop.tiers
+        keeper = None if tiers is None else ShardKeeper(tiers.transport, runner.plane)
         self._answers.keeper = keeper
         try:
             self._channel.send(OK)
@@ -100,7 +100,7 @@ class Follower:
             if tiers is not None and keeper is not None:
                 keeper.close()
                 tiers.close()
-            parts.plane.close()
+            runner.plane.close()
             runner.close()
             if drafts is not None:
                 drafts.runner.close()

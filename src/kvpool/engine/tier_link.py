@@ -136,10 +136,7 @@ class TierLink:
 
     def _tell_arrived(self, held: _HeldRequest, fetch: Fetch) -> None:
         """Called in a thread that fetches: has `_arrived` called in the engine's thread."""
-        try:
-            self._inbox.put(partial(self._arrived, held, fetch), lambda error: fetch.release())
-        except KVPoolError:  # the engine has ended
-            fetch.release()
+        self._inbox.put_or_fail(partial(self._arrived, held, fetch), lambda error: fetch.release())
 
     def _arrived(self, held: _HeldRequest, fetch: Fetch) -> None:
         held.pending.end(fetch)
