@@ -21,11 +21,10 @@ from torch.nn import functional
 
 from kvpool.attention import PagedBatch
 from kvpool.engine.generation import Generation
-from kvpool.engine.hidden_states import HiddenStates
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Guesses, StepSampler
-from kvpool.engine.speculation import DraftLength, DraftStats
+from kvpool.engine.speculation import DraftLength, DraftStats, HiddenStates
 from kvpool.engine.step_message import GuessSteps
 from kvpool.model.probing import ModelShape
 from kvpool.pools.arrays import Int32Array, Int64Array, within

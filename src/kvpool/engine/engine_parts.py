@@ -16,7 +16,6 @@ from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.drafts import HEAD_STEPS, DraftModel
 from kvpool.engine.eager_runner import rotates
 from kvpool.engine.encoding import EncodedInputs, EncoderPrompts, check_settings
-from kvpool.engine.hidden_states import HiddenStates
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
@@ -25,6 +24,7 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import DRAFT_HEADS, MTP, EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second, step_bytes
+from kvpool.engine.speculation import HiddenStates
 from kvpool.engine.starting import Start
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
