@@ -45,7 +45,7 @@ COMMANDS = {
         "kvpool.tiers.node.node_command", "One cache for all engines of a machine: own memory that they share."
     ),
     "warm": Command(
-        "kvpool.engine.warm_command", "Compile and keep what a model needs, so that engines start fast.", extra="hf"
+        "kvpool.engine.bench_command", "Compile and keep what a model needs, so that engines start fast.", extra="hf"
     ),
     "doctor": Command(
         "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
