@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,16 +66,6 @@ class RecordedStep(NamedTuple):
     output: Tensor
 
 
-class Recorder(Protocol):
-    """Makes graphs of steps."""
-
-    def record(self, step: Callable[[], Tensor]) -> RecordedStep:
-        """Runs a step that reads and writes fixed memory, and records it; raises CaptureError if that is impossible."""
-
-    def num_bytes(self) -> int:
-        """Bytes in use on the device, by graphs and everything else."""
-
-
 class CudaRecorder:
     """Records CUDA graphs. They share their memory, because they never run at the same time."""
 
@@ -87,7 +77,10 @@ class CudaRecorder:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], Tensor]) -> RecordedStep:
-        """Runs the step, then records it, so that nothing is initialised during the capture."""
+        """Records a step that reads and writes fixed memory; raises CaptureError if that is impossible.
+
+        It runs the step first, so that nothing is initialised during the capture.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(2 if self._memory is None else 1):  # some things are initialised by the second run
@@ -156,7 +149,7 @@ class StepGraphs(ABC):
     def __init__(
         self,
         runner: EagerRunner,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         sizes: Sequence[int],
         largest_buffers: dict[int, PlanBuffers],
     ) -> None:
@@ -391,7 +384,7 @@ class MixedGraphs(StepGraphs):
     def __init__(
         self,
         runner: EagerRunner,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         sizes: Sequence[int],
         largest_buffers: dict[int, PlanBuffers],
         max_sequences: int,

@@ -27,7 +27,6 @@ from kvpool.engine.graphs import (
     CudaRecorder,
     DecodeGraphs,
     MixedGraphs,
-    Recorder,
     StepGraphs,
     decode_sizes,
     mixed_sizes,
@@ -85,7 +84,7 @@ class ModelRunner(EagerRunner):
         num_axes: int = 1,
         first_layer: int = 0,
         max_drafts: int = 0,
-        recorder: Recorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         plain, self._uncompiled = model, None  # a model whose layers are not compiled yet
         if compile_layers:
