@@ -13,11 +13,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
+from kvpool import (
+    KVCacheConfig,
+    KVCacheHandle,
+    KVCacheManager,
+    LayerSpec,
+    MemoryPressure,
+    Retention,
+    ReuseScope,
+    TokenRange,
+)
 from kvpool.errors import KVPoolError
 from kvpool.replay import TraceRecorder, replay_recording
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
-from managers import counted
+from managers import FULL, counted
 
 VOCABULARY = 40  # so few that prompts often share the beginning of a block with several cached ones
 
@@ -226,6 +235,14 @@ def test_given_a_tie_between_cached_blocks_when_replayed_then_the_same_one_is_co
     assert live.partial_hit_tokens >= 24
     assert min(live.hit_tokens["HOST"], live.hit_tokens["GPU"]) > 0, "the choice must matter: ties on both tiers"
     assert counted(replay_recording(tmp_path / "t")) == counted(live)
+
+
+def test_given_levels_of_pressure_when_replayed_then_the_level_is_that_of_the_recorded_manager(tmp_path: Path) -> None:
+    path, config = tmp_path / "live.kvtrace", KVCacheConfig([FULL], 4, gpu_blocks=10, pressure_levels=(0.1, 0.2, 0.3))
+    manager = KVCacheManager(config)
+    with TraceRecorder(path).attach(manager):
+        manager.allocate("a", num_tokens=16)
+    assert replay_recording(path).pressure == manager.stats().pressure == MemoryPressure.CRITICAL
 
 
 def test_given_live_requests_then_a_recorder_refuses_to_attach(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ _SWITCHES = (
     "default_ttl",
     "max_pinned_tokens",
     "max_seq_len",
+    "pressure_levels",
 )
 _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
 
@@ -102,6 +103,7 @@ def recorded_scope(numbers: list[int] | None) -> ReuseScope:
 def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:
     """Repeats all recorded operations on a new manager. Its counters are then those of the recorded one.
 
+    What the manager refused is not recorded, so `allocation_failures` and `extend_failures` are 0.
     With another `policy` the same operations run with another order of eviction. An operation that does not fit any more
     raises, as it would have in the engine.
     """
