@@ -398,6 +398,18 @@ def test_given_a_clone_when_it_writes_then_only_the_block_that_both_read_is_copi
     assert manager.free_block_count() == 16
 
 
+def test_given_shared_blocks_when_other_tokens_follow_then_these_can_be_stored() -> None:
+    manager = paged(min_prefix_length=4)
+    source = manager.allocate(request(initial_tokens=8, tokens=list(range(8))))
+    manager.write(source, 1, 0, torch.arange(64.0), torch.arange(64.0))
+    target = manager.extend(manager.share_prefix_blocks(source, "s", 1), 4)
+    manager.write(target, 1, 4, torch.arange(32.0), torch.arange(32.0))
+    assert manager.store_prefix([0, 1, 2, 3, 9, 9, 9, 9], target)
+    found = manager.find_prefix([0, 1, 2, 3, 9, 9, 9, 9])
+    assert found is not None
+    assert found.matched_length == 7
+
+
 def test_given_shared_blocks_then_they_outlive_their_source() -> None:
     manager = paged()
     handle = manager.allocate(request(initial_tokens=10))

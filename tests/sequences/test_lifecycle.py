@@ -249,6 +249,20 @@ def test_a_rewind_of_a_reserved_prompt_keeps_its_known_tokens() -> None:
     manager.check()
 
 
+def test_a_fork_of_a_written_prompt_that_is_rewound_goes_on_with_other_tokens() -> None:
+    manager = make_manager(block_size=4)
+    parent = manager.allocate("parent", list(range(12)))
+    manager.mark_written(parent, 12)
+    [child] = manager.fork(parent, "child")
+    manager.rewind(child, 8)
+    assert child.token_ids.tolist() == [0, 1, 2, 3]
+    manager.extend(child, 4)
+    manager.commit(child, [0, 1, 2, 3, 50, 51, 52, 53])
+    assert manager.match_prefix([0, 1, 2, 3, 50, 51, 52, 53, 0]).num_tokens == 8
+    assert parent.token_ids.tolist() == list(range(12))
+    manager.check()
+
+
 def test_a_rewind_without_a_block_for_the_copy_changes_nothing() -> None:
     manager = make_manager(gpu_blocks=2)
     handle = running(manager, "a", 8)

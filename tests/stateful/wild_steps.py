@@ -205,12 +205,12 @@ def take_back(m: WildMachine, request: Request, count: int) -> bool:
     if not done:
         return False
     request.reserved -= count
+    if request.written > request.reserved:
+        del request.known[request.reserved :]
     del request.ready[max(0, request.reserved - request.written) :]
     del request.tokens[request.reserved :], request.values[request.reserved :]
     request.narrowed = min(request.narrowed, request.reserved)
-    if request.committed > request.reserved:
-        request.committed = request.reserved
-        del request.known[request.reserved :]
+    request.committed = min(request.committed, request.reserved)
     return True
 
 

@@ -494,7 +494,8 @@ class KVCacheManager:
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
         """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.
 
-        Committed tokens may be rewound too: what was published stays cached, and a block cut in two is copied.
+        Committed tokens may be rewound too: what was published stays cached, and a block cut in two is copied. Other tokens
+        may follow where written ones were. A prompt is still known where its places were reserved only.
         """
         with self._guard:
             row = self._state.row_of(handle)

@@ -45,9 +45,9 @@ class Rewinder:
         self._drop_private(handle, row, ceil_div(length, size))
         rows.reserved_of[row] = length
         rows.present_of[row] = min(rows.present_of[row], length)
-        rows.written_of[row] = min(rows.written_of[row], length)
-        if rows.committed_of[row] > length:
-            rows.committed_of[row] = length
+        if rows.written_of[row] > length:  # what is written there now may be other tokens
+            rows.written_of[row] = length
+            rows.committed_of[row] = min(rows.committed_of[row], length)
             rows.forget_token_ids(row, length)
         if handle.family is not None:
             rows.set_shared(row, True)  # the blocks that it will write now may be older than those it copied
