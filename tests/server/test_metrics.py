@@ -7,14 +7,20 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from live import Live, access, call, refusal, word_tokenizer
 from models import tiny_model
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpool.engine import Chunk, SamplingParams
+from kvpool.engine.generation import Generation, Sample
 from kvpool.scheduling import SchedulerStats
+from kvpool.server.latencies import Latencies
 from kvpool.stats import CacheStats
 from kvpool.tiers.contract import TierStats
 from kvpool.tiers.transport.tier_transport import TieringStats
@@ -97,6 +103,17 @@ def test_given_requests_of_tenants_then_each_is_counted_and_there_are_not_too_ma
     assert told["kvpool_tenant_generated_tokens"] == {"a": 4, "b": 2, rest: 4}
     assert f'kvpool_build_info{{python="{platform.python_version()}",torch="' in text
     assert "process_resident_memory_bytes" in text
+
+
+def test_given_a_client_that_leaves_then_the_model_and_its_tenant_count_the_same_tokens() -> None:
+    generation = Generation("r", np.array([5], np.int32), SamplingParams(), None)
+    latencies = Latencies(CollectorRegistry())
+    meter = latencies.begin("tiny", "a")
+    meter.tokens(SimpleNamespace(last=None, generation=generation), [Chunk(0, "", (6, 7))])  # type: ignore[arg-type]
+    generation.samples[0] = Sample(0, [6, 7, 8])  # the last one was not read
+    meter.end([generation], "left")
+    told = {sample.name: sample.value for metric in latencies.collect() for sample in metric.samples}
+    assert told["kvpool_generated_tokens_total"] == told["kvpool_tenant_generated_tokens_total"] == 3
 
 
 def test_given_keys_then_top_is_told_one(serve: Callable[..., Live], capsys: Any, monkeypatch: Any) -> None:

@@ -93,6 +93,7 @@ class RequestMeter:
         self._tenant = tenant
         self._began = time.perf_counter()
         self._has_token = False
+        self._num_counted = 0  # tokens
         latencies.under_way.inc()
 
     def tokens(self, running: LiveRequest, news: Sequence[Chunk]) -> float | None:
@@ -104,6 +105,7 @@ class RequestMeter:
             return None
         model = self._model
         model.num_generated += count
+        self._num_counted += count
         now, before = time.perf_counter(), running.last
         running.last = now
         if before is None:
@@ -120,7 +122,9 @@ class RequestMeter:
         if self._has_token:  # so that the same requests are in this histogram and in that of first tokens
             self._model.durations["request"].observe(time.perf_counter() - self._began)
         self._model.outcomes[outcome] += 1
-        self._latencies.count_tenant(self._tenant, generations)
+        num_generated = sum(len(sample.token_ids) for one in generations for sample in list(one.samples.values()))
+        self._model.num_generated += num_generated - self._num_counted  # what nobody was there to read
+        self._latencies.count_tenant(self._tenant, generations, num_generated)
 
 
 class Latencies:
@@ -149,16 +153,15 @@ class Latencies:
         """A request was refused."""
         self._refused.labels(str(status)).inc()
 
-    def count_tenant(self, tenant: str, generations: Sequence[Generation]) -> None:
+    def count_tenant(self, tenant: str, generations: Sequence[Generation], num_generated: int) -> None:
         """Counts a request that is over for its tenant. After `MOST_TENANTS`, further tenants are counted together."""
         if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
             tenant = OTHER_TENANTS
-        samples = [sample for one in generations for sample in one.samples.values()]
         counts = self._tenants.setdefault(tenant, Counter())
         counts["requests"] += 1
         counts["prompt_tokens"] += sum(one.num_prompt_tokens for one in generations)
         counts["cached_tokens"] += sum(one.num_cached_tokens for one in generations)
-        counts["generated_tokens"] += sum(len(sample.token_ids) for sample in samples)
+        counts["generated_tokens"] += num_generated
 
     def collect(self) -> Iterable[Metric]:
         """What was measured, for Prometheus."""
