@@ -155,13 +155,11 @@ async def prefill(request: Request, body: PromptForOthers, model: ServedModel, c
 
 async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
     """Brings what tiers have of a prompt into the cache."""
-    tokens, scope = (
-        await named_tokens(model, body.prompt, body.messages),
-        scope_for_tenant(caller.tenant, body.cache_salt),
-    )
-    options = {"scope": scope, "adapter": model.adapter, "session": _session(body, caller)}
+    tokens = await named_tokens(model, body.prompt, body.messages)
+    scope, session = scope_for_tenant(caller.tenant, body.cache_salt), _session(body, caller)
+    begin = partial(model.engine.prefetch, tokens, scope=scope, adapter=model.adapter, session=session)
     try:
-        found = await asyncio.to_thread(partial(model.engine.prefetch, tokens, **options))
+        found = await asyncio.to_thread(begin)
     except KVPoolError as error:
         raise problem_of(error) from error
     return {"prompt_tokens": len(tokens), "cached_tokens": await asyncio.wrap_future(found)}
