@@ -204,7 +204,9 @@ def test_given_a_size_limit_then_the_file_ends_cleanly_there(tmp_path: Path) -> 
     assert replay_recording(tmp_path / "t").requests == len(read_trace(tmp_path / "t"))
 
 
-def test_given_a_full_disk_then_the_engine_goes_on_and_the_recorder_says_why_it_stopped() -> None:
+def test_given_a_full_disk_then_the_engine_goes_on_and_the_recorder_says_why_it_stopped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     manager = make_manager(gpu_blocks=4096)
@@ -213,6 +215,7 @@ def test_given_a_full_disk_then_the_engine_goes_on_and_the_recorder_says_why_it_
             manager.free(manager.allocate(number, range(number, number + 50)))
     assert recorder.stopped_because is not None
     assert "No space left" in recorder.stopped_because
+    assert caplog.messages == ["the recording /dev/full ended early: cannot write /dev/full: No space left on device"]
     assert manager.stats().requests == 3000
 
 

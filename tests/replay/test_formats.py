@@ -199,3 +199,12 @@ def test_given_a_limit_then_reading_stops_there(tmp_path: Path) -> None:
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(TraceError, match="limit="):
             read_trace(path, limit=wrong)
+    assert len(read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD, GOOD), limit=2)) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_given_a_full_disk_then_writing_a_trace_names_the_file(chat_trace: Trace) -> None:
+    with pytest.raises(
+        TraceError, match="cannot write /dev/full: No space left on device; what is there is a part of it"
+    ):
+        write_trace(chat_trace, "/dev/full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from kvpool.cli import main
+from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, write_trace
 from kvpool.replay.pictures import absent_pictures, all_pictures, sample_occupancy, save_pictures
 from kvpool.replay.report import render
@@ -202,3 +204,15 @@ def test_given_more_load_than_a_gpu_serves_then_replay_says_so(
     options = ["--capacity", "8", "--model", str(model), "--gpu", "a100"]
     assert main(["replay", str(path), *options]) == 0
     assert "Overload in 2 of 2 runs" in " ".join(capsys.readouterr().out.split())
+
+
+def test_given_a_full_disk_then_the_error_names_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    trace = two_tenants()
+    with pytest.raises(InvalidArgumentError, match=r"cannot write .*\.png: No space left on device"):
+        save_pictures(tmp_path, trace, [replay(trace, CONFIG)], [CONFIG])

@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.server.auth import Access
 from kvpool.server.serve_settings import ModelSettings, ServeSettings, read_serve
 
 Read = Callable[..., tuple[ServeSettings, list[ModelSettings]]]
@@ -144,3 +145,10 @@ def test_given_options_that_fit_one_model_only_then_they_are_refused_for_several
         read(TWO, record="x.kvtrace")
     with pytest.raises(ConfigError, match="--name"):
         read(TWO, name="x")
+
+
+def test_given_a_file_of_keys_that_is_not_there_then_the_error_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"keys in '.*none': No such file or directory; name a file of lines TENANT SHA256"
+    ):
+        Access.read(tmp_path / "none", {})

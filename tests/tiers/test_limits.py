@@ -214,7 +214,7 @@ def test_given_an_address_with_a_wrong_port_then_it_is_refused(text: str) -> Non
 
 @pytest.mark.parametrize("text", ["redis://", "host:80", "//host", "redis:///path"])
 def test_given_an_address_without_a_scheme_or_a_host_then_it_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="needs a scheme and a host, such as redis://127"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a scheme and a host, such as redis://127.*; this one "):
         TierURL.parse(text)
 
 

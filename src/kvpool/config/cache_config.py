@@ -306,7 +306,9 @@ class KVCacheConfig:
             raise ConfigError(f"plan_tokens={self.plan_tokens} exceeds max_seq_len={self.max_seq_len}; lower it")
         budgets = (self.gpu_bytes, self.gpu_fraction, self.host_bytes, self.disk_bytes)
         if self.pool_shares is not None and (self.plan_tokens is not None or not any(budgets)):
-            raise ConfigError("pool_shares divides byte budgets: give one of these, and no plan_tokens")
+            raise ConfigError(
+                f"pool_shares={show(self.pool_shares)} divides byte budgets: give one of these, and no plan_tokens"
+            )
         given = [n for n in ("gpu_blocks", "gpu_bytes", "gpu_fraction") if getattr(self, n) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none"
@@ -377,7 +379,7 @@ class KVCacheConfig:
         if self.checkpoint_every is not None:
             every = check_int(self.checkpoint_every, "checkpoint_every", self.block_size, MAX_TOKENS)
             if not has_states:
-                raise ConfigError(f"checkpoint_every={every}, but no layer keeps a state (StateSpec)")
+                raise ConfigError(f"checkpoint_every={every}, but no layer keeps a state (StateSpec): leave it out")
             if every % self.block_size:
                 raise ConfigError(f"checkpoint_every={every} must be a multiple of block_size={self.block_size}")
             self._put("checkpoint_every", every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -20,6 +21,7 @@ from kvpool.recording.writer import Items, RecordingWriter, finite
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 
+log = logging.getLogger("kvpool")
 DEFAULT_MAX_BYTES = 2**30
 MAX_PENDING = 2**17  # operations that may wait for the writer
 _WAKE_AT = 256  # so many waiting operations wake the writer; it writes fewer when it looks by itself
@@ -60,6 +62,7 @@ class TraceRecorder:
         self._pending: deque[Operation] = deque()
         self._wake = threading.Event()
         self._closing = False
+        self._is_told = False
         self._manager: KVCacheManager | None = None
         self._thread: threading.Thread | None = None
 
@@ -119,12 +122,20 @@ class TraceRecorder:
                 self._wake.wait(_LOOK_EVERY)
                 self._wake.clear()
                 self._write_pending(writer)
+                self._tell()
             self._write_pending(writer)
             writer.end(self.stopped_because)
         except OSError as error:
             self._give_up(writer, f"cannot write {self.path}: {error.strerror or error}")
         except Exception as error:
             self._give_up(writer, f"an operation cannot be written: {error!r}")
+        self._tell()
+
+    def _tell(self) -> None:
+        """Logs once that the recording ended before its manager did, and why."""
+        if self.stopped_because is not None and not self._is_told:
+            self._is_told = True
+            log.warning("the recording %s ended early: %s", self.path, self.stopped_because)
 
     def _give_up(self, writer: RecordingWriter, reason: str) -> None:
         self.stopped_because = reason

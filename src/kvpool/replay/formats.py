@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -243,26 +243,34 @@ def _moment(text: str) -> datetime:
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Writes a trace as JSONL: Mooncake's form for block ids, tokens otherwise. `.gz` and `.zst` compress."""
+    try:
+        with open_bytes(Path(path), "wb") as stream:
+            for line in _lines_of(trace):
+                stream.write(line)
+    except OSError as error:  # a full disk
+        raise TraceError(f"cannot write {path}: {error.strerror or error}; what is there is a part of it") from None
+
+
+def _lines_of(trace: Trace) -> Iterator[bytes]:
     key = "tokens" if trace.unit == 1 else "hash_ids"
-    with open_bytes(Path(path), "wb") as stream:
-        for request in trace:
-            record: dict[str, Any] = {
-                "timestamp": request.timestamp,
-                "input_length": request.input_length,
-                "output_length": request.output_length,
-                key: request.ids.tolist(),
-            }
-            if request.timestamp.is_integer():
-                record["timestamp"] = int(request.timestamp)
-            if request.session is not None:
-                record["session"] = request.session
-            if request.tenant is not None:
-                record["tenant"] = request.tenant
-            if request.stop is not None:
-                record["stop"] = request.stop
-            if request.expected_seconds is not None:
-                record["expected_seconds"] = min(request.expected_seconds, MAX_SECONDS)
-            stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+    for request in trace:
+        record: dict[str, Any] = {
+            "timestamp": request.timestamp,
+            "input_length": request.input_length,
+            "output_length": request.output_length,
+            key: request.ids.tolist(),
+        }
+        if request.timestamp.is_integer():
+            record["timestamp"] = int(request.timestamp)
+        if request.session is not None:
+            record["session"] = request.session
+        if request.tenant is not None:
+            record["tenant"] = request.tenant
+        if request.stop is not None:
+            record["stop"] = request.stop
+        if request.expected_seconds is not None:
+            record["expected_seconds"] = min(request.expected_seconds, MAX_SECONDS)
+        yield json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:

@@ -283,6 +283,9 @@ def save_pictures(
         name = "-".join("".join(c if c.isalnum() else " " for c in picture.title.lower()).split())
         for suffix in (".png", ".svg"):
             path = folder / f"{name}{suffix}"
-            figure.savefig(path, dpi=150)
+            try:
+                figure.savefig(path, dpi=150)
+            except OSError as error:  # a full disk
+                raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from None
             paths.append(path)
     return paths

@@ -89,7 +89,9 @@ class Access:
             try:
                 text = read_plain(file).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"cannot read the keys in {str(file)!r}: {error}") from None
+                problem = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+                remedy = "name a file of lines TENANT SHA256 [admin], as `kvpool serve --new-key` prints them"
+                raise ConfigError(f"cannot read the keys in {str(file)!r}: {problem}; {remedy}") from None
             for number, line in enumerate(text.splitlines(), 1):
                 if line.strip() and line[0] != "#":
                     where, words = f"{file}, line {number}", line.split()

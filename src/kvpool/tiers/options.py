@@ -144,8 +144,11 @@ class TierURL:
                 "the address of a tier is scheme://host:port/path?option=value with a port up to 65535, and this one is not"
             ) from None
         if not parts.scheme or not parts.hostname:
+            lacking = (
+                f"this one begins with '{parts.scheme}:' and has no host" if parts.scheme else "this one has no scheme"
+            )
             raise InvalidArgumentError(
-                "the address of a tier needs a scheme and a host, such as redis://127.0.0.1:6379/0"
+                f"the address of a tier needs a scheme and a host, such as redis://127.0.0.1:6379/0; {lacking}"
             )
         options = _options(parts.query, f"{parts.scheme}://{parts.hostname}")
         user = unquote(parts.username) if parts.username else None
