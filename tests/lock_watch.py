@@ -42,14 +42,16 @@ class Finding(NamedTuple):
 
 
 findings: list[Finding] = []
-_held = threading.local()
 
 
-def _locks_held() -> list[str]:
-    if not hasattr(_held, "names"):
-        _held.names = []
-    names: list[str] = _held.names
-    return names
+class Held(threading.local):
+    """The names of the locks that a thread holds."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_held = Held()
 
 
 class WatchedLock:
@@ -61,19 +63,19 @@ class WatchedLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         got: bool = self._lock.acquire(blocking, timeout)
         if got:
-            _locks_held().append(self.name)
+            _held.names.append(self.name)
         return got
 
     def release(self) -> None:
-        if self.name in _locks_held():  # a plain lock may be given back by another thread
-            _locks_held().remove(self.name)
+        names = _held.names
+        if self.name in names:  # a plain lock may be given back by another thread
+            names.remove(self.name)
         self._lock.release()
 
     def locked(self) -> bool:
         return bool(self._lock.locked())
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
@@ -86,14 +88,14 @@ class WatchedRLock(WatchedLock):
         return bool(self._lock._is_owned())
 
     def _release_save(self) -> Any:
-        depth = _locks_held().count(self.name)
-        _held.names = [name for name in _locks_held() if name != self.name]
+        depth = _held.names.count(self.name)
+        _held.names = [name for name in _held.names if name != self.name]
         return depth, self._lock._release_save()
 
     def _acquire_restore(self, saved: Any) -> None:
         depth, state = saved
         self._lock._acquire_restore(state)
-        _locks_held().extend([self.name] * depth)
+        _held.names.extend([self.name] * depth)
 
 
 def _name(frame: Any) -> str | None:
@@ -101,7 +103,7 @@ def _name(frame: Any) -> str | None:
     module: str = frame.f_globals.get("__name__", "")
     if not module.startswith("kvpool."):
         return None
-    held, _held.names = _locks_held(), []  # reading the source is no deed
+    held, _held.names = _held.names, []  # reading the source is no deed
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     _held.names = held
     attribute = re.search(r"(\w+)(?:: [^=]+)? = threading\.", line)
@@ -130,7 +132,7 @@ def note(deed: str) -> None:
     if any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in frames):
         return  # what a library imports on first use: which test comes first decides where that is
     where = " < ".join(f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}" for frame, line in frames)
-    findings.extend(Finding(name, deed, where) for name in dict.fromkeys(_locks_held()))
+    findings.extend(Finding(name, deed, where) for name in dict.fromkeys(_held.names))
 
 
 def watched(call: Callable[..., Any], deed: str) -> Callable[..., Any]:
