@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def members(body: list[ast.stmt]) -> set[str]:
     return found
 
 
+@functools.cache
 def names_in_the_source() -> set[str]:
     """`Class` and `Class.member` for every class of the package, inherited members included."""
     classes = {
