@@ -12,7 +12,7 @@ import math
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -126,9 +126,7 @@ def holdings(thing: Any, seen: set[int] | None = None) -> Any:
 
 
 def _of_manager(manager: KVCacheManager) -> Any:
-    stats = manager.stats().to_dict()
-    for failures in ("allocation_failures", "extend_failures"):  # these are counted
-        stats.pop(failures)
+    stats = replace(manager.stats(), allocation_failures=0, extend_failures=0)  # these are counted
     groups = range(len(manager.config.groups))
     requests = [
         (
