@@ -24,6 +24,9 @@ LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 # Many tests wait for servers and other processes, so one process more than there are cores, and four at most.
 PARALLEL = -n $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4))) --dist=worksteal
 
+# Each of these processes, and each program that a test starts, would compile all modules again, and rewrite the assertions of all tests.
+test test-slow test-compiled test-core test-transformers test-transformers-short test-mooncake test-ray coverage: export PYTHONDONTWRITEBYTECODE =
+
 # The control plane: what is compiled, and what every Python that is claimed must pass.
 CORE_TESTS := tests/config tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording \
 	tests/scheduling tests/test_rules.py tests/test_compiled.py \
