@@ -106,9 +106,11 @@ def test_given_a_run_older_than_every_bin_then_it_is_worth_what_the_last_bin_say
 def test_what_a_kind_is_worth_lies_on_the_line_between_the_edges_of_its_bin() -> None:
     rates = np.random.default_rng(0).uniform(1.0, 2.0, len(EDGES)).tolist()
     order = RowOrder(rising_and_falling(0))
+    order.ordered_at, row = 2 * MAX_AGE, order.row(35, 0, 0)
+    row.rates = rates
     for age in {max(0, edge + off) for edge in EDGES for off in (-1, 0, 1)}:
-        assert order._rate(rates, age) == pytest.approx(np.interp(age, EDGES, rates), rel=1e-9)
-    assert order._rate(rates, -1) == rates[0]  # it was used after the rows were put in order
+        assert order._value(row, order.ordered_at - age) == pytest.approx(np.interp(age, EDGES, rates), rel=1e-9)
+    assert order._value(row, order.ordered_at + 1) == rates[0]  # it was used after the rows were put in order
 
 
 def test_given_an_item_that_lost_blocks_then_its_row_counts_what_is_left() -> None:

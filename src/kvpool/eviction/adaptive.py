@@ -213,23 +213,21 @@ class AdaptivePolicy(EvictionPolicy):
         return moment if moment > 0 else 0
 
     def _cohort(self, run: Run, hits: int, moment: int, num_known: int = 0) -> int:
+        """The kind of a run, by the request that published it or the last one that shared it, and the epoch of its last use."""
         epochs = self._epochs
-        if moment >= epochs[-1]:
-            since = epochs[-1]
-        else:  # the oldest epoch that is told apart, at least
+        since = epochs[-1]
+        if moment < since:  # the oldest epoch that is told apart, at least
             since = epochs[max(0, bisect_right(epochs, moment) - 1)]
-        return since * NUM_KINDS + self._kind(run, hits, num_known)
-
-    def _kind(self, run: Run, hits: int, num_known: int) -> int:
-        """The kind of a run: by the request that published it, or the last one that shared it."""
         if not run.priority:
-            return LOWEST
-        if not hits:
-            return kind_of(run.start + num_known, run.fan_out, run.turn, run.num_blocks - num_known, run.hint)
-        fingerprint, tick, kind = self._last_left
-        if fingerprint == run.fingerprint and tick == run.last_access:
-            return kind
-        return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
+            kind = LOWEST
+        elif not hits:
+            kind = kind_of(run.start + num_known, run.fan_out, run.turn, run.num_blocks - num_known, run.hint)
+        else:
+            fingerprint, tick, kind = self._last_left
+            if tick != run.last_access or fingerprint != run.fingerprint:
+                turn = run.turn + 1 if hits <= 1 else 0
+                kind = as_shared(kind_of(run.start + run.num_blocks, hits, turn, 0))
+        return since * NUM_KINDS + kind
 
     def _put_in(self, run: Run, hits: int, cohort: int, tokens: Tokens, trimmed: int) -> None:
         since = cohort // NUM_KINDS

@@ -79,15 +79,16 @@ class Ghosts:
             self._take(ghost)
             self._learned.count(cohort, now, shared)
             self._learned.follow(cohort, now, -shared)
-            before = checksum(had[: shared * size], before)
             known += shared
+            if shared == blocks and known == num_blocks:
+                break
+            before = checksum(had[: shared * size], before)
             if shared < blocks:
                 rest = np.frombuffer(had[shared * size :], np.int32)
                 behind = run.fingerprint_of(run.start + known, before, had[shared * size : (shared + 1) * size])
                 self._put(Ghost(behind, cohort, blocks - shared, turn, num_uses, rest, fingerprint), now)
                 if known < num_blocks:
                     num_uses += 1
-            if shared < blocks or known == num_blocks:
                 break
             fingerprint = run.fingerprint_of(run.start + known, before, content[known * size : (known + 1) * size])
         return known, turn, num_uses
@@ -140,10 +141,11 @@ def _alone(tokens: Tokens) -> Tokens:
 def num_shared(left: bytes, right: bytes, size: int) -> int:
     """How many leading blocks of so many bytes are the same."""
     low, high = 0, min(len(left), len(right)) // size
+    middle = high  # mostly they all are
     while low < high:
-        middle = (low + high + 1) // 2
         if left[low * size : middle * size] == right[low * size : middle * size]:
             low = middle
         else:
             high = middle - 1
+        middle = (low + high + 1) // 2
     return low

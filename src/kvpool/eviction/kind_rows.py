@@ -160,23 +160,20 @@ class RowOrder:
             return row.of_older
         if since == row.newer:
             return row.of_newer
-        value = self._rate(row.rates, self.ordered_at - since) * row.weight
+        rates, age = row.rates, self.ordered_at - since
+        if age < 0:
+            age = 0
+        lower = bin_of(age)
+        value = rates[lower]
+        if lower < _LAST:  # on the way from the value of its bin to that of the next one
+            start = EDGES[lower]
+            value += (rates[lower + 1] - value) * ((age - start) / (EDGES[lower + 1] - start))
+        value *= row.weight
         if since > row.newer:
             row.newer, row.of_newer = since, value
         else:
             row.older, row.of_older = since, value
         return value
-
-    def _rate(self, rates: list[float], age: int) -> float:
-        """A rate by age bin, at an age: on the way from the value of its bin to that of the next one."""
-        if age <= 0:
-            return rates[0]
-        lower = bin_of(age)
-        if lower == _LAST:
-            return rates[lower]
-        start = EDGES[lower]
-        way = (age - start) / (EDGES[lower + 1] - start)
-        return rates[lower] + (rates[lower + 1] - rates[lower]) * way
 
     def _look_at(self, row: Row) -> bool:
         """Finds the run of a row that is worth least, by which it stands in the order of values; False if it has none."""
@@ -185,7 +182,7 @@ class RowOrder:
             row.least = None
             return False
         value = self._value(row, least.since)
-        youngest = row.last()
+        youngest = row.last() if row.num_runs > 1 else None
         if youngest is not None and youngest is not least:
             of_youngest = self._value(row, youngest.since)
             if of_youngest < value:
