@@ -160,9 +160,9 @@ def test_blocks_weigh_more_the_deeper_they_stand() -> None:
 def test_values_are_worked_out_when_enough_was_met() -> None:
     policy = AdaptivePolicy()
     enough = {}
-    for met in (0, 32 * 32, 33 * 32, 256 * 32, 10**6):
+    for met in (0, 16 * 32, 16 * 33, 16 * 256, 10**6):
         policy._num_met_before = met
         policy._learned.has_news = True
         enough[met] = policy._enough_to_learn()
     policy._learned.has_news = False
-    assert (enough, policy._enough_to_learn()) == ({0: 32, 1024: 32, 1056: 33, 8192: 256, 10**6: 256}, 1024)
+    assert (enough, policy._enough_to_learn()) == ({0: 32, 512: 32, 528: 33, 4096: 256, 10**6: 256}, 1024)

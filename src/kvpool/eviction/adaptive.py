@@ -23,11 +23,11 @@ from kvpool.eviction.policy import EvictionPolicy, moment_of
 from kvpool.eviction.run import Run, Tokens
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
-ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does
+ORDERS_PER_CACHE: Final = 24  # how often candidates are put in order by their ages while it does
 GHOSTS_PER_CACHE: Final = 4  # blocks remembered of runs that have left, in caches
 _MIN_CAPACITY: Final = 64
 LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
-LEARN_PART: Final = 32  # or so many of all that were inserted, if that is more: what is known from many changes slowly
+LEARN_PART: Final = 16  # or so many of all that were inserted, if that is more: what is known from many changes slowly
 LEARN_LATE: Final = 256  # are enough, however many there were
 LEARN_LEAST: Final = 1024  # if none was reused, there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
@@ -213,7 +213,7 @@ class AdaptivePolicy(EvictionPolicy):
         return moment if moment > 0 else 0
 
     def _cohort(self, run: Run, hits: int, moment: int, num_known: int = 0) -> int:
-        """The kind of a run, by the request that published it or the last one that shared it, and the epoch of its last use."""
+        """The epoch of a run's last use, and its kind: by the request that published it, or the last one that shared it."""
         epochs = self._epochs
         since = epochs[-1]
         if moment < since:  # the oldest epoch that is told apart, at least

@@ -8,7 +8,7 @@ between.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth, bin_of
 from kvpool.eviction.run import NO_CANDIDATES, Item, Queue, Run, Tokens
@@ -17,6 +17,7 @@ MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its valu
 WEIGHTS: Final = 32  # classes of what a block counts for its depth, in steps of a quarter octave
 WEIGHT_OF: Final = [2 ** (weight_class / 4) for weight_class in range(WEIGHTS)]
 _LAST: Final = len(EDGES) - 1
+Place: TypeAlias = tuple[Any, ...]
 
 
 class Candidate(Item):
@@ -61,8 +62,8 @@ class Row(Queue[Candidate]):
         self.least: Candidate | None = None  # the one by which it stands in the order of values
         self.value = 0.0  # of that one
         self.age_key = -1  # by which it stands in the order of ages: the key of its oldest candidate
-        self.place_by_value: Any = None  # its entry in either order; it may have older ones, which count no more
-        self.place_by_age: Any = None
+        self.place_by_value: Place = ()  # its entry in either order; it may have older ones, which count no more
+        self.place_by_age: Place = ()
 
 
 class RowOrder:
@@ -73,8 +74,8 @@ class RowOrder:
         self.ordered_at = 0  # the moment by which candidates are in order
         self._rows: dict[int, Row] = {}
         # Heaps of tuples that end with a row. Nobody takes them apart but for that: the row knows the rest.
-        self._by_value: list[Any] = []  # priority, value and key of a candidate
-        self._by_age: list[Any] = []  # priority, key of the oldest candidate
+        self._by_value: list[Place] = []  # priority, value and key of a candidate
+        self._by_age: list[Place] = []  # priority, key of the oldest candidate
         self._oldest: Candidate | None = None  # of the lowest priority; None if it must be found
         self._of_oldest = 0.0  # its value
 
@@ -92,7 +93,8 @@ class RowOrder:
 
     def push(self, candidate: Candidate) -> None:
         """Adds a candidate to its row."""
-        row, key = candidate.row, candidate.key
+        row = candidate.row
+        key: int = candidate.key
         row.insert(candidate)
         if row.least is None:
             self._look_at(row)
@@ -137,7 +139,7 @@ class RowOrder:
                 self._stand_by_age(row, row.age_key)
                 self._by_age.append(row.place_by_age)
             else:
-                row.place_by_value = row.place_by_age = None  # they hold the row, and it holds them
+                row.place_by_value = row.place_by_age = ()  # they hold the row, and it holds them
         heapify(self._by_age)
         self.refresh(now)
 
@@ -208,8 +210,9 @@ class RowOrder:
             if oldest is None:
                 heappop(by_age)  # it stands elsewhere, or has no candidates
                 continue
-            if oldest.key != row.age_key:
-                self._stand_by_age(row, oldest.key)
+            key: int = oldest.key
+            if key != row.age_key:
+                self._stand_by_age(row, key)
                 heapreplace(by_age, row.place_by_age)
                 if by_age[0] is not row.place_by_age:
                     continue
