@@ -126,10 +126,9 @@ class TierMover:
         pools, host_copies = [tiers[target] for tiers in self.context.pools], self.context.host_copies
         if all(pool.num_free >= need for pool, need in zip(pools, needs, strict=True)):
             return True
-        supply = self._that_give_way(target, priority)
+        supply = self._that_give_way(target, priority, spares_host_copies=for_host_copy)
         for pool, need in zip(pools, needs, strict=True):
-            spared = host_copies.num_blocks[pool.index] if for_host_copy else 0
-            if pool.num_free + supply[pool.index] - spared < need:
+            if pool.num_free + supply[pool.index] < need:
                 return False
         for pool, need in zip(pools, needs, strict=True):
             if pool.num_free < need:
@@ -140,15 +139,16 @@ class TierMover:
                 return False
         return True
 
-    def _that_give_way(self, tier: Tier, ceiling: int) -> list[int]:
+    def _that_give_way(self, tier: Tier, ceiling: int, spares_host_copies: bool = False) -> list[int]:
         """Blocks per pool that could become free on a lower tier for a run of the priority `ceiling`.
 
         With windows, a part of a run may be of no use, and no other run is to leave in vain: more important ones and what is
         above them are left out. Without windows the room is used in any case, and nobody looks at every run.
         """
-        context = self.context
+        context, host_copies = self.context, self.context.host_copies
         if not context.windowed or ceiling >= context.highest_priority:
-            return [self.evictable(tiers[tier]) for tiers in context.pools]
+            spared = host_copies.num_blocks if spares_host_copies else [0] * len(context.pools)
+            return [self.evictable(tiers[tier]) - spared[index] for index, tiers in enumerate(context.pools)]
         supply = [0] * len(context.pools)
         staying: set[Node] = set()  # runs that have one on their tier below them which stays
         for root in self.tree.roots.values():
@@ -161,10 +161,11 @@ class TierMover:
                     continue
                 for group in context.cached:
                     supply[group.pool] += int((node.ids[group.index] >= 0).sum())
-        for node in context.host_copies.nodes if tier == HOST else ():
-            if node.priority <= ceiling and node.host_copy is not None:
-                for group in context.cached:
-                    supply[group.pool] += int((node.host_copy[group.index] >= 0).sum())
+        for node in reversed(host_copies.nodes) if tier == HOST and not spares_host_copies else ():
+            if node.priority > ceiling or node.host_copy is None:
+                break  # as they give way: the youngest first
+            for group in context.cached:
+                supply[group.pool] += int((node.host_copy[group.index] >= 0).sum())
         return supply
 
     # --- ahead of eviction -------------------------------------------------------------------------------------------
