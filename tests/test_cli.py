@@ -254,6 +254,14 @@ def test_given_a_package_that_is_missing_then_the_extra_that_brings_it_is_named(
     assert capsys.readouterr().err == said
 
 
+def test_given_no_torch_when_an_engine_is_made_then_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvpool.engine.engine", None)
+    assert main(["generate", "Hello"]) == 2
+    assert capsys.readouterr().err.endswith("kvpool: an engine needs kvpool.engine.engine: pip install 'kvpool[hf]'\n")
+
+
 def test_given_an_interrupt_while_a_command_loads_then_no_traceback_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

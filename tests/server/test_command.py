@@ -25,8 +25,9 @@ import pytest
 from kvpool.cli import main
 from kvpool.server import running
 from kvpool.server.auth import Access
+from kvpool.server.early_server import EarlyServer, bound
 from kvpool.server.limits import Gate, Limits
-from kvpool.server.running import _drain, bound
+from kvpool.server.running import _drain
 from kvpool.server.serve_settings import ServeSettings, step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
@@ -40,9 +41,9 @@ def test_given_loaded_models_then_the_garbage_collector_looks_at_them_no_more(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen: list[int] = []
-    server = SimpleNamespace(run=lambda sockets: frozen.append(gc.get_freeze_count()))
-    monkeypatch.setattr(running, "announced", lambda *_, **options: server)
-    model: Any = SimpleNamespace(name="tiny", make_engine=lambda: nullcontext(engine), tool_parser="")
+    monkeypatch.setattr(EarlyServer, "hand_over", lambda *_, **options: frozen.append(gc.get_freeze_count()))
+    options = SimpleNamespace(check_model=bool)
+    model: Any = SimpleNamespace(name="tiny", options=options, make_engine=lambda: nullcontext(engine), tool_parser="")
     alive = len(gc.get_objects())
     try:
         running.serve_models(ServeSettings(port=0), [model], Access(), quiet=True)

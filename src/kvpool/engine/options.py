@@ -10,21 +10,24 @@ from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from kvpool.config.cache_config import check_objective
-from kvpool.engine.engine import Engine, Prompt
-from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams, described
-from kvpool.engine.settings import EngineSettings
+from kvpool.engine.settings import EngineSettings, as_settings
 from kvpool.engine.starting import Start
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
+from kvpool.model.sources import check_source
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
 from kvpool.tiers import TierConfig, read_tiers
 from kvpool.tiers.settings import COMMAND_OPTIONS
+
+if TYPE_CHECKING:  # the engine imports torch, which takes seconds: commands check what they were given first
+    from kvpool.engine.engine import Engine, Prompt
+    from kvpool.engine.generation import Completion
 
 HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
@@ -81,25 +84,37 @@ class EngineOptions(_Shown):  # type: ignore[misc]
     ) -> Engine:
         """The engine that the options describe. A `model` that is already loaded takes the place of theirs."""
         check_files(self.record)
+        if model is None:
+            self.check_model()
+        settings = {**self._settings(host_memory, cache, keyed_tiers), **options}
+        as_settings(settings)  # what is wrong is said before the next line, which takes seconds
+        try:
+            from kvpool.engine.engine import Engine
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"an engine needs {error.name}: pip install 'kvpool[hf]'") from None
+        return Engine(self.model if model is None else model, **settings)
+
+    def check(self, host_memory: str | None = None) -> None:
+        """Refuses wrong options before a model is loaded."""
+        as_settings(self._settings(host_memory))
+
+    def check_model(self) -> None:
+        """Refuses a model that is not there."""
+        if self.model is not None:
+            check_source(self.model)
+
+    def _settings(
+        self, host_memory: str | None, cache: Mapping[str, Any] | None = None, keyed_tiers: bool = True
+    ) -> dict[str, Any]:
+        """The settings of an engine."""
         tiers = self.tiers(host_memory).engine_options()
         if not keyed_tiers:
             tiers = {name: value for name, value in tiers.items() if name in ("host_bytes", "cache")}
         shown = {each.name: getattr(self, name) for name, each in SHOWN.items() if each.name not in COMMAND_OPTIONS}
         if self.memory is not None:
             shown["kv_bytes"] = parse_bytes(self.memory, "--memory")
-        return Engine(
-            self.model if model is None else model,
-            **shown,
-            **options,
-            **{**tiers, "cache": {**tiers.get("cache", {}), **self._objective(), **(cache or {})} or None},
-        )
-
-    def check(self, host_memory: str | None = None) -> None:
-        """Refuses wrong options before a model is loaded."""
-        self.tiers(host_memory)
-        self._objective()
-        if self.memory is not None:
-            parse_bytes(self.memory, "--memory")
+        fields_of_cache = {**tiers.get("cache", {}), **self._objective(), **(cache or {})}
+        return {**shown, **tiers, "cache": fields_of_cache or None}
 
     def _objective(self) -> dict[str, Any]:
         return {} if self.objective is None else {"objective": check_objective(self.objective)}

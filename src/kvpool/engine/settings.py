@@ -7,14 +7,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
-from kvpool.tiers.model_tiers import ModelTiers
 from kvpool.tiers.settings import REQUEST_TIMEOUT, help_of
+
+if TYPE_CHECKING:
+    from kvpool.tiers.model_tiers import ModelTiers
 
 _MOST_BYTES = 2**62
 DRAFT_TOKENS = 5  # of a draft model, at most
@@ -204,6 +206,8 @@ class EngineSettings:
 
     def model_tiers(self) -> ModelTiers:
         """Which tiers it has, checked."""
+        from kvpool.tiers.model_tiers import ModelTiers  # which imports torch
+
         keywords = ("tiers", "disk", "disk_bytes", "remote", "tier_timeout", "tier_min_uses")
         return ModelTiers.of(**{name: getattr(self, name) for name in keywords})
 

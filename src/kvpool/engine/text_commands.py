@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpool.engine import options as opt
-from kvpool.engine.engine import Engine
-from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, NeverFitsError
 from kvpool.terminal import check_files, write_json
+
+if TYPE_CHECKING:
+    from kvpool.engine.engine import Engine
+    from kvpool.engine.generation import Completion
 
 LIVELY = SamplingParams(temperature=0.7, top_p=0.9)  # where neither the user nor the model says how to sample
 DEFAULT_SYSTEM = "You are a helpful assistant."

@@ -25,6 +25,7 @@ from kvpool.files import parse_json, read_plain
 from kvpool.model.gguf_conversion import converted
 from kvpool.model.private_copy import check_model, private_copy
 from kvpool.model.sharding import Sharding
+from kvpool.model.sources import check_source
 
 log = logging.getLogger("kvpool")
 
@@ -302,9 +303,7 @@ def _from_hub(
     trust: Mapping[str, bool],
     sharding: Sharding | None,
 ) -> LoadedModel:
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json"))
-    if looks_like_path:
-        raise ModelLoadError(f"there is no file or directory {name}")
+    check_source(name)
     with _loading(name):
         try:
             try:  # a model that was fetched before needs no network

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,10 +35,10 @@ from kvpool.engine.sizing import CPU_FRACTION
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.model.loading import torch_device
 from kvpool.server.auth import Access
+from kvpool.server.early_server import GRACE_SECONDS, EarlyServer
 from kvpool.server.engine_process import EngineProcess, order_of
 from kvpool.server.errors import Problem
 from kvpool.server.limits import Limits
-from kvpool.server.running import GRACE_SECONDS, announced, bound, http_options
 from kvpool.server.serve_settings import ModelSettings, ServeSettings
 from kvpool.storage.memory import free_bytes
 
@@ -288,25 +287,18 @@ def _passed(answer: httpx.Response) -> Response:
 
 
 def serve_engines(
-    settings: ServeSettings, models: Sequence[ModelSettings], access: Access, asked: Any, *, quiet: bool
+    server: EarlyServer, settings: ServeSettings, model: ModelSettings, access: Access, asked: Any, *, quiet: bool
 ) -> None:
-    """Starts the engines and serves them at one address until the process is told to end.
+    """Starts the engines and has the server serve them until the process is told to end.
 
     `asked` is what `read_serve` took. Nothing of the engines is left on return.
     """
-    if len(models) > 1:
-        raise ConfigError("--data-parallel serves one model; start a server for each, or drop it")
-    options = models[0].options
-    for name in ("publish", "record"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} is for one engine; drop it, or --data-parallel")
     count = settings.data_parallel
-    places = engine_places(models[0], count)
+    places = engine_places(model, count)
     if not quiet:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
     log.setLevel(settings.log_level.upper())
     with ExitStack() as stack:
-        sockets = [stack.enter_context(one) for one in bound(settings.host, settings.port)]
         events = stack.enter_context(TemporaryDirectory(prefix="kvpool-"))  # nobody else may look into it
         engines = []
         for number, (where, changes, environment) in enumerate(places):
@@ -315,14 +307,10 @@ def serve_engines(
             engines.append(EngineProcess(order, where, environment))
         front = EngineFront(engines, access, settings.limits)
         app = create_proxy_app(front, any_name=settings.insecure or not access.is_open, routes=front.routes())
-        config = uvicorn.Config(
-            app, timeout_graceful_shutdown=GRACE_SECONDS + 1, lifespan="on", **http_options(settings)
-        )
-        name = f"{models[0].name}, {count} engines,"
-        tell(f"starting {count} engines of {models[0].name} ...", quiet)
-        server = announced(config, name, quiet, drain=front.drain, is_over=lambda: front.is_given_up)
+        tell(f"starting {count} engines of {model.name} ...", quiet)
         stack.callback(lambda: _end(engines, 0.0 if server.force_exit else _KILL_SECONDS))
-        server.run(sockets)
+        name = f"{model.name}, {count} engines,"
+        server.hand_over(app, name, quiet, drain=front.drain, is_over=lambda: front.is_given_up)
         if front.is_given_up:
             raise KVPoolError(f"none of the {count} engines could be started; the lines above say why")
 

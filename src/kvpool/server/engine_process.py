@@ -143,7 +143,8 @@ def main() -> int:
     threading.Thread(target=_end_with_the_front, daemon=True).start()
     from kvpool.engine.options import EngineOptions
     from kvpool.server.auth import Access
-    from kvpool.server.running import ended_by_sigterm, serve_models
+    from kvpool.server.early_server import ended_by_sigterm
+    from kvpool.server.running import serve_models
     from kvpool.server.serve_settings import read_serve
 
     logging.basicConfig(level=logging.WARNING, format=f"engine {order.number}: %(message)s")

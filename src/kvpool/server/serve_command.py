@@ -1,11 +1,16 @@
-"""`kvpool serve`: an OpenAI-compatible endpoint for a model."""
+"""`kvpool serve`: an OpenAI-compatible endpoint for a model.
+
+What this imports is light: it checks what it was given and listens before torch, transformers and FastAPI are imported.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,6 +24,67 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(serve)
 
 
+@dataclass(frozen=True)
+class ServerOptions:
+    """The keys of `[server]` in a file, as options. One that was not given is None."""
+
+    host: Annotated[
+        str | None,
+        typer.Option(help="The address to listen at: 127.0.0.1. Others than this machine's own need keys."),
+    ] = None
+    port: Annotated[int | None, typer.Option(help="8000; 0 takes a free one.", min=0, max=65535)] = None
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],..."
+        ),
+    ] = None
+    share_cache: Annotated[
+        bool | None, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
+    ] = None
+    insecure: Annotated[bool | None, typer.Option(help="Listen at any address, under any name, without keys.")] = None
+    max_requests: Annotated[
+        int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
+    ] = None
+    traces: Annotated[
+        str | None,
+        typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
+    ] = None
+    max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer; default: what the model can.", min=1)
+    ] = None
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file with a chat template that takes the place of the model's own.")
+    ] = None
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes calls of tools, where its chat template does not tell: docs/server.md."
+        ),
+    ] = None
+    allow_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            help="A site whose pages may ask this server (CORS), such as https://chat.example; * for all.",
+        ),
+    ] = None
+    tls_cert: Annotated[str | None, typer.Option(help="A certificate, to serve https.")] = None
+    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None
+    log_level: Annotated[str | None, typer.Option(help="warning; debug, info and error are the others.")] = None
+    image_hosts: Annotated[
+        list[str] | None,
+        typer.Option("--image-host", help="A host that images in messages may be fetched from; data URLs need none."),
+    ] = None
+    data_parallel: Annotated[
+        int | None,
+        typer.Option(
+            help="Engines on this machine behind one address, each with GPUs of its own: 1. docs/cluster.md.", min=1
+        ),
+    ] = None
+
+
 @opt.command
 def serve(
     called: Annotated[
@@ -27,69 +93,14 @@ def serve(
     *,
     engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
-    host: Annotated[
-        str | None,
-        typer.Option(help="The address to listen at: 127.0.0.1. Others than this machine's own need keys."),
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="8000; 0 takes a free one.", min=0, max=65535)] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: its file's name.")] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],..."
-        ),
-    ] = None,
-    new_key_for: Annotated[
-        str | None,
-        typer.Option("--new-key", help="Print a new key of a tenant and its line for the file of keys, and end."),
-    ] = None,
-    share_cache: Annotated[
-        bool | None, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
-    ] = None,
-    insecure: Annotated[bool | None, typer.Option(help="Listen at any address, under any name, without keys.")] = None,
-    max_requests: Annotated[
-        int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
-    ] = None,
-    traces: Annotated[
-        str | None,
-        typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
-    ] = None,
-    max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer; default: what the model can.", min=1)
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="A file with a chat template that takes the place of the model's own.")
-    ] = None,
-    tool_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="How the model writes calls of tools, where its chat template does not tell: docs/server.md."
-        ),
-    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=PATH", help="A LoRA adapter; clients ask for it as the model NAME. May be repeated."
         ),
     ] = None,
-    allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="A site whose pages may ask this server (CORS), such as https://chat.example; * for all."),
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="A certificate, to serve https.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="warning; debug, info and error are the others.")] = None,
-    image_host: Annotated[
-        list[str] | None,
-        typer.Option(help="A host that images in messages may be fetched from; data URLs need none."),
-    ] = None,
-    data_parallel: Annotated[
-        int | None,
-        typer.Option(
-            help="Engines on this machine behind one address, each with GPUs of its own: 1. docs/cluster.md.", min=1
-        ),
-    ] = None,
+    server_options: ServerOptions,
     on_ray: Annotated[
         bool,
         typer.Option(
@@ -97,6 +108,10 @@ def serve(
         ),
     ] = False,
     replicas: Annotated[int | None, typer.Option(help="Engines on Ray: 1.", min=1)] = None,
+    new_key_for: Annotated[
+        str | None,
+        typer.Option("--new-key", help="Print a new key of a tenant and its line for the file of keys, and end."),
+    ] = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Serve models to every OpenAI client.
@@ -118,19 +133,15 @@ def serve(
         _print_key(new_key_for)
         return
     _check_packages()
-    from kvpool.server.running import ended_by_sigterm, serve_models
+    from kvpool.server.early_server import GRACE_SECONDS, EarlyServer, ended_by_sigterm
+    from kvpool.server.running import serve_models
     from kvpool.server.serve_settings import read_serve
 
     if called is not None:
         if engine_options.model is not None:
             raise ConfigError(f"the model is {called} or --model {engine_options.model}: name it once")
         engine_options = engine_options.changed(model=called)
-    given: dict[str, Any] = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
-    given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
-    given |= {"tool_parser": tool_parser, "chat_template": chat_template, "max_model_len": max_model_len}
-    given |= {"allow_origins": allow_origin, "tls_cert": tls_cert, "tls_key": tls_key, "log_level": log_level}
-    given |= {"image_hosts": image_host, "data_parallel": data_parallel}
-    asked = (engine_options, host_memory, name, given, adapter or ())
+    asked = (engine_options, host_memory, name, asdict(server_options), adapter or ())
     settings, models = read_serve(*asked)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
@@ -145,14 +156,14 @@ def serve(
     if replicas is not None:
         raise ConfigError("--replicas is for --ray; without it there is one engine for each model")
     with ended_by_sigterm():
-        if settings.data_parallel > 1:
-            try:
-                from kvpool.server.data_parallel import serve_engines
-            except ModuleNotFoundError as error:
-                raise ConfigError(f"--data-parallel needs {error.name}: pip install 'kvpool[cluster,server]'") from None
-            serve_engines(settings, models, access, asked, quiet=quiet)
-        else:
+        if settings.data_parallel == 1:
             serve_models(settings, models, access, quiet=quiet)
+            return
+        _check_packages("httpx", "msgspec", "zmq", extra="cluster,server")
+        with EarlyServer(settings, GRACE_SECONDS + 1) as server:
+            from kvpool.server.data_parallel import serve_engines
+
+            serve_engines(server, settings, models[0], access, asked, quiet=quiet)
 
 
 def _print_key(tenant: str) -> None:
@@ -175,10 +186,8 @@ def _check_address(host: str, access: Access, insecure: bool) -> None:
         )
 
 
-def _check_packages() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the server needs {error.name}: pip install 'kvpool[server]'") from None
+def _check_packages(*names: str, extra: str = "server") -> None:
+    """Looks for packages without importing them."""
+    for name in names or ("uvicorn", "fastapi", "prometheus_client", "torch", "transformers"):
+        if find_spec(name) is None:
+            raise ConfigError(f"the server needs {name}: pip install 'kvpool[{extra}]'")

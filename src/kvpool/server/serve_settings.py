@@ -17,18 +17,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool.checks import check_int, show
 from kvpool.cluster.index import MAX_NODES
-from kvpool.engine.engine import Engine
 from kvpool.engine.options import SHOWN, EngineOptions
 from kvpool.engine.options import limits as engine_limits
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits
-from kvpool.server.tools import check_tool_parser
+from kvpool.server.tool_forms import check_tool_parser
 from kvpool.tiers.settings import read_toml
+
+if TYPE_CHECKING:
+    from kvpool.engine.engine import Engine
 
 # The keys of a model in a file, and the fields of `EngineOptions` that they set.
 _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
@@ -191,14 +193,24 @@ def read_serve(
         raise ConfigError(f"{options.config}: write [[models]], once for each model")
     if options.model is not None or not tables:
         called = name or ("SmolLM2-135M-Instruct" if options.model is None else Path(options.model).resolve().name)
-        return settings, [
-            ModelSettings(called, options, host_memory, **settings.of_each_model, adapters=_adapters(adapters))
-        ]
+        model = ModelSettings(called, options, host_memory, **settings.of_each_model, adapters=_adapters(adapters))
+        return settings, _with_room(settings, [model])
     if adapters:
         raise ConfigError(f"--adapter is for --model; write adapters = {{NAME = PATH}} for a model of {options.config}")
     if name is not None:
         raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
-    return settings, _models(tables, options, host_memory, settings)
+    return settings, _with_room(settings, _models(tables, options, host_memory, settings))
+
+
+def _with_room(settings: ServeSettings, models: list[ModelSettings]) -> list[ModelSettings]:
+    """The models, unless they cannot have several engines each and shall."""
+    if settings.data_parallel > 1:
+        if len(models) > 1:
+            raise ConfigError("--data-parallel serves one model; start a server for each, or drop it")
+        for name in ("publish", "record"):
+            if getattr(models[0].options, name) is not None:
+                raise ConfigError(f"--{name} is for one engine; drop it, or --data-parallel")
+    return models
 
 
 def _adapters(given: Sequence[str]) -> dict[str, str]:

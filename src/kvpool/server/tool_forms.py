@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvpool.errors import ConfigError
+
 
 class Tool(NamedTuple):
     """A function that the model may call, and the JSON schema of its arguments."""
@@ -356,6 +358,12 @@ _TRACES = (
     ("<|python_tag|>", "llama3"),
     ('"parameters": dictionary of argument name', "llama3"),
 )
+
+
+def check_tool_parser(name: str) -> None:
+    """Refuses a name that is none of the forms; an empty one leaves the choice to the chat template."""
+    if name and name not in FORMS:
+        raise ConfigError(f"there is no tool parser {name!r}: choose one of {', '.join(FORMS)}")
 
 
 def form_in(template: str) -> str:

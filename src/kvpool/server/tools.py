@@ -11,12 +11,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvpool.engine.pictures import PicturedPrompt
-from kvpool.errors import ConfigError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answer_reader import THINKING, AnswerReader, HarmonyReader, MarkedReader
 from kvpool.server.errors import Problem
-from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolForm, form_in, json_rule
+from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolForm, check_tool_parser, form_in, json_rule
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
@@ -87,12 +86,6 @@ def _wrong_choice(message: str) -> Problem:
 def new_call_id() -> str:
     """A name for a call: nine letters and digits, because the templates of Mistral's models take no others."""
     return uuid.uuid4().hex[:9]
-
-
-def check_tool_parser(name: str) -> None:
-    """Refuses a name that is none of the forms; an empty one leaves the choice to the chat template."""
-    if name and name not in FORMS:
-        raise ConfigError(f"there is no tool parser {name!r}: choose one of {', '.join(FORMS)}")
 
 
 class AnswerForm:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpool.engine.generation import Generation
 from kvpool.errors import ConfigError
 from kvpool.terminal import is_http
 from kvpool.version import __version__
+
+if TYPE_CHECKING:
+    from kvpool.engine.generation import Generation
 
 _MAX_STEPS = 4096  # steps whose times a span holds
 
