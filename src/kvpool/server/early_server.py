@@ -96,9 +96,9 @@ class EarlyServer(uvicorn.Server):
 
         Calls `drain` before it waits for requests to end.
         """
+        addresses = [each.getsockname()[:2] for each in self._sockets]
         asyncio.run_coroutine_threadsafe(self._take_over(app, drain, is_over), self._loop.result()).result()
-        for each in self._sockets:
-            address, port = each.getsockname()[:2]
+        for address, port in addresses:
             scheme = "http" if self.config.ssl_certfile is None else "https"
             where = f"{scheme}://[{address}]:{port}" if ":" in address else f"{scheme}://{address}:{port}"
             pages = f"{where}/ (live view), {where}/docs, {where}/metrics"

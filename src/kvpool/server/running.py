@@ -28,8 +28,8 @@ def serve_models(settings: ServeSettings, models: Sequence[ModelSettings], acces
     with ExitStack() as stack:
         server = stack.enter_context(EarlyServer(settings, GRACE_SECONDS))
         engines = []
-        for model in models:
-            server.doing = f"it loads {model.name}"
+        for number, model in enumerate(models, 1):
+            server.doing = f"it loads model {number} of {len(models)}"  # without its name, which not everybody may know
             tell_loading(f"loading {model.name} ...", quiet)
             engines.append(stack.enter_context(model.make_engine()))
         from kvpool.server.app import create_app  # here, because FastAPI and torch take seconds
