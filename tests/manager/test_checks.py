@@ -177,7 +177,7 @@ def lose_a_token_of_a_run(manager: KVCacheManager) -> None:
 
 def lose_an_id_of_a_run(manager: KVCacheManager) -> None:
     node = cached_nodes(manager)[0]
-    node.ids[0] = node.ids[0][:-1]
+    node.set_ids(0, node.ids[0][:-1])
 
 
 def make_a_hole_in_a_run(manager: KVCacheManager) -> None:

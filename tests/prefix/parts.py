@@ -49,6 +49,6 @@ def add_run(context: CacheContext, tree: RunTree, parent: Node, *tokens: int, se
     ids = tokens_of(*tokens)
     node = tree.new_child(parent, ids[:SIZE].tobytes(), 1, None, session)
     node.num_blocks, node.tokens = len(ids) // SIZE, ids
-    node.ids = [group.gpu.take(node.num_blocks) for group in context.cached]
+    node.ids = tuple(group.gpu.take(node.num_blocks) for group in context.cached)
     tree.add(node)
     return node

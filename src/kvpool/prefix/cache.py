@@ -249,7 +249,7 @@ class PrefixCache:
             self._unlink(node)
             return
         rest = 2 * keep < keep + num_blocks  # a short rest must not keep the memory of a long run
-        node.ids = [ids[:keep].copy() if rest else ids[:keep] for ids in node.ids]
+        node.ids = tuple([ids[:keep].copy() if rest else ids[:keep] for ids in node.ids])
         tokens = node.tokens[: keep * self.context.block_size]
         node.tokens = tokens.copy() if rest else tokens
         node.lose_end()

@@ -88,7 +88,7 @@ class CacheContext:
             end = rows.committed_of[row] // self.block_size
             node.num_blocks = end - node.start
             node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
-            node.ids = [rows.tables[group.index][row, node.start : end] for group in self.cached]
+            node.ids = tuple([rows.tables[group.index][row, node.start : end] for group in self.cached])
 
     def num_present(self, node: Node, first: int) -> int:
         """Blocks of all groups in a run from position `first` on."""

@@ -77,7 +77,7 @@ class Node(Run):
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
     logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
-    ids: list[Int32Array]
+    ids: tuple[Int32Array, ...]  # by group
     host_copy: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `HostCopies`
     copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
     ttl: float | None
@@ -165,6 +165,10 @@ class Node(Run):
     def end(self) -> int:
         """Depth, in blocks, where this run ends."""
         return self.start + self.num_blocks
+
+    def set_ids(self, group: int, ids: Int32Array) -> None:
+        """Replaces the block ids of one group."""
+        self.ids = (*self.ids[:group], ids, *self.ids[group + 1 :])
 
     def add_child(self, key: bytes, child: Node) -> None:
         if self.children is None:
@@ -270,7 +274,7 @@ class Root(Node):
         self.policies = policies
         self.quota = quota
         self.tokens = np.empty(0, np.int32)
-        self.ids = []
+        self.ids = ()
 
 
 @mypyc_attr(acyclic=True)

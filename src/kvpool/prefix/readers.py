@@ -428,7 +428,7 @@ class WindowReaders:
         gone = node.ids[group.index][index : index + 1].copy()
         # For an open node the ids are a view of its row's table, so this clears the table entry as well.
         if node.open_row < 0:
-            node.ids[group.index] = node.ids[group.index].copy()
+            node.set_ids(group.index, node.ids[group.index].copy())
         node.ids[group.index][index] = -1
         self.free(node, group, gone)
 

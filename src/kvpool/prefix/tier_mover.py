@@ -244,11 +244,11 @@ class TierMover:
                 context.host_copies.drop(node)
             host_copy = context.host_copies.take(node)
         if ready is None:
-            node.ids = [self._move_ids(node, group, target, kind, host_copy) for group in context.cached]
+            node.ids = tuple([self._move_ids(node, group, target, kind, host_copy) for group in context.cached])
         if context.events.listening and node.digests:
             self.announcer.moved(node, source, target)
         if ready is not None:
-            node.ids = ready
+            node.ids = tuple(ready)
         if source == HOST and target == GPU and context.host_copies.waiting is not None:
             context.host_copies.keep(node, [ids.copy() for ids in old])  # evicted again it need not be copied
         else:

@@ -245,7 +245,7 @@ class RunTree:
         node.start += num_blocks
         node.num_blocks -= num_blocks
         node.tokens = node.tokens[num_blocks * size :]
-        node.ids = [ids[num_blocks:] for ids in node.ids]
+        node.ids = tuple([ids[num_blocks:] for ids in node.ids])
         if node.host_copy is not None:
             self.context.host_copies.divide(upper, node, num_blocks)
         node.key = node.tokens[:size].tobytes()
@@ -264,9 +264,9 @@ class RunTree:
         upper.num_blocks = num_blocks
         upper.tokens = node.tokens[: num_blocks * self.context.block_size]
         if node.open_row >= 0:
-            upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
+            upper.ids = tuple([ids[:num_blocks].copy() for ids in node.ids])
         else:
-            upper.ids = [ids[:num_blocks] for ids in node.ids]
+            upper.ids = tuple([ids[:num_blocks] for ids in node.ids])
         upper.tier = node.tier
         upper.detached = node.detached
         upper.last_access = node.last_access

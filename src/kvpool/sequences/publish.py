@@ -267,7 +267,7 @@ class Publisher:
         if not 0 < end - start < size or not handle.publishes or tip.detached:
             return tip
         groups = self.context.cached
-        ids = [rows.tables[group.index][row, first : first + 1].copy() for group in groups]
+        ids = tuple([rows.tables[group.index][row, first : first + 1].copy() for group in groups])
         held = (group.gpu.refs[block[0]] > 1 for group, block in zip(groups, ids, strict=True))
         if handle.family is not None and any(held):
             return tip
@@ -292,7 +292,7 @@ class Publisher:
         node.num_blocks = last - first
         node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.
-        node.ids = [rows.tables[g.index][readers, first:last].max(axis=0) for g in self.context.cached]
+        node.ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in self.context.cached])
         for group in self.context.cached:
             group.publish(node.ids[group.index])
         self.tree.add(node)
@@ -359,7 +359,8 @@ class Publisher:
         lost, first_lost = (theirs < 0) & (own >= 0), child.end
         if lost.any():
             first_lost = first + int(lost.argmax())
-            child.ids[group.index] = theirs = np.where(lost, own, theirs)
+            theirs = np.where(lost, own, theirs)
+            child.set_ids(group.index, theirs)
             if child.digests is not None and self.events.listening:
                 self.announcer.stored_blocks(child, group, np.flatnonzero(lost))
         doubled = (own >= 0) & (own != theirs)
@@ -382,7 +383,7 @@ class Publisher:
         node.tokens = rows.final_token_ids(row, start * size, end * size, rows.num_history_of[row])
         if self.has_one_group:
             place = row * rows.num_columns
-            node.ids = [copied(rows.first_table, place + start, place + end)]
+            node.ids = (copied(rows.first_table, place + start, place + end),)
         else:
-            node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
+            node.ids = tuple([rows.tables[group.index][row, start:end].copy() for group in self.context.cached])
         rows.grows_alone_of[row] = False

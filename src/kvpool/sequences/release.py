@@ -196,7 +196,7 @@ class Releaser:
                 tip.num_blocks = end - start
                 tip.tokens = rows.final_token_ids(row, start * size, end * size, have[i])
                 ids = blocks[i] if end - start == longest else blocks[i][start:end]
-                tip.ids = [ids if alike else ids.copy()]
+                tip.ids = (ids if alike else ids.copy(),)
             if self.keeps_remainders:
                 tip = rows.tips[row] = self.publisher.publish_remainder(row, handles[i], tip)
             published.append(tip.start + tip.num_blocks)
