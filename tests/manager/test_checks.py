@@ -130,7 +130,7 @@ def change_the_key_of_a_run(manager: KVCacheManager) -> None:
 
 def lose_a_child(manager: KVCacheManager) -> None:
     node = cached_nodes(manager)[-1]
-    node.parent.children.pop(node.key)
+    node.parent.children.remove(node.key)
 
 
 def lift_a_child_above_its_parent(manager: KVCacheManager) -> None:
@@ -217,7 +217,8 @@ def empty_a_run(manager: KVCacheManager) -> None:
 
 def hang_a_child_elsewhere(manager: KVCacheManager) -> None:
     node = cached_nodes(manager)[-1]
-    node.parent.children[b"elsewhere"] = node.parent.children.pop(node.key)
+    node.parent.children.remove(node.key)
+    node.parent.children.put(b"elsewhere", node)
 
 
 def detach_an_unread_run(manager: KVCacheManager) -> None:

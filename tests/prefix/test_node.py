@@ -11,7 +11,7 @@ from parts import add_run, make_context, make_tree
 
 from kvpool.config import Tier
 from kvpool.eviction.run import checksum
-from kvpool.prefix.node import DEFAULT_PRIORITY, MOST_KEYS, NEVER, Node, Root, SortedKeys
+from kvpool.prefix.node import DEFAULT_PRIORITY, FEW_KEYS, MOST_KEYS, NEVER, Node, Root, SortedKeys
 from kvpool.prefix.tree import divide_logits, trim_logits
 from kvpool.scope import ReuseScope
 
@@ -44,7 +44,13 @@ def parent_of(*keys: bytes) -> Node:
 
 def child_of(parent: Node, key: bytes) -> Node:
     assert parent.children is not None
-    return parent.children[key]
+    child = parent.children.get(key)
+    assert child is not None
+    return child
+
+
+def keys_of(parent: Node) -> list[bytes]:
+    return [child.key for child in parent.children.values()] if parent.children is not None else []
 
 
 def shared_tokens(left: bytes, right: bytes) -> int:
@@ -236,11 +242,11 @@ def test_the_nearest_child_equals_brute_force_while_few_children_come_and_go() -
     numbers = set()
     for _ in range(500):
         key = keys[int(rng.integers(4))]
-        if parent.children is not None and key in parent.children:
+        if key in keys_of(parent):
             parent.remove_child(child_of(parent, key))
         else:
             parent.add_child(key, Node(parent, key, 0, 1, 0.0))
-        there = list(parent.children or ())
+        there = keys_of(parent)
         numbers.add(len(there))
         for query in (key_of(1, 1), key_of(1, 3), key_of(2, 2, 2), key_of(3)):
             best = max((shared_tokens(key, query) for key in there), default=0)
@@ -250,14 +256,25 @@ def test_the_nearest_child_equals_brute_force_while_few_children_come_and_go() -
     assert numbers == {0, 1, 2, 3, 4}
 
 
-def test_a_node_with_one_child_sorts_no_keys() -> None:
-    parent = parent_of(key_of(1, 1))
-    assert parent._keys is None
-    parent.add_child(key_of(1, 2), Node(parent, key_of(1, 2), 0, 1, 0.0))
-    assert parent._keys is not None
-    for key in (key_of(1, 1), key_of(1, 2)):
+def test_keys_are_kept_sorted_only_while_many_begin_with_the_same_token() -> None:
+    keys = [key_of(1, second) for second in range(FEW_KEYS + 1)]
+    parent = parent_of(*keys[:-1])
+    assert parent.children is not None
+    assert parent.children._sorted is None
+    parent.add_child(keys[-1], Node(parent, keys[-1], 0, 1, 0.0))
+    assert list(parent.children._sorted or ()) == [keys[0][:4]]
+    for key in keys[1:]:
         parent.remove_child(child_of(parent, key))
-    assert parent._keys is None
+    assert (parent.children._sorted, keys_of(parent)) == ({}, keys[:1])
+
+
+def test_children_are_listed_by_age_whatever_they_begin_with() -> None:
+    parent, runs = make_root(), [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)]
+    for created, run in enumerate(runs):
+        parent.add_child(key_of(*run), Node(parent, key_of(*run), 0, created, 0.0))
+    assert keys_of(parent) == [key_of(*run) for run in runs]
+    parent.remove_child(child_of(parent, key_of(1, 1)))
+    assert keys_of(parent) == [key_of(*run) for run in runs[1:]]
 
 
 # Tokens that share bytes, so that byte order and token order differ.
@@ -275,7 +292,7 @@ def test_the_nearest_child_equals_brute_force_after_any_additions_and_removals(
     for key in set(removed) & set(keys):
         parent.remove_child(child_of(parent, key))
     query = key_of(*query_tokens)
-    best = max((shared_tokens(key, query) for key in parent.children or ()), default=0)
+    best = max((shared_tokens(key, query) for key in keys_of(parent)), default=0)
     node, shared = parent.nearest_child(query)
     assert shared // 4 == best
     assert (node is None) == (best == 0)

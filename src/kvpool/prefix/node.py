@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +22,8 @@ Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
-MOST_KEYS: Final = 128  # in a chunk
+FEW_KEYS: Final = 8  # that share a token are sorted when somebody asks for neighbours
+MOST_KEYS: Final = 32  # in a chunk
 NEVER: Final = float("inf")  # the deadline of what has none
 
 
@@ -44,7 +46,6 @@ class Node(Run):
 
     __slots__ = (
         "_end_sum",
-        "_keys",
         "active",
         "children",
         "copied_sessions",
@@ -70,10 +71,7 @@ class Node(Run):
 
     parent: Node
     root: Root
-    children: dict[bytes, Node] | None  # by the bytes of their first block
-    # Their keys by first token: the only one, or all of them sorted. What shares the longest beginning with a key that is not
-    # there is its neighbour. None until there is a second child.
-    _keys: dict[bytes, bytes | SortedKeys] | None
+    children: Children | None  # None if there are none
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
     logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
@@ -94,7 +92,6 @@ class Node(Run):
         self.num_blocks = 0
         self.is_remainder = False
         self.children = None
-        self._keys = None
         self.num_remainders = 0  # of the children
         self.same_tier_children = 0
         self.active = 0
@@ -172,44 +169,19 @@ class Node(Run):
 
     def add_child(self, key: bytes, child: Node) -> None:
         if self.children is None:
-            self.children = {}
-        elif key not in self.children:
-            self._sort_in(key)
-        self.children[key] = child
+            self.children = Children()
+        self.children.put(key, child)
         if child.tier == self.tier:
             self.same_tier_children += 1
         if child.is_remainder:
             self.num_remainders += 1
 
-    def _sort_in(self, key: bytes) -> None:
-        """Puts the key of one more child among those of the others."""
-        keys = self._keys
-        if keys is None:
-            keys = self._keys = {only[:4]: only for only in self.children or ()}
-        first = key[:4]
-        alike = keys.get(first)
-        if alike is None:
-            keys[first] = key
-        elif isinstance(alike, bytes):
-            keys[first] = SortedKeys([sorted((alike, key))])
-        else:
-            alike.add(key)
-
     def remove_child(self, child: Node) -> None:
-        children, keys, key = self.children, self._keys, child.key
+        children = self.children
         assert children is not None
-        del children[key]
-        if not children:
-            self.children = self._keys = None
-        elif keys is not None:
-            first = key[:4]
-            alike = keys[first]
-            if isinstance(alike, bytes):
-                del keys[first]
-            else:
-                alike.remove(key)
-                if not alike.chunks:
-                    del keys[first]
+        children.remove(child.key)
+        if not len(children):
+            self.children = None
         if child.tier == self.tier:
             self.same_tier_children -= 1
         if child.is_remainder:
@@ -217,22 +189,7 @@ class Node(Run):
 
     def nearest_child(self, query: bytes) -> tuple[Node | None, int]:
         """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
-        best, shared = None, 0
-        if self.children is not None:
-            for key in self._keys_like(query):
-                common = num_common(key, query)
-                if common > shared and common >= 4:
-                    best, shared = self.children[key], common
-        return best, shared
-
-    def _keys_like(self, query: bytes) -> list[bytes]:
-        """Those keys of children that may share the longest beginning with `query`."""
-        if self._keys is None:
-            return list(self.children or ())
-        alike = self._keys.get(query[:4])
-        if alike is None:
-            return []
-        return [alike] if isinstance(alike, bytes) else alike.neighbours(query)
+        return (None, 0) if self.children is None else self.children.nearest(query)
 
     def is_candidate(self) -> bool:
         """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
@@ -275,6 +232,102 @@ class Root(Node):
         self.quota = quota
         self.tokens = np.empty(0, np.int32)
         self.ids = ()
+
+
+class Children:
+    """The runs that follow a node, by the bytes of their first block.
+
+    They are kept by their first token, so that where most differ in it one entry of one dictionary tells whether a block is
+    there and which child begins like it: in a large tree, what takes long is memory that was not read lately.
+    """
+
+    __slots__ = ("_by_token", "_number", "_sorted")
+
+    # By first token: the only child, or by their keys all that share it
+    _by_token: dict[bytes, Node | dict[bytes, Node]]
+    _sorted: dict[bytes, SortedKeys] | None  # by first token: the keys of children that share it, where they are many
+
+    def __init__(self) -> None:
+        self._by_token = {}
+        self._sorted = None
+        self._number = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    def get(self, key: bytes) -> Node | None:
+        """The child with this key."""
+        found = self._by_token.get(key[:4])
+        if isinstance(found, dict):
+            return found.get(key)
+        return found if found is not None and found.key == key else None
+
+    def values(self) -> list[Node]:
+        """All of them, the oldest first."""
+        children: list[Node] = []
+        for found in self._by_token.values():
+            if isinstance(found, dict):
+                children += found.values()
+            else:
+                children.append(found)
+        children.sort(key=_BY_AGE)
+        return children
+
+    def put(self, key: bytes, child: Node) -> None:
+        """Adds a child, or replaces the one that has this key."""
+        token = key[:4]
+        found = self._by_token.get(token)
+        if not isinstance(found, dict):
+            if found is None or found.key == key:
+                self._number += found is None
+                self._by_token[token] = child
+                return
+            found = self._by_token[token] = {found.key: found}
+        if key not in found:
+            self._number += 1
+            keys = self._sorted_keys(token)
+            if keys is not None:
+                keys.add(key)
+            elif len(found) == FEW_KEYS:
+                self._sorted = self._sorted or {}
+                self._sorted[token] = SortedKeys([sorted((*found, key))])
+        found[key] = child
+
+    def remove(self, key: bytes) -> None:
+        """Takes out the child with this key."""
+        token = key[:4]
+        found = self._by_token[token]
+        self._number -= 1
+        if not isinstance(found, dict):
+            del self._by_token[token]
+            return
+        del found[key]
+        if self._sorted is not None and token in self._sorted:
+            self._sorted[token].remove(key)
+            if len(found) == 1:
+                del self._sorted[token]
+        if len(found) == 1:
+            (self._by_token[token],) = found.values()
+
+    def nearest(self, query: bytes) -> tuple[Node | None, int]:
+        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
+        token = query[:4]
+        found = self._by_token.get(token)
+        if found is None:
+            return None, 0
+        if not isinstance(found, dict):
+            return found, num_common(found.key, query)
+        best, shared = b"", 0
+        keys = self._sorted_keys(token) or SortedKeys([sorted(found)])
+        for key in keys.neighbours(query):
+            common = num_common(key, query)
+            if common > shared:
+                best, shared = key, common
+        return found[best], shared
+
+    def _sorted_keys(self, token: bytes) -> SortedKeys | None:
+        """The sorted keys of children that begin with a token, where they are many."""
+        return None if self._sorted is None else self._sorted.get(token)
 
 
 @mypyc_attr(acyclic=True)
@@ -374,4 +427,5 @@ def numbers_in_tree(nodes: Iterable[Node]) -> set[int]:
     return used
 
 
+_BY_AGE = attrgetter("created")
 _NO_IDS: Int32Array = np.empty(0, np.int32)
