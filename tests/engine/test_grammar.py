@@ -171,6 +171,8 @@ def test_given_a_fork_then_its_grammar_goes_on_where_the_other_stands(engine: En
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "Unsatisfiable"),
         ({"$ref": "http://127.0.0.1/other.json"}, "not present"),
+        ({"items": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}]}, "would let 0 through"),
+        ({"properties": {"a": {"minimum": -3.5, "exclusiveMaximum": -3.0}}}, "would let -3 through"),
         ({"enum": [object()]}, "not JSON serializable"),
         ([], "is an object"),
     ],
@@ -178,6 +180,11 @@ def test_given_a_fork_then_its_grammar_goes_on_where_the_other_stands(engine: En
 def test_given_a_schema_that_nothing_can_be_held_to_then_it_is_refused(engine: Engine, schema: Any, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         engine.json_grammar(schema)
+
+
+@pytest.mark.parametrize("limits", [{"exclusiveMinimum": 0, "maximum": 1}, {"exclusiveMinimum": 2.5, "maximum": 2.75}])
+def test_given_an_exclusive_bound_that_is_kept_then_it_is_taken(engine: Engine, limits: Any) -> None:
+    engine.json_grammar({"type": "number", **limits})
 
 
 class EvenTokens:

@@ -15,7 +15,7 @@ from live import Live, openai_client
 from models import tiny_model
 
 from kvpool.engine import Engine
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.answer_reader import (
     THINKING,
@@ -26,7 +26,7 @@ from kvpool.server.answer_reader import (
     ReadAnswer,
     read_whole,
 )
-from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolCall, form_in
+from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolCall, form_in, json_rule
 
 pytest.importorskip("llguidance")
 
@@ -465,6 +465,12 @@ def served(template: str, **options: Any) -> Iterator[Any]:
                 yield made
         finally:
             live.stop()
+
+
+def test_given_arguments_with_a_bound_that_would_not_be_kept_then_a_rule_for_them_is_refused() -> None:
+    share = {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}
+    with pytest.raises(InvalidArgumentError, match="would let 0 through"):
+        json_rule({"type": "object", "properties": {"share": share}})
 
 
 @pytest.mark.parametrize(

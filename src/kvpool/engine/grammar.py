@@ -77,6 +77,7 @@ class Grammars:
             text = json.dumps(_ANY_OBJECT if schema is None else dict(schema))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(f"this is no JSON schema: {error}") from None
+        refuse_unkept(json.loads(text))
         options = {"whitespace_pattern": _WHITESPACE}
         return self._compiled("JSON schema", lambda made: made.grammar_from_json_schema(text, overrides=options))
 
@@ -106,6 +107,35 @@ class Grammars:
                 except ValueError as error:
                     raise InvalidArgumentError(f"this model's tokenizer cannot be held to a form: {error}") from None
         return library, self._prepared
+
+
+def refuse_unkept(schema: Any) -> None:
+    """Raises for a bound of numbers that llguidance 1.9 does not keep: above 0 and at most 0.5, it takes 0, too."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        if not isinstance(part, dict):
+            continue
+        waiting += part.values()
+        for name, sign, others in (
+            ("exclusiveMinimum", 1, ("maximum", "exclusiveMaximum")),
+            ("exclusiveMaximum", -1, ("minimum", "exclusiveMinimum")),
+        ):
+            for other in others:
+                bound, limit = _number_in(part, name), _number_in(part, other)
+                if bound is None or limit is None or bound % 1:
+                    continue
+                if sign * bound >= 0 and 0 < sign * (limit - bound) < 1:
+                    words = f"{name}={bound:g} beside {other}={limit:g} would let {bound:g} through; make it inclusive"
+                    raise InvalidArgumentError(f"no answer can be held to this JSON schema: {words}")
+
+
+def _number_in(part: Mapping[str, Any], name: str) -> float | None:
+    value = part.get(name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number else None  # type: ignore[arg-type]
 
 
 def _described(tokenizer: Any) -> str:

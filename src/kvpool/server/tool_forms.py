@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvpool.engine.grammar import refuse_unkept
 from kvpool.errors import ConfigError
 
 
@@ -231,6 +232,7 @@ def _python_value(node: ast.expr) -> Any:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Text that is valid by a JSON schema, for a grammar."""
+    refuse_unkept(schema)
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": " ?"}, **schema})
 
 
