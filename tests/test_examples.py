@@ -22,7 +22,7 @@ EXPECTED = {
     "quickstart.py": "992 tokens of the next prompt are cached",
     "async_requests.py": "served in order: True",
     "custom_policy.py": "two-class: 256 of 256 tokens still cached",
-    "compare_policies.py": "4,000 blocks: lru 0.197, adaptive 0.202, optimum 0.289",
+    "compare_policies.py": "4,000 blocks: lru 0.197, adaptive 0.200, optimum 0.289",
     "own_engine.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
     "own_tier.py": "OK keys and values",

@@ -278,21 +278,24 @@ def test_given_a_run_whose_head_was_reused_then_its_rest_is_recognised_by_its_ow
     assert policy._learned._reused[2::3] == [2, 4]
 
 
-@given(left=st.lists(st.integers(0, 2), max_size=9), right=st.lists(st.integers(0, 2), max_size=9))
-def test_what_two_prompts_share_is_counted_from_their_beginning(left: list[int], right: list[int]) -> None:
+@given(
+    left=st.lists(st.integers(0, 2), max_size=9), right=st.lists(st.integers(0, 2), max_size=9), size=st.integers(1, 3)
+)
+def test_what_two_prompts_share_is_counted_in_whole_blocks(left: list[int], right: list[int], size: int) -> None:
     shared = 0
-    while shared < min(len(left), len(right)) and left[shared] == right[shared]:
+    while (end := (shared + 1) * size) <= min(len(left), len(right)) and left[:end] == right[:end]:
         shared += 1
-    assert num_shared(np.array(left, np.int32).tobytes(), np.array(right, np.int32).tobytes()) == shared
+    assert num_shared(bytes(left), bytes(right), size) == shared
 
 
-def test_given_blocks_of_several_tokens_then_a_ghost_is_compared_by_the_last_of_each() -> None:
+@pytest.mark.parametrize("token", [8, 11])
+def test_given_blocks_of_several_tokens_then_a_ghost_is_compared_by_all_of_them(token: int) -> None:
     ghosts, tokens = Ghosts(Experience()), np.arange(12, dtype=np.int32)
     left = StandInRun(num_blocks=3)
     ghosts.bury(left, tokens, 3, None, 0, 0)
     back = StandInRun(num_blocks=4)
     back.tokens = np.append(tokens, np.arange(4, dtype=np.int32))
-    back.tokens[11] += 1
+    back.tokens[token] += 1
     assert ghosts.recognise(back, 1) == (2, 0, 2)
 
 
