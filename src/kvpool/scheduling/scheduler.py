@@ -139,6 +139,8 @@ class Scheduler:
 
     def refuse_oversized(self, request: Request) -> None:
         """Raises `NeverFitsError` if a request could not be completed even with the whole pool."""
+        if not isinstance(request, Request):
+            raise InvalidArgumentError(f"refuse_oversized takes a Request, got {request!r}")
         if request.n > self.config.max_sequences:
             raise NeverFitsError(
                 f"request {request.id!r}: n={request.n} is over max_sequences={self.config.max_sequences}"
