@@ -311,23 +311,3 @@ def test_windowed_blocks_that_leave_the_gpu_alone_leave_the_host_copy_too() -> N
     manager.check()
     assert host(manager)[0] == free + 2
     assert tiers(manager, first) == {}
-
-
-def test_given_windows_then_a_host_copy_pushes_out_a_less_important_run_and_no_other_host_copy() -> None:
-    layers = LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=8)
-    manager = managers.manager_with(
-        *layers, eviction_policy="priority", gpu_blocks=[20, 16], host_blocks=4, host_write="through"
-    )
-
-    def run_through(first: int, priority: int) -> None:
-        handle = manager.allocate(first, range(first, first + 8), retention=keeping(priority))
-        manager.commit(handle)
-        manager.free(handle)
-
-    run_through(1000, 10)
-    manager.cache.evict(2)  # it is on the host now
-    run_through(2000, 80)
-    run_through(3000, 50)
-    assert manager.stats().shadowed_blocks == 6
-    assert manager.match_prefix([*range(1000, 1008), 1]).num_tokens == 0
-    manager.check()

@@ -12,7 +12,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool, CopyOp
 from kvpool.pools.rows import SequenceRows
-from kvpool.prefix.node import DEFAULT_PRIORITY, Node
+from kvpool.prefix.node import Node
 from kvpool.stats import Counters
 
 
@@ -35,7 +35,6 @@ class CacheContext:
         "full",
         "full_per_pool",
         "groups",
-        "highest_priority",
         "now",
         "num_tiers",
         "pools",
@@ -68,7 +67,6 @@ class CacheContext:
         self.clock = clock
         self.now = clock()
         self.tick = 0
-        self.highest_priority = DEFAULT_PRIORITY  # that any run ever had
         self.version = 0
         self.num_tiers = max(len(tiers) for tiers in pools)
         # Groups whose blocks are published: those read along paths, those read block by block.

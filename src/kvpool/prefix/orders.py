@@ -247,7 +247,6 @@ class Expiry:
         if candidate:
             policy.remove(node)
         node.priority = priority
-        self.context.highest_priority = max(self.context.highest_priority, priority)
         if candidate:
             policy.add(node)
         if self.events.listening and node.digests:

@@ -68,18 +68,17 @@ class TierMover:
         if node.host_copy is not None and below == HOST:
             return node.num_blocks
         fitting = MAX_BLOCKS
-        supply = self._that_give_way(below, importance(node)) if evicting else [0] * len(self.context.pools)
         for index, per_position in self.context.full_per_pool:
             pool = self.context.pools[index][below]
-            fitting = min(fitting, (pool.num_free + supply[index]) // per_position)
+            room = pool.num_free + (self.evictable(pool) if evicting else 0)
+            fitting = min(fitting, room // per_position)
         return fitting
 
     def demote(self, node: Node, num_blocks: int) -> bool:
         """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room.
 
-        Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way. Without
-        windows, others may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move
-        what fits.
+        Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way; others
+        may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
         """
         target = self.lower_tier[node.tier]
         if target is None or (
@@ -124,11 +123,9 @@ class TierMover:
         Host copies give way when no run can, and not to a host copy: without them, somebody would wait for a copy soon.
         """
         pools, host_copies = [tiers[target] for tiers in self.context.pools], self.context.host_copies
-        if all(pool.num_free >= need for pool, need in zip(pools, needs, strict=True)):
-            return True
-        supply = self._that_give_way(target, priority, spares_host_copies=for_host_copy)
         for pool, need in zip(pools, needs, strict=True):
-            if pool.num_free + supply[pool.index] < need:
+            spared = host_copies.num_blocks[pool.index] if for_host_copy else 0
+            if pool.num_free + self.evictable(pool) - spared < need:
                 return False
         for pool, need in zip(pools, needs, strict=True):
             if pool.num_free < need:
@@ -138,35 +135,6 @@ class TierMover:
             if pool.num_free < need:
                 return False
         return True
-
-    def _that_give_way(self, tier: Tier, ceiling: int, spares_host_copies: bool = False) -> list[int]:
-        """Blocks per pool that could become free on a lower tier for a run of the priority `ceiling`.
-
-        With windows, a part of a run may be of no use, and no other run is to leave in vain: more important ones and what is
-        above them are left out. Without windows the room is used in any case, and nobody looks at every run.
-        """
-        context, host_copies = self.context, self.context.host_copies
-        if not context.windowed or ceiling >= context.highest_priority:
-            spared = host_copies.num_blocks if spares_host_copies else [0] * len(context.pools)
-            return [self.evictable(tiers[tier]) - spared[index] for index, tiers in enumerate(context.pools)]
-        supply = [0] * len(context.pools)
-        staying: set[Node] = set()  # runs that have one on their tier below them which stays
-        for root in self.tree.roots.values():
-            by_priority = root.policies[tier].by_priority
-            for node in reversed(list(root.subtree())):
-                if node.tier != tier or node is root:
-                    continue
-                if node.active or node.pins or node in staying or (by_priority and node.priority > ceiling):
-                    staying.add(node.parent)
-                    continue
-                for group in context.cached:
-                    supply[group.pool] += int((node.ids[group.index] >= 0).sum())
-        for node in reversed(host_copies.nodes) if tier == HOST and not spares_host_copies else ():
-            if node.priority > ceiling or node.host_copy is None:
-                break  # as they give way: the youngest first
-            for group in context.cached:
-                supply[group.pool] += int((node.host_copy[group.index] >= 0).sum())
-        return supply
 
     # --- ahead of eviction -------------------------------------------------------------------------------------------
 
