@@ -109,7 +109,7 @@ class Traffic:
         assert list(ghosts.by_fingerprint.values()) == [
             ghost for ghost in ghosts._queue[ghosts._front :] if ghost.blocks
         ]
-        assert all(len(ghost.tokens) == 2 * ghost.blocks for ghost in ghosts.by_fingerprint.values())
+        assert all(len(ghost.sums) == 4 * ghost.blocks for ghost in ghosts.by_fingerprint.values())
         assert policy._len == sum(len(row) for row in policy._order._rows.values())
         assert policy._num_blocks == sum(row.num_blocks for row in policy._order._rows.values())
         numbers = (policy._now, policy._epochs[-1], policy._num_epochs, policy._inserted, policy._num_met)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpool.pools import arrays
 from tool_files import compiled_module
 
-NAMES = ("are_ids", "copied", "put", "as_bytes", "num_common")
+NAMES = ("are_ids", "copied", "put", "as_bytes", "num_common", "block_sums")
 TOKENS = np.arange(10, 18, dtype=np.int32)
 
 
@@ -139,6 +139,33 @@ def test_in_c_the_common_beginning_is_the_same(in_c: Any, left: bytes, right: by
         in_c.num_common(left, bytearray(right))
     with pytest.raises(TypeError):
         in_c.num_common(left)
+
+
+@pytest.mark.parametrize(("size", "num_blocks"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_each_block_has_a_checksum_of_all_its_tokens(ops: Any, size: int, num_blocks: int) -> None:
+    tokens = np.array([2**31 - 1, -(2**31), 0, 7, 1, 2, 3, -1], np.int32)
+    sums = [0] * num_blocks
+    for index, token in enumerate(tokens.tolist()):
+        sums[index // size] = (sums[index // size] * 2654435761 + token) % 2**32
+    assert ops.block_sums(tokens, num_blocks) == np.array(sums, np.uint32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((TOKENS[::2], 2), TypeError),
+        ((TOKENS.astype(np.int64), 2), TypeError),
+        ((TOKENS,), TypeError),
+        ((TOKENS, 1.5), TypeError),
+        ((TOKENS, 0), ValueError),
+        ((TOKENS, -1), ValueError),
+        ((TOKENS, 9), ValueError),
+        ((TOKENS, 2**80), OverflowError),
+    ],
+)
+def test_in_c_what_cannot_be_blocks_is_refused(in_c: Any, arguments: tuple[Any, ...], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        in_c.block_sums(*arguments)
 
 
 def test_an_array_that_is_not_aligned_is_taken_as_ids() -> None:

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import Experience
 from kvpool.eviction.run import Run, Tokens, checksum
 
 _SLACK: Final = 64  # ghosts that are followed no longer tolerated beyond one for each that is
-_NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
 @mypyc_attr(acyclic=True)
 class Ghost:
     """A run that has left: what it was known by, and what is followed of it. Without blocks it is followed no longer."""
 
-    __slots__ = ("blocks", "cohort", "fingerprint", "leader", "tokens", "turn", "uses")
+    __slots__ = ("blocks", "cohort", "fingerprint", "leader", "sums", "turn", "uses")
 
     def __init__(
-        self, fingerprint: int, cohort: int, blocks: int, turn: int, uses: int, tokens: Tokens, leader: int | None
+        self, fingerprint: int, cohort: int, blocks: int, turn: int, uses: int, sums: bytes, leader: int | None
     ) -> None:
         self.fingerprint = fingerprint
         self.cohort = cohort
         self.blocks = blocks
         self.turn = turn
         self.uses = uses  # requests that had it, the one that computed it included
-        self.tokens = tokens
+        self.sums = sums  # of each block, see `Run.sums_of`
         self.leader = leader  # fingerprint of the run before it, if there was one
 
 
 class Ghosts:
     """Runs that have left, by fingerprint, and oldest first. They are followed in `learned` like those that are there.
 
-    A fingerprint says what preceded a run and with which block it began. How far what comes begins like it, its tokens tell.
+    A fingerprint says what preceded a run and with which block it began. How far what comes begins like it, checksums
+    of blocks tell: all tokens would be much memory, which is in no cache when a run leaves.
     """
 
     def __init__(self, learned: Experience) -> None:
@@ -48,7 +46,8 @@ class Ghosts:
 
     def bury(self, run: Run, tokens: Tokens, num_blocks: int, leader: int | None, cohort: int, now: int) -> None:
         """A run has left with so many blocks that had these tokens; `leader` is the run before it, if there is one."""
-        ghost = Ghost(run.fingerprint, cohort, num_blocks, run.turn, run.hits + 1, _alone(tokens), leader)
+        sums = run.sums_of(tokens, num_blocks)
+        ghost = Ghost(run.fingerprint, cohort, num_blocks, run.turn, run.hits + 1, sums, leader)
         self._put(ghost, now)
 
     def trim(self, max_blocks: int, now: int) -> None:
@@ -66,26 +65,27 @@ class Ghosts:
         Returns how many blocks that are, the turn of the last ghost, and how many requests went on from its end, as far as it
         was found. A ghost from which the run departs was gone on from by two at least; its rest is forgotten.
         """
-        num_blocks, content = run.num_blocks, run.tokens.tobytes()
-        size = len(content) // num_blocks
+        num_blocks, tokens = run.num_blocks, run.tokens
+        size, sums = len(tokens) // num_blocks, run.sums_of(tokens, num_blocks)
         fingerprint, before = run.fingerprint, run.sum_before
         known = turn = num_uses = 0
         while (ghost := self.by_fingerprint.get(fingerprint)) is not None:
-            shared = num_shared(content[known * size :], ghost.tokens.tobytes(), size)
+            shared = num_shared(sums[4 * known :], ghost.sums)
             if not shared:
                 break
             cohort, blocks, turn, num_uses = ghost.cohort, ghost.blocks, ghost.turn, ghost.uses
             self._take(ghost)
             self._learned.count(cohort, now, shared)
             self._learned.follow(cohort, now, -blocks)
-            before = checksum(content[known * size : (known + shared) * size], before)
+            before = checksum(tokens[known * size : (known + shared) * size].data, before)
             known += shared
             if known == num_blocks:
                 break
             if shared < blocks:
                 num_uses += 1
                 break
-            fingerprint = run.fingerprint_of(run.start + known, before, content[known * size : (known + 1) * size])
+            key = tokens[known * size : (known + 1) * size].tobytes()
+            fingerprint = run.fingerprint_of(run.start + known, before, key)
         return known, turn, num_uses
 
     def count_behind(self, fingerprint: int, num_blocks: int, now: int) -> None:
@@ -119,7 +119,7 @@ class Ghosts:
         if leader is not None and self._followers.get(leader) is ghost:
             del self._followers[leader]
         self.num_blocks -= ghost.blocks
-        ghost.blocks, ghost.tokens = 0, _NO_TOKENS
+        ghost.blocks, ghost.sums = 0, b""
 
     def _forget(self, ghost: Ghost, now: int) -> None:
         """Follows a ghost no longer."""
@@ -127,18 +127,12 @@ class Ghosts:
         self._take(ghost)
 
 
-def _alone(tokens: Tokens) -> Tokens:
-    """Tokens that do not keep the memory of many others: those of a short rest of a run are copied."""
-    base = tokens.base
-    return tokens if base is None or len(base) <= 2 * len(tokens) else tokens.copy()
-
-
-def num_shared(left: bytes, right: bytes, size: int) -> int:
-    """How many leading blocks of so many bytes are the same."""
-    low, high = 0, min(len(left), len(right)) // size
+def num_shared(left: bytes, right: bytes) -> int:
+    """How many leading checksums are the same."""
+    low, high = 0, min(len(left), len(right)) // 4
     middle = high  # mostly they all are
     while low < high:
-        if left[low * size : middle * size] == right[low * size : middle * size]:
+        if left[4 * low : 4 * middle] == right[4 * low : 4 * middle]:
             low = middle
         else:
             high = middle - 1

@@ -85,6 +85,10 @@ class Run:
         """The fingerprint of a run of this scope that begins at this depth, behind tokens of this checksum, with these."""
         return hash((self.scope_hash, start, sum_before, key))
 
+    def sums_of(self, tokens: Tokens, num_blocks: int) -> bytes:
+        """A checksum of four bytes for each of so many blocks with these tokens."""
+        return b"".join(crc32(block.tobytes()).to_bytes(4, "little") for block in tokens.reshape(num_blocks, -1))
+
 
 NO_CANDIDATES: Final = "no run can be evicted: every cached run is referenced, pinned or has children"
 _SLACK: Final = 64  # discarded items tolerated beyond one per live item

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #define WIDTH ((Py_ssize_t)sizeof(int32_t))
+#define FACTOR 2654435761u /* of checksums: odd, with many bits */
 
 static int is_plain(PyObject *given) {
     if (!PyArray_CheckExact(given)) return 0;
@@ -121,12 +122,39 @@ static PyObject *num_common(PyObject *module, PyObject *const *args, Py_ssize_t 
     return PyLong_FromSsize_t(common);
 }
 
+static PyObject *block_sums(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (!has_arguments(num_args, 2)) return NULL;
+    const char *source = elements(args[0]);
+    const Py_ssize_t blocks = source == NULL ? -1 : PyLong_AsSsize_t(args[1]);
+    if (source == NULL || (blocks < 0 && PyErr_Occurred())) return NULL;
+    const Py_ssize_t size = blocks > 0 ? PyArray_SIZE((PyArrayObject *)args[0]) / blocks : 0;
+    if (size <= 0) {
+        PyErr_Format(PyExc_ValueError, "%zd blocks cannot be made of these elements", blocks);
+        return NULL;
+    }
+    PyObject *sums = PyBytes_FromStringAndSize(NULL, blocks * WIDTH);
+    if (sums == NULL) return NULL;
+    char *target = PyBytes_AS_STRING(sums);
+    for (Py_ssize_t block = 0; block < blocks; block++) {
+        uint32_t sum = 0;
+        for (Py_ssize_t i = 0; i < size; i++, source += WIDTH) {
+            uint32_t element;
+            memcpy(&element, source, WIDTH);
+            sum = sum * FACTOR + element;
+        }
+        memcpy(target + block * WIDTH, &sum, WIDTH);
+    }
+    return sums;
+}
+
 static PyMethodDef METHODS[] = {
     {"are_ids", are_ids, METH_O, "Whether an object is a one-dimensional array that has token ids, and needs no change."},
     {"copied", (PyCFunction)(void (*)(void))copied, METH_FASTCALL, "A new array of the elements start..stop of another."},
     {"put", (PyCFunction)(void (*)(void))put, METH_FASTCALL, "Writes the elements start..stop of an array into another."},
     {"as_bytes", (PyCFunction)(void (*)(void))as_bytes, METH_FASTCALL, "The bytes of the elements start..stop of an array."},
     {"num_common", (PyCFunction)(void (*)(void))num_common, METH_FASTCALL, "How many leading bytes two strings share."},
+    {"block_sums", (PyCFunction)(void (*)(void))block_sums, METH_FASTCALL, "A checksum for each of so many blocks."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
 _INT32 = np.dtype(np.int32)
+_FACTOR = 2654435761  # of checksums: odd, with many bits
 
 
 # --- short arrays: from C where that was compiled --------------------------------------------------------------------
@@ -54,6 +56,18 @@ def _num_common(left: bytes, right: bytes) -> int:
     return length - (difference.bit_length() + 7) // 8
 
 
+def _block_sums(array: Int32Array, num_blocks: int) -> bytes:
+    size = len(array) // num_blocks
+    if size == 1:
+        return array.tobytes()
+    return (array.reshape(num_blocks, size).view(np.uint32) @ _powers(size)).tobytes()
+
+
+@cache
+def _powers(size: int) -> npt.NDArray[np.uint32]:
+    return np.array([pow(_FACTOR, size - 1 - index, 2**32) for index in range(size)], np.uint32)
+
+
 def _compiled(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The function of this name in `_short_arrays.c`, which does the same as `otherwise`, if it was compiled."""
     try:
@@ -78,6 +92,9 @@ as_bytes: Callable[[Int32Array, int, int], bytes] = _compiled("as_bytes", _as_by
 
 num_common: Callable[[bytes, bytes], int] = _compiled("num_common", _num_common)
 """How many leading bytes two strings share."""
+
+block_sums: Callable[[Int32Array, int], bytes] = _compiled("block_sums", _block_sums)
+"""A checksum of four bytes for each of so many blocks of an array; one element is its own."""
 
 
 def smallest(array: npt.NDArray[Any]) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import Run, checksum
-from kvpool.pools.arrays import Int32Array, num_common
+from kvpool.pools.arrays import Int32Array, block_sums, num_common
 from kvpool.pools.pool import GPU
 from kvpool.pools.symbols import Symbols, is_first, numbers_in
 from kvpool.scope import MultimodalItem, ReuseScope
@@ -139,6 +139,10 @@ class Node(Run):
         for node in reversed(behind):
             sum_before = node._end_sum = checksum(node.tokens.data, sum_before)
         return sum_before
+
+    def sums_of(self, tokens: Int32Array, num_blocks: int) -> bytes:
+        """A checksum of four bytes for each of so many blocks with these tokens."""
+        return block_sums(tokens, num_blocks)
 
     def give_beginning(self, upper: Node) -> None:
         """The first blocks of this run are `upper` now, which is known by what this one was known by."""
