@@ -5,13 +5,12 @@
 SmolLM2-135M, 16 requests at once, 48 new tokens each, from an empty cache: behind 400 shared tokens, and with nothing in
 common. vLLM is measured as it is by default (compiled) and eager; the bars are on the better of the two. The engines run in
 turns, three times, and medians are compared: on shared machines a CPU second is worth twice as much in one minute as in the
-next. What kvpool's matrix products are is printed when its engine starts.
+next.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -113,7 +112,5 @@ def _options() -> argparse.Namespace:
 if __name__ == "__main__":
     options = _options()
     torch.set_num_threads(1)
-    logging.basicConfig(format="    %(message)s")
-    logging.getLogger("kvpool").setLevel(logging.DEBUG)
     rivals: Sequence[VllmEngine] = [VllmEngine(name, options.vllm_python) for name in (EAGER, COMPILED)]
     sys.exit(main(cases(options.quick), rivals, options, {"torch": torch.__version__, "attention": created_for_cpu()}))

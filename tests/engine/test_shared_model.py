@@ -18,8 +18,6 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError, SequenceStateError, StepError, UnsupportedModelError  # noqa: E402
 from kvpool.hf import CachePool  # noqa: E402
-from kvpool.model import products  # noqa: E402
-from tool_files import compiled_module  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 PROMPT = random_prompt(40).tolist()
@@ -193,24 +191,6 @@ def in_inference_mode(model: Any) -> None:
         in_place(model)
 
 
-@pytest.mark.parametrize("change", [in_place, through_data])
-def test_given_packed_copies_of_weights_that_change_then_they_are_packed_again(
-    change: Callable[[Any], None], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = compiled_module("_products", tmp_path)
-    monkeypatch.setattr(products, "compiled_products", lambda: code)
-    monkeypatch.setattr(products, "_SMALLEST", 1)
-    monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_fastest", lambda weights, copied: (products.packed,) * 5)
-    before = state_of(model)
-    with Engine(model, kv_blocks=64) as engine:
-        old = answer(engine)
-        assert old == by_itself(model)
-        change(model)
-        assert answer(engine) == by_itself(model) != old
-    assert state_of(model) == before
-
-
 @pytest.mark.parametrize("change", [in_place, through_data, loaded, in_inference_mode])
 def test_given_weights_that_change_in_place_then_nothing_of_the_old_ones_is_reused(
     model: Any, engine: Engine, change: Callable[[Any], None]
@@ -287,11 +267,8 @@ def restored() -> Iterator[None]:
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("state", ["dtype", "device", "autocast", "inference"])
 def test_given_any_global_state_of_the_caller_then_answers_are_the_same(
-    state: str, family: str, restored: None, monkeypatch: pytest.MonkeyPatch
+    state: str, family: str, restored: None
 ) -> None:
-    monkeypatch.setattr(products, "_SMALLEST", 1)
-    monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_fastest", lambda weights, copied: (products.in_float32,) * 5)
     model = tiny_model(family)
     wanted = by_itself(model)
     modes = {"autocast": torch.autocast("cpu", dtype=torch.bfloat16), "inference": torch.inference_mode()}
@@ -315,29 +292,6 @@ def test_given_a_model_that_accelerate_offloaded_then_it_is_refused_with_the_rem
     accelerate = pytest.importorskip("accelerate")
     with pytest.raises(InvalidArgumentError, match=r"not in memory .*; load it whole, without device_map"):
         Engine(accelerate.cpu_offload(model), kv_blocks=64)
-
-
-class OddTensor(torch.Tensor):
-    """A tensor as torchao's are: it knows the plain product only."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.mm, torch.matmul):
-            raise NotImplementedError(str(func))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_given_quantised_weights_that_know_few_operations_then_their_products_stay_plain(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(products, "_SMALLEST", 1)
-    monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "_fastest", lambda weights, copied: (products.swapped,) * 5)
-    wanted = by_itself(model)
-    odd = model.lm_head.weight.detach().as_subclass(OddTensor)
-    model.lm_head.weight = torch.nn.Parameter(odd, requires_grad=False)
-    with Engine(model, kv_blocks=64) as engine:
-        assert answer(engine) == wanted
 
 
 def test_given_weights_that_are_nan_then_the_message_says_so_and_names_one(model: Any) -> None:

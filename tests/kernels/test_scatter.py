@@ -14,7 +14,6 @@ from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
 from kvpool.kernels import write  # noqa: E402
 from kvpool.kernels.layout import LayerCache  # noqa: E402
 from kvpool.kernels.quantization import dequantize, quantize  # noqa: E402
-from kvpool.kernels.rows import CompiledRows  # noqa: E402
 from kvpool.kernels.write import read_slots, write_slots, write_slots_reference  # noqa: E402
 from kvpool.kernels.write_triton import write_slots_triton  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
@@ -74,12 +73,12 @@ def test_given_written_slots_when_read_then_they_hold_the_quantised_values_and_n
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return compiled_module("_rows", tmp_path_factory.mktemp("rows"))
+    return compiled_module("_paged_attention", tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture
 def compiled(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "code", lambda: CompiledRows(module))
+    monkeypatch.setattr(write, "compiled_attention", lambda: module)
 
 
 @pytest.mark.usefixtures("compiled")

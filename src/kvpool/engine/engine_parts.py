@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from kvpool.attention import create_backend
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
 from kvpool.engine.adapters import EngineAdapters
@@ -28,23 +26,14 @@ from kvpool.engine.speculation import HiddenStates
 from kvpool.engine.starting import Start
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
-from kvpool.kernels import compiled_rows
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.encoder_probing import inspect_encoder_decoder
 from kvpool.model.encoders import InputEncoder
-from kvpool.model.faster_layers import (
-    called_with_the_same_input,
-    fuse_experts,
-    fuse_gates,
-    fuse_norms,
-    fuse_rotations,
-    join_projections,
-)
+from kvpool.model.faster_layers import fuse_experts, fuse_norms, join_projections
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
-from kvpool.model.products import choose_products, packed_weights
 from kvpool.model.sharding import Sharding
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
@@ -146,7 +135,7 @@ def assemble(
             pictures=StepPictures(ready.encoder, num_bytes, where, generations) if ready.sees else None,
             encoded=None if ready.inputs is None else EncodedInputs(ready.inputs, num_bytes, runner, generations),
             # Now: joining products has moved some
-            weights=_shared_weights(model, ready, draft),
+            weights=[SharedWeights(each) for each in (model, *(() if draft is None else [draft.model]))],
         )
     return Parts(ready.shape, loop, inbox, _prompts(model, ready, tokenizer, processor))
 
@@ -166,15 +155,6 @@ def _prompts(model: Any, ready: _Ready, tokenizer: Any, processor: Any) -> Promp
     if ready.inputs is not None:
         return EncoderPrompts(model, ready.inputs, tokenizer, processor, ready.encoder)
     return Prompts(ready.shape.family, tokenizer, processor, ready.shape.vocab_size, ready.encoder)
-
-
-def _shared_weights(model: Any, ready: _Ready, draft: LoadedModel | None) -> list[SharedWeights]:
-    """The weights of the model and of its draft, as their owners have them."""
-    shared = [SharedWeights(model, packed_weights(ready.model))]
-    if draft is not None and ready.draft is not None:
-        copies = [copy for each in ready.draft.models for copy in packed_weights(each)]
-        shared.append(SharedWeights(draft.model, copies))
-    return shared
 
 
 def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:
@@ -366,23 +346,13 @@ def _check_positions(max_positions: int | None, longest: int | None) -> None:
 
 
 def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> ModelShape:
-    """Inspects the model and makes its layers faster: fewer operations, and the fastest matrix products on a CPU."""
-    chooses = model.device.type == "cpu" and not compile
-    joins = chooses and inputs is None and model.dtype == torch.float32
-    if chooses and not joins:
-        choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
+    """Inspects the model and makes its layers faster on a GPU: fewer operations."""
     if inputs is not None:
         return inspect_encoder_decoder(model, inputs)
     shape = inspect_model(model, with_states=True)
-    if joins:
-        choose_products(model, called_with_the_same_input(model, lambda: run_probe(model)))
     if model.device.type == "cuda":
         join_projections(model, lambda: run_probe(model))
         fuse_experts(model)
         if not compile:  # torch.compile needs the model's own code, and fuses more than the norms
             fuse_norms(model)
-    elif not compile and compiled_rows() is not None:
-        fuse_norms(model)
-        fuse_gates(model)
-        fuse_rotations(model)
     return shape

@@ -530,8 +530,36 @@ static PyObject *attend(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Strides are in bytes. Nothing is written if a slot does not exist. */
+static PyObject *write_rows(PyObject *module, PyObject *args) {
+    unsigned long long rows, slots, target;
+    long heads, size, count, from_row, from_head, num_blocks, block_size, block_stride, token_stride, head_stride;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "(Kll)ll(Kl)(Klllll)", &rows, &from_row, &from_head, &heads, &size, &slots, &count, &target,
+                          &num_blocks, &block_size, &block_stride, &token_stride, &head_stride))
+        return NULL;
+    const int64_t *slot = (const int64_t *)(uintptr_t)slots;
+    for (long i = 0; i < count; i++)
+        if (slot[i] >= (int64_t)num_blocks * block_size)
+            return PyErr_Format(PyExc_IndexError, "slot %lld is not one of the %lld of the store", (long long)slot[i],
+                                (long long)num_blocks * block_size);
+    if (from_head == size && head_stride == size) size *= heads, heads = 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (long i = 0; i < count; i++) {
+        if (slot[i] < 0) continue;
+        const char *from = (const char *)(uintptr_t)rows + i * from_row;
+        char *to = (char *)(uintptr_t)target + slot[i] / block_size * block_stride + slot[i] % block_size * token_stride;
+        for (long head = 0; head < heads; head++) memcpy(to + head * head_stride, from + head * from_head, (size_t)size);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
     {"attend", attend, METH_VARARGS, NULL},
+    {"write", write_rows, METH_VARARGS,
+     "write((rows, bytes to the next, to the next head), heads, bytes of one, (slots, count), (target, blocks, tokens of a\n"
+     "block, bytes to the next block, to the next token, to the next head)): copies rows into slots, and skips those below 0."},
     {"instructions", instructions, METH_NOARGS, "The instruction sets that this processor can run, the best first."},
     {NULL, NULL, 0, NULL},
 };

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.kernels import compiled_attention
 from kvpool.kernels.layout import LayerCache, current, widest_view
 from kvpool.kernels.quantization import Quantized, dequantize, quantize
-from kvpool.kernels.rows import code
 
 _FIELDS = {"k": ("k", "k_scale"), "v": ("v", "v_scale", "v_zero")}
 
@@ -26,11 +26,11 @@ def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -
 
         with current(k.device):
             write_slots_triton(cache, slots, k, v)
-    elif (compiled := code()) is None:
+    elif (compiled := compiled_attention()) is None:
         write_slots_reference(cache, slots, k, v)
     else:
         for target, rows in _stored(cache, k, v):
-            compiled.put(rows, slots, target)
+            _write_compiled(compiled, rows, slots, target)
 
 
 def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
@@ -43,6 +43,17 @@ def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor
     places = _Places.of(slots, cache.block_size)
     for target, rows in _stored(cache, k, v):
         _put_rows(target, places, rows)
+
+
+def _write_compiled(module: Any, rows: Tensor, slots: Tensor, target: Tensor) -> None:
+    """Copies row i [head, element], or [head], into `target[block, token]` of slot `slots[i]`; skips slots below 0."""
+    rows = rows if rows.ndim == 2 or rows.stride(2) == 1 else rows.contiguous()
+    slots = slots.long().contiguous()
+    each = target.element_size()
+    size = each * rows.shape[2:].numel()
+    source = rows.data_ptr(), *(each * stride for stride in rows.stride()[:2])
+    blocks = target.data_ptr(), *target.shape[:2], *(each * stride for stride in target.stride()[:3])
+    module.write(source, rows.shape[1], size, (slots.data_ptr(), slots.numel()), blocks)
 
 
 def _stored(cache: LayerCache, k: Tensor, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,8 +2,7 @@
 
 RMS norms become one operation. Models write them as six, each of which reads and writes everything. A module is recognised
 by its results, not by its name: if they equal those of `torch.rms_norm` for numbers of all sizes, it becomes its forward. A
-norm that does anything else, for instance adds 1 to its weight, stays as it is. On a CPU the product of an activated gate and
-its other half, which most MLPs have, and the rotation of queries and keys become one operation in the same way.
+norm that does anything else, for instance adds 1 to its weight, stays as it is.
 
 Experts that transformers calls through its `ExpertsInterface` multiply steps of few tokens by a kernel, on a GPU.
 
@@ -21,22 +20,30 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from kvpool.kernels.experts import expert_product
 from kvpool.kernels.layout import MOST_CHOICES
-from kvpool.kernels.rows import ACTIVATIONS, Activation, gated, rms_norm, rotated
-from kvpool.model.products import PartedProduct, is_hooked, is_unchanged
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
-_FEW = 64  # inner elements of an MLP that are computed to recognise it
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # others need scales
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calls of a module do something else than its class says."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_unchanged(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a `Linear` as torch has it: without hooks, and with a weight that is an ordinary tensor.
+
+    torchao keeps quantised weights in a `Linear`, as tensors of classes that know few operations.
+    """
+    return type(module) is nn.Linear and not is_hooked(module) and type(module.weight) is nn.Parameter
 
 
 @torch.no_grad()
@@ -52,7 +59,11 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _fused(module: Any, epsilon: float, hidden_states: Tensor) -> Tensor:
-    return rms_norm(hidden_states, module.weight, epsilon)
+    return _rms_norm(hidden_states, module.weight, epsilon)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rms_norm(x, weight.shape, weight.to(x.dtype), epsilon)
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -72,68 +83,11 @@ def _epsilon(module: nn.Module) -> float | None:
     except Exception:  # it needs other arguments, so it is no norm
         return None
     for epsilon in numbers:
-        wanted = rms_norm(inputs, weight.float(), epsilon)
+        wanted = _rms_norm(inputs, weight.float(), epsilon)
         same_shape = isinstance(given, Tensor) and given.shape == wanted.shape
         if same_shape and torch.allclose(given.float(), wanted, rtol=1e-4, atol=0):
             return epsilon
     return None
-
-
-@torch.no_grad()
-def fuse_gates(model: nn.Module) -> int:
-    """Gives every MLP that is exactly a gated one a forward with one operation between its products; returns how many.
-
-    Those are `down_proj(activation(gate_proj(x)) * up_proj(x))`, with one of `ACTIVATIONS`. With 16-bit weights, what is
-    between the products is rounded once instead of twice.
-    """
-    gates = [(module, activation) for module in model.modules() if (activation := _activation(module)) is not None]
-    for module, activation in gates:
-        module.forward = partial(_gated, module, activation)
-    return len(gates)
-
-
-def _gated(module: Any, activation: Activation, x: Tensor) -> Tensor:
-    down: Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
-    return down
-
-
-def _activation(module: nn.Module) -> Activation | None:
-    """The activation of a gated MLP; None if a module is something else, or it or a part of it is hooked."""
-    parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if is_hooked(module) or not all(isinstance(part, nn.Linear) and not is_hooked(part) for part in parts):
-        return None
-    if len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    steps = torch.arange(parts[0].weight.shape[1], device=parts[0].weight.device, dtype=torch.float32)
-    inputs = torch.stack([size * torch.cos(steps * (1.0 + size)) for size in _SIZES])
-    try:
-        few = _few_weights(module)
-        with torch.enable_grad():  # then a `ChosenLinear` multiplies by its weight, not by a copy of it
-            given = functional_call(module, few, (inputs,))
-    except Exception:  # it needs other arguments, or all of its weights
-        return None
-
-    def product(x: Tensor, part: str) -> Tensor:
-        return linear(x, few[f"{part}.weight"], few.get(f"{part}.bias"))
-
-    found = []
-    for activation in ACTIVATIONS:
-        wanted = product(gated(product(inputs, "gate_proj"), product(inputs, "up_proj"), activation), "down_proj")
-        same_shape = isinstance(given, Tensor) and given.shape == wanted.shape
-        if same_shape and _differ(given, wanted) < 8 * torch.finfo(torch.float32).eps:
-            found.append(activation)
-    return found[0] if len(found) == 1 else None  # with tiny weights all are the same
-
-
-def _few_weights(module: Any) -> dict[str, Tensor]:
-    """Those of few inner elements of a gated MLP, in float32: 16 bits are too coarse to tell functions apart."""
-    few = {f"{part}.weight": getattr(module, part).weight[:_FEW] for part in ("gate_proj", "up_proj")}
-    few["down_proj.weight"] = module.down_proj.weight[:, :_FEW]
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        bias = getattr(module, part).bias
-        if bias is not None:
-            few[f"{part}.bias"] = bias if part == "down_proj" else bias[:_FEW]
-    return {name: value.float() for name, value in few.items()}
 
 
 def _differ(one: Tensor, other: Tensor) -> float:
@@ -202,56 +156,27 @@ def _is_experts(module: Any) -> bool:
     return same_shape and _differ(given, wanted) < 8 * torch.finfo(inputs.dtype).eps
 
 
-_ROTATE = "apply_rotary_pos_emb"  # of transformers: modules call it as a function of their file
+class PartedProduct:
+    """One product for several modules that are called with the same tensor, one after another. The first computes it."""
 
+    __slots__ = ("_latest", "_sizes")
 
-@torch.no_grad()
-def fuse_rotations(model: nn.Module) -> int:
-    """Lets attention modules rotate queries and keys in one operation each; returns how many modules do.
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+        # An input and what is left of its product, set together for threads
+        self._latest: tuple[Tensor, dict[int, Tensor]] | None = None
 
-    A module gets its own forward with another function of that name, if both functions give the same. With 16-bit weights,
-    the results are rounded once instead of three times.
-    """
-    known: dict[int, dict[str, Any] | None] = {}  # of each file: what its functions see, with the other function
-    changed = 0
-    for module in model.modules():
-        forward = getattr(type(module), "forward", None)
-        if not isinstance(forward, FunctionType) or "forward" in vars(module):
-            continue
-        seen = forward.__globals__
-        if _ROTATE not in forward.__code__.co_names or _ROTATE not in seen:
-            continue
-        if id(seen) not in known:
-            known[id(seen)] = (
-                {**seen, _ROTATE: partial(_rotated, seen[_ROTATE])} if _is_rotation(seen[_ROTATE]) else None
-            )
-        if (others := known[id(seen)]) is not None:
-            parts = forward.__name__, forward.__defaults__, forward.__closure__
-            ours = FunctionType(forward.__code__, others, *parts)
-            ours.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = MethodType(ours, module)
-            changed += 1
-    return changed
+    def part(self, place: int, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        """The part of module number `place`: of the product that the first one computed, if that was with the same tensor.
 
-
-def _rotated(reference: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-    angles = cos.shape == sin.shape == (q.shape[0], *q.shape[-2:]) == (k.shape[0], *k.shape[-2:])
-    one_type = q.dtype == k.dtype == cos.dtype == sin.dtype  # of several, the function chooses that of its results
-    if args or kwargs or not (angles and one_type and q.ndim == k.ndim == 4):  # for instance a part is rotated
-        return reference(q, k, cos, sin, *args, **kwargs)
-    return rotated(q, cos, sin), rotated(k, cos, sin)
-
-
-def _is_rotation(function: Any) -> bool:
-    """Whether a function turns the halves of heads by angles."""
-    numbers = torch.arange(3 * 64, dtype=torch.float32)
-    angles = [turn(numbers).view(1, 3, 64) for turn in (torch.cos, torch.sin)]
-    q, k = (torch.sin(numbers.repeat(heads) * (1.0 + heads)).view(1, heads, 3, 64) for heads in (4, 2))
-    try:
-        given = function(q, k, *angles)
-        return all(torch.allclose(one, rotated(x, *angles), atol=1e-5) for one, x in zip(given, (q, k), strict=True))
-    except Exception:  # it needs other arguments, or fewer numbers
-        return False
+        Each part is given once, since its module may add to it in place.
+        """
+        latest = self._latest
+        if place == 0 or latest is None or latest[0] is not x or place not in latest[1]:
+            latest = self._latest = x, dict(enumerate(multiply(x).split_with_sizes(self._sizes, -1)))
+        if place == len(self._sizes) - 1:  # the last module frees the product
+            self._latest = None
+        return latest[1].pop(place)
 
 
 class JoinedProduct(nn.Module):

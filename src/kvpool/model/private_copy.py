@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.model.products import PackedWeight
 
 _SAMPLES = 8  # numbers of each weight that are compared
 
@@ -107,14 +106,12 @@ def without_callers_state(device: torch.device) -> Iterator[None]:
 class SharedWeights:
     """Notices that the owner of a model changed its weights.
 
-    Numbers that change in place are seen by the engine, too: it must forget what it has cached. Packed copies of weights are
-    made again. torch counts such changes, but not those through `.data` and in inference mode, so some numbers of each weight
-    are compared as well. Weights that are replaced or moved are not followed, because CUDA graphs and joined products have
-    the old ones.
+    Numbers that change in place are seen by the engine, too: it must forget what it has cached. torch counts such
+    changes, but not those through `.data` and in inference mode, so some numbers of each weight are compared as well. Weights
+    that are replaced or moved are not followed, because CUDA graphs and joined products have the old ones.
     """
 
-    def __init__(self, model: nn.Module, copies: Sequence[PackedWeight] = ()) -> None:
-        self._copies = copies
+    def __init__(self, model: nn.Module) -> None:
         self._model_name = type(model).__name__
         modules = [(name, module) for name, module in model.named_modules() if module._modules or module._parameters]
         self._names = [name for name, _ in modules]
@@ -142,12 +139,9 @@ class SharedWeights:
             raise self._replaced("its weights")
         versions = self._count()
         samples = self._sample() if compare else self._samples
-        same = versions == self._versions and samples == self._samples
+        changed = versions != self._versions or samples != self._samples
         self._versions, self._samples = versions, samples
-        if not same:
-            for copy_of_weight in self._copies:
-                copy_of_weight.pack()
-        return not same
+        return changed
 
     def _replaced(self, what: str) -> SequenceStateError:
         return SequenceStateError(
