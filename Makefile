@@ -75,7 +75,7 @@ test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	@$(PY) tools/compile_c.py --again
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.stamp-dev ## the tests that take long: real servers, ranks and machines that are killed, a real model, real traces
+test-slow: $(VENV)/.stamp-dev ## the tests that take long: real servers and machines that are killed, a real model, real traces
 	@$(PY) tools/compile_c.py --again
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m slow $(ARGS)
 
@@ -203,8 +203,8 @@ ray: $(VENV)/.stamp-dev $(RAY_VENV)/.stamp ## Ray Serve in an environment of its
 		$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-kvpool.pth
 	@$(RAY_VENV)/bin/python -c "import kvpool, torch, ray.serve"
 
-test-ray: ray ## `kvpool serve --ray` with two replicas, one of which is killed, and with ranks on two machines
-	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster/test_ray_serve.py tests/cluster/test_ray_ranks.py $(ARGS)
+test-ray: ray ## `kvpool serve --ray` with two replicas, one of which is killed
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster/test_ray_serve.py $(ARGS)
 
 test-cluster: ray ## real servers behind `kvpool route`, on Ray, and apart for prefill and decode, with Redis: hits against round robin, and kill -9
 	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster -s $(ARGS)

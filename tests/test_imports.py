@@ -30,6 +30,7 @@ LAYERS = (
         "checks",
         "quiet",
         "files",
+        "removed",
         "terminal",
         "scope",
         "config",

@@ -32,10 +32,7 @@ EXCEPTIONS = {
         "replay/runs.py",
         "import multiprocessing",
     ): "its pickles go to processes that it started, to nobody else",
-    ("engine/ranks.py", "import subprocess"): "it starts ranks of this package, with nothing of what it reads",
     ("server/engine_process.py", "import subprocess"): "it starts engines of this package, which read JSON from it",
-    ("engine/leading.py", "import pickle"): "settings for ranks, over sockets that only they have, or behind a secret",
-    ("engine/rank_process.py", "import pickle"): "the same settings, from rank 0",
 }
 
 

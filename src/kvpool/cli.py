@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import typer
 
 
+_USAGE = 2  # the status of a command line that cannot be read
+_PLANNING = ("plan", "replay")  # they know options of other engines
+
+
 class Command(NamedTuple):
     """A command: the module that has `register(app, name)`, one line of help, commands under its name, what it needs."""
 
@@ -129,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[{extra}]'", file=sys.stderr)
         return 2
     from kvpool.errors import KVPoolError
+    from kvpool.removed import instead_of
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows something for it
@@ -136,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(args=words, prog_name="kvpool")
     except SystemExit as stop:
+        if stop.code == _USAGE and words[0] not in _PLANNING and (hint := instead_of(words)) is not None:
+            print(f"kvpool: {hint}", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 1
     except KVPoolError as error:
         print(f"kvpool: {error}", file=sys.stderr)

@@ -69,10 +69,6 @@ class StepError(KVPoolError):
     """A step of the engine could not run; the requests in it end with this, others go on. The cause is `__cause__`."""
 
 
-class RankError(KVPoolError):
-    """A rank of a tensor-parallel engine died, failed or did not answer in time. The engine has ended; make a new one."""
-
-
 class NoNodeError(KVPoolError):
     """No node of a cluster can take a request: none is ready, or all that are were tried."""
 

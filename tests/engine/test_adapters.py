@@ -246,6 +246,8 @@ def test_given_graphs_then_a_mixed_batch_runs_from_them_also_after_another_adapt
         recorder=recorder,
     )
     runner.warm_up()
+    while runner.captures_more:
+        runner.capture_next()
     engine._loop.runner = runner
     monkeypatch.setattr(runner, "_run", None)  # nothing runs as it is
     records = 0

@@ -244,7 +244,6 @@ def test_given_a_model_without_mtp_layers_then_one_error_says_so(without_layers:
     [
         ({"draft": "EAGLE-3"}, "transformers has no such heads"),
         ({"draft": "nextn"}, "write draft='mtp'"),
-        ({"draft": "mtp", "tensor_parallel": 2}, "one device only"),
     ],
 )
 def test_given_heads_that_cannot_draft_then_the_error_says_why(settings: dict[str, Any], message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 
@@ -51,14 +50,3 @@ def test_given_a_real_model_then_its_greedy_text_is_that_of_transformers_also_fr
         )
         assert outputs[0][index].token_ids == outputs[1][index].token_ids == want[0, ids.shape[1] :].tolist()
         assert outputs[0][index].text == tokenizer.decode(want[0, ids.shape[1] :])
-
-
-def test_given_three_ranks_then_text_and_prefixes_are_those_of_one_process() -> None:
-    prompt, params = PROMPTS[3], SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
-    settings: dict[str, Any] = {"device": "cpu", "kv_blocks": 64}
-    with Engine(**settings) as one:
-        want = one.generate([prompt], params)[0].token_ids
-    with Engine(tensor_parallel=3, **settings) as three:  # of its 9 heads and 3 KV heads
-        for num_cached in (0, 17):  # all but the last token
-            (done,) = three.generate([prompt], params)
-            assert (done.token_ids, done.num_cached_tokens) == (want, num_cached)

@@ -16,7 +16,6 @@ from kvpool.engine.settings import EngineSettings, as_settings
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.serve_settings import _MODEL_KINDS
-from kvpool.tiers import MemoryTier
 
 
 def test_given_the_engine_then_its_signature_shows_every_setting_with_its_default() -> None:
@@ -55,8 +54,6 @@ ALLOWED: tuple[dict[str, Any], ...] = (
     *({"overlap": True, "draft_tokens": 0}, {"overlap": True, "draft": "some/model", "draft_tokens": 2}),
     *({"overlap": False, "draft_tokens": 2}, {"record": "trace"}, {"record": Path("trace")}, {"max_adapters": 2**16}),
     *({"adapters": {}, "compile": True}, {"adapters": {"a": "b"}}, {"cache": {"watermark": 0.1}}, {"cache": {}}),
-    *({"tensor_parallel": 1, "compile": True}, {"tensor_parallel": 1, "draft": "mtp"}, {"tensor_parallel": 64}),
-    *({"tensor_parallel": 1, "tiers": [MemoryTier(1)]}, {"tensor_parallel": 2, "draft": "some/model"}),
 )
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"kv_bytes": 1, "kv_blocks": 1}, "give the memory of the cache once"),
@@ -69,10 +66,6 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"draft": draft, "draft_tokens": 0}, "guesses nothing") for draft in ("some/model", "mtp")),
     *(({"draft": draft}, "write draft='mtp'") for draft in ("MTP", "nextn", "Next-N")),
     *(({"draft": draft}, "no such heads") for draft in ("eagle", "EAGLE-3", "medusa")),
-    *(({"tensor_parallel": ranks}, "tensor_parallel") for ranks in (0, 65, "two", [2])),
-    ({"tensor_parallel": 2, "compile": True}, "compile with tensor_parallel"),
-    ({"tensor_parallel": 2, "draft": "mtp"}, "draft='mtp' with tensor_parallel"),
-    ({"tensor_parallel": 2, "tiers": [MemoryTier(1)]}, "tiers with tensor_parallel"),
     ({"overlap": True, "draft_tokens": 1}, "overlap=True with draft_tokens"),
     ({"attention": None}, "attention must be the name of a backend, got None"),
     ({"record": 7}, "record must be the path of a file, got 7"),

@@ -299,16 +299,16 @@ def test_given_devices_then_each_engine_has_its_own_and_too_few_are_refused(monk
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert (
-        places(2, device="cpu", tensor_parallel=2, memory="1GiB")
-        == [("cpu with 4 threads", {"memory": "1GiB"}, {"OMP_NUM_THREADS": "2"})] * 2
+        places(2, device="cpu", memory="1GiB")
+        == [("cpu with 4 threads", {"memory": "1GiB"}, {"OMP_NUM_THREADS": "4"})] * 2
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert [place[0] for place in places(4)] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert [place[2]["CUDA_VISIBLE_DEVICES"] for place in places(2, tensor_parallel=2)] == ["4,5", "6,7"]
-    with pytest.raises(ConfigError, match="--data-parallel 3 with --tensor-parallel 2 needs 6 GPUs, but torch finds 4"):
-        places(3, tensor_parallel=2)
+    assert [place[2]["CUDA_VISIBLE_DEVICES"] for place in places(2)] == ["4", "5"]
+    with pytest.raises(ConfigError, match="--data-parallel 5 needs 5 GPUs, but torch finds 4"):
+        places(5)
     with pytest.raises(ConfigError, match="cuda:1 is for all 2 engines: give --memory"):
         places(2, device="cuda:1")
     assert json.dumps(places(2, device="cuda:1", memory="1GiB")[0]) == '["cuda:1", {}, {}]'

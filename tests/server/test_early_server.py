@@ -111,7 +111,7 @@ def test_given_what_is_wrong_then_it_is_said_without_torch() -> None:
         "transformers has no such heads": ["serve", "--port", "0", "--draft", "eagle"],
         "--record is for one engine": ["serve", "--port", "0", "--data-parallel", "2", "--record", "x"],
         "no directory with an adapter_config.json": ["serve", "--port", "0", "--adapter", "a=/no/such"],
-        "tensor_parallel=0 must be at least 1": ["generate", "--tensor-parallel", "0", "Hello"],
+        "draft-tokens=-1 must be at least 0": ["generate", "--draft-tokens=-1", "Hello"],
         "there is no file or directory ./no": ["chat", "--model", "./no"],
     }
     done = subprocess.run(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.on_ray.engine_replica import MOST_WAITING, EngineReplica, Head, called, placed, scope_for
-from kvpool.server.on_ray.ray_application import needs_of, place_ranks, travelling
+from kvpool.server.on_ray.ray_application import needs_of, travelling
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
 from kvpool.server.on_ray.replica_table import ReplicaTable, Ticket
 from kvpool.server.serve_settings import ModelSettings
@@ -347,26 +345,8 @@ def test_given_no_ray_then_one_line_says_how_to_get_it(
     assert "serving on Ray needs ray: pip install 'kvpool[ray]'" in capsys.readouterr().err
 
 
-def test_given_a_device_then_a_replica_or_each_of_its_ranks_asks_ray_for_one_gpu() -> None:
-    assert needs_of(EngineOptions(device="cuda", tensor_parallel=4)) == {"num_cpus": 1, "num_gpus": 1}
-    assert needs_of(EngineOptions(device="cpu", tensor_parallel=4)) == {"num_cpus": 1}
+def test_given_a_device_then_a_replica_asks_ray_for_one_gpu() -> None:
+    assert needs_of(EngineOptions(device="cuda")) == {"num_cpus": 1, "num_gpus": 1}
+    assert needs_of(EngineOptions(device="cpu")) == {"num_cpus": 1}
     with pytest.raises(ConfigError, match="Ray gives each replica its GPU"):
         needs_of(EngineOptions(device="cuda:1"))
-
-
-def test_given_ranks_then_each_gets_a_bundle_and_too_few_gpus_or_bundles_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cluster = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"CPU": 8.0, "GPU": 2.0})
-    monkeypatch.setitem(sys.modules, "ray", cluster)
-    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
-    place_ranks(options, 2)
-    assert options["placement_group_bundles"] == [{"CPU": 2, "GPU": 1}] * 2
-    assert options["placement_group_strategy"] == "PACK"
-    place_ranks(options, 2)  # a user may say it: as many bundles as ranks are enough, whatever the cluster has now
-    with pytest.raises(ConfigError, match=r"needs a bundle for each rank, but .* has 2"):
-        place_ranks(options, 3)
-    with pytest.raises(ConfigError, match="tensor_parallel=3 needs 3 GPU in the cluster, which has 2; use fewer ranks"):
-        place_ranks({"ray_actor_options": {"num_cpus": 1, "num_gpus": 1}}, 3)
-    with pytest.raises(ConfigError, match="tensor_parallel=9 needs 9 CPU in the cluster, which has 8"):
-        place_ranks({"ray_actor_options": {}}, 9)

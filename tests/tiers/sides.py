@@ -15,11 +15,9 @@ from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec
 from kvpool.scheduling import Request
 from kvpool.storage import DataPlane
 from kvpool.tiers import Fingerprint, KeyedTier, KeySpace
-from kvpool.tiers.keys import WHOLE, Shard
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import BlockKeys
 from kvpool.tiers.transport.fetching import Fetch
-from kvpool.tiers.transport.shards import Shards
 from kvpool.tiers.transport.tier_transport import TierTransport
 
 SECONDS = 60.0
@@ -38,15 +36,13 @@ class Side:
         layers: Any = (FULL, SLIDING),
         gpu_blocks: Any = 64,
         min_uses: int = 1,
-        shard: Shard = WHOLE,
-        shards: Shards | None = None,
     ) -> None:
         config = KVCacheConfig(list(layers), SIZE, gpu_blocks=gpu_blocks, watermark=0.0)
         self.manager = KVCacheManager(config)
         self.plane = DataPlane(self.manager, "cpu")
-        keys = BlockKeys(KeySpace(Fingerprint.of(config, "model", "weights", shard=shard)), config)
+        keys = BlockKeys(KeySpace(Fingerprint.of(config, "model", "weights")), config)
         opened = OpenedTiers(list(tiers), keys, SECONDS, min_uses, ())
-        self.transport = TierTransport(opened, self.manager, self.plane, shards)
+        self.transport = TierTransport(opened, self.manager, self.plane)
 
     def compute(self, tokens: list[int], name: str = "a") -> KVCacheHandle:
         """A request whose keys and values follow from its tokens."""

@@ -177,8 +177,6 @@ def test_keys_are_made_as_they_were_when_values_were_stored() -> None:
             own[:8] + bytes(4) + hashed[:20],
             own[:8] + b"tags" + hashed[:20],
         ]
-    other = KeySpace(dataclasses.replace(made, shard=Shard(0, 2)))
-    assert other.own(KeySpace(made).keys([digest])) == other.keys([digest])
 
 
 def test_a_layer_group_is_described_with_its_fields_in_order() -> None:

@@ -31,7 +31,6 @@ from kvpool.tiers import MemoryTier, Outcome
 from kvpool.tiers.contract import Loan, Worth
 from kvpool.tiers.transport import tier_transport
 from kvpool.tiers.transport.fetching import Fetch
-from kvpool.tiers.transport.shard_keeper import ShardKeeper
 
 
 @pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING)])
@@ -402,23 +401,6 @@ def test_given_more_blocks_than_are_counted_then_the_uses_of_the_one_used_longes
     side = Side(MemoryTier(2**20), min_uses=2)
     count = side.transport.offers._count_use
     assert [count(bytes([name])) for name in b"aababcbcab"] == [1, 2, 1, 3, 2, 1, 3, 2, 1, 1]
-    side.transport.close()
-
-
-def test_given_what_a_rank_loaded_and_nobody_waits_for_then_its_memory_comes_back() -> None:
-    side, staged = Side(MemoryTier(2**20)), Staged()
-    keeper = ShardKeeper(side.transport, side.plane)
-    answers: list[list[bool]] = []
-    keeper._fetches[1] = None
-    keeper.release(1)
-    keeper._loaded(1, Fetch(None, 0, 0.0, 0.0, memory=staged), [True], answers.append)  # type: ignore[arg-type]
-    assert (staged.users, answers, keeper._fetches) == (0, [[True]], {})
-    wanted = Staged()
-    keeper._fetches[2] = None
-    keeper._loaded(2, Fetch(None, 0, 0.0, 0.0, memory=wanted), [False], answers.append)  # type: ignore[arg-type]
-    assert (wanted.users, answers) == (1, [[True], [False]])
-    keeper.close()
-    assert (wanted.users, keeper._fetches) == (0, {})
     side.transport.close()
 
 

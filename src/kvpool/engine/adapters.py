@@ -10,13 +10,12 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.checks import show
-from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError
 from kvpool.model.adapters import Adapter, AdapterStacks, read_adapter
 from kvpool.model.probing import run_probe
 from kvpool.pools.arrays import Int64Array
@@ -56,9 +55,6 @@ class EngineAdapters:
         self._known: dict[str, _Known] = {}
         self._slots: OrderedDict[str, int] = OrderedDict()  # by id, the least recently used first
         self._users: Counter[str] = Counter()  # requests in the scheduler, by id
-        self.order: Callable[..., None] | None = None  # has other ranks of the model obey
-        self._read: Adapter | None = None  # by an order, until it has a slot
-        self._refused: dict[str, KVPoolError] = {}  # by id: why this rank has no room for an adapter
 
     def info(self) -> dict[str, AdapterInfo]:
         """All adapters by name."""
@@ -105,8 +101,6 @@ class EngineAdapters:
         before = self._known.get(name)
         if before is not None and before.id != adapter.id:
             self._refuse_users(name, num_users(before.id), "replaced")
-        if self.order is not None:
-            self.order("make_room", _absolute(path), adapter.id)
         has_changed = self.stacks.make_room(adapter, lambda: run_probe(self.stacks.model))
         if before is not None and before.id != adapter.id:
             self._forget(name)
@@ -150,35 +144,9 @@ class EngineAdapters:
             unused = next(used for used in self._slots if not self._users[used])
             free.add(self._slots.pop(unused))
         slot = min(free)
-        if self.order is not None:
-            self.order("fill", _absolute(known.path), known.id, slot)
         self.stacks.fill(slot, adapter)
         self._slots[known.id] = slot
         known.weights = None
-
-    def obey(self, path: str, adapter_id: str, slot: int | None = None) -> bool:
-        """Does on another rank what rank 0 does with its stacks: makes room for an adapter, or fills a slot with it.
-
-        Returns whether stacks have changed. Where there is no room, rank 0 has none either, and tells who asked. It does not
-        fill the slot then; if it does, this rank raises.
-        """
-        try:
-            if self._read is None or self._read.id != adapter_id:
-                self._read = _Known(path, adapter_id, 0).read()
-            if slot is None:
-                has_changed = self.stacks.make_room(self._read, lambda: run_probe(self.stacks.model))
-                self._refused.pop(adapter_id, None)
-                return has_changed
-        except KVPoolError as error:
-            if slot is not None:
-                raise
-            self._refused[adapter_id] = error
-            return False
-        if adapter_id in self._refused:
-            raise self._refused[adapter_id]
-        self.stacks.fill(slot, self._read)
-        self._read = None
-        return False
 
     def release(self, adapter_id: str) -> None:
         """A request with this adapter is over."""
@@ -197,8 +165,3 @@ class EngineAdapters:
         """Gives the memory back, and the model is as it was."""
         self._slots.clear()
         self.stacks.close()
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    """A path that means the same to processes in other directories."""
-    return str(Path(path).expanduser().absolute())

@@ -25,7 +25,6 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Guesses, StepSampler
 from kvpool.engine.speculation import DraftLength, DraftStats, HiddenStates
-from kvpool.engine.step_message import GuessSteps
 from kvpool.model.probing import ModelShape
 from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.scheduling import BatchPlan, ScheduledSequence, SchedulerConfig
@@ -34,6 +33,20 @@ from kvpool.sequences.batch import CSRTable, SequenceBatch
 CATCH_UP_STEPS = 64  # without drafts; behind so many, the draft computes what these have added
 MOST_MISSING = 2048  # tokens that the draft catches up with; if it lacks more, it waits for other sequences
 HEAD_STEPS = 16  # like CATCH_UP_STEPS, of MTP layers: the hidden states of so many tokens are kept
+
+
+class GuessSteps(NamedTuple):
+    """The steps in which a draft model guesses: every row has one token in each, and some rows one more in the first."""
+
+    positions: Sequence[Int64Array]  # of each step
+    slots: Int32Array  # [layer group, token] of all steps
+    again: Int64Array  # rows whose older token stands behind the newest of all rows, in the first step
+    batch: SequenceBatch
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each step."""
+        return [len(piece) for piece in self.positions]
 
 
 class DraftModel:
@@ -68,7 +81,6 @@ class DraftModel:
         self._known: dict[int, tuple[ScheduledSequence, int, int]] = {}  # by lane: whose, in which residence, how many
         self._num_plain = 0  # steps without drafts since the draft has caught up
         self._num_missing = 0  # tokens that it did not know when that was found to be too much
-        self.mirror: Callable[[GuessSteps], None] | None = None  # tells other ranks which steps follow
 
     def stats(self) -> DraftStats:
         """How drafts do now."""
@@ -261,8 +273,6 @@ class DraftModel:
         again = [self._tokens_of(sequence)[first:stop] for sequence, first, stop in pieces]
         slots = np.where(is_draft, plan.slots[:, places], -1)
         steps = _guess_steps(plan, batch, older, positions, slots, drafts, len(self.runners))
-        if self.mirror is not None:
-            self.mirror(steps)
         numbers = [newest, (newest + 1 + ahead)[is_draft], np.flatnonzero(is_draft), *again]
         first, targets, sources, rest = self.runner.upload(np.concatenate(numbers, dtype=np.int64)).split_with_sizes(
             [*(len(n) for n in numbers[:3]), len(older.rows)]
@@ -274,8 +284,6 @@ class DraftModel:
         guesses, distributions = list[Tensor](), list[Tensor | None]()
         for turn, (runner, ready) in enumerate(self._prepared(steps)):
             inputs = self._readable(inputs)
-            if self.mirror is not None:
-                torch.distributed.broadcast(inputs, 0)
             logits = runner.decode(inputs, *ready)
             guess, given = drawing.guess(self._of_model(logits[: len(rows)]), turn)
             guesses.append(guess)
@@ -313,13 +321,6 @@ class DraftModel:
         other.previous[: len(guess)] = runner.hidden[: len(guess)]
         return guess
 
-    def follow(self, steps: GuessSteps) -> None:
-        """Takes part in the guesses of rank 0, on another rank of a divided model."""
-        for runner, ready in self._prepared(steps):
-            inputs = torch.empty_like(ready[0])
-            torch.distributed.broadcast(inputs, 0)
-            runner.decode(inputs, *ready)
-
     def _prepared(self, steps: GuessSteps) -> Iterator[tuple[ModelRunner, tuple[Tensor, Tensor, list[PagedBatch]]]]:
         """Who runs each step that guesses, its positions and slots on the device, and which keys its rows see."""
         sizes = steps.sizes
@@ -345,8 +346,7 @@ class DraftModel:
 def _batch(plan: BatchPlan, sequences: tuple[ScheduledSequence, ...]) -> SequenceBatch:
     """The batch of some sequences of a plan, in its order."""
     assert plan.manager is not None
-    # Behind a step of several ranks, its plan has only the block lists of its batch
-    if len(sequences) == len(plan.sequences) and isinstance(plan.batch, SequenceBatch):
+    if len(sequences) == len(plan.sequences):
         return plan.batch
     return plan.manager.batch([each.live_handle() for each in sequences])
 

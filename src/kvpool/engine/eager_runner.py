@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -74,8 +74,6 @@ class EagerRunner:
         self.backend = backend
         self.adapters = adapters
         self.device = plane.device
-        self.mirror: Callable[..., None] | None = None  # tells other ranks a step: takes the arguments of `run`
-        self.order: Callable[..., None] | None = None  # has other ranks do something between two steps
         config = plane.config
         # Layers of the cache, by their numbers in the model; those of another model may stand before them
         self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
@@ -179,8 +177,6 @@ class EagerRunner:
     def hidden_source(self) -> torch.nn.Module:
         """The module that returns the hidden states of a step, for embeddings."""
         if self._hidden_source is None:
-            if self.order is not None:
-                self.order("hidden_source")
             self._hidden_source = source_of(self.model)
         return self._hidden_source
 

@@ -34,10 +34,8 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, Grammars
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
-from kvpool.engine.leading import Leader
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, not_followed, sampling_defaults
 from kvpool.engine.pictures import PicturedPrompt
-from kvpool.engine.rank_process import serve_if_launched
 from kvpool.engine.requests import (
     NewRequest,
     RequestMaker,
@@ -53,7 +51,7 @@ from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
 from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
-from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError, UnsupportedModelError
+from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, UnsupportedModelError
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
@@ -83,30 +81,14 @@ class Engine:
         chosen = as_settings(settings)
         check_publishing(chosen.publish)
         model_tiers, limits = chosen.model_tiers(), chosen.limits()
-        if chosen.is_divided:
-            serve_if_launched(chosen.tensor_parallel, chosen.device)
-        self._leader = Leader(model, chosen) if chosen.is_divided else None
         self._start = Start()
-        try:
-            with self._start:
-                self._build(model, chosen if self._leader is None else self._leader.settings, limits, model_tiers)
-        except BaseException as error:
-            if self._leader is None:
-                raise
-            failure = None if isinstance(error, KVPoolError) else self._leader.fail(error)
-            self._leader.close()
-            if failure is None:
-                raise
-            raise failure from error
+        with self._start:
+            self._build(model, chosen, limits, model_tiers)
 
     def _build(self, model: Any, chosen: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> None:
         self._start.stage("loading the model")
-        leader = self._leader
-        sharding = None if leader is None else leader.sharding
-        loaded = load_model(model, device=chosen.device, dtype=chosen.dtype, sharding=sharding)
-        draft = load_draft(chosen, loaded, None if sharding is None else sharding.of_draft())
-        if leader is not None:
-            leader.loaded()
+        loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
+        draft = load_draft(chosen, loaded)
         self.model = loaded.model
         self.processor = chosen.processor if chosen.processor is not None else load_processor(loaded)
         own = loaded.tokenizer if loaded.tokenizer is not None else getattr(self.processor, "tokenizer", None)
@@ -119,7 +101,7 @@ class Engine:
             words = ", ".join(f"{name}={value}" for name, value in asked.items())
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         with_text = self.tokenizer, self.processor
-        parts = assemble(self.model, chosen, limits, model_tiers, draft, *with_text, self._start, leader)
+        parts = assemble(self.model, chosen, limits, model_tiers, draft, *with_text, self._start)
         self.shape, self._loop, inbox, self._prompts = parts
         self._tiers, self.plane = self._loop.tiers, self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
@@ -130,10 +112,6 @@ class Engine:
         self._requests = self._make_requests()
         self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
-        if leader is not None:
-            self._loop.leader = leader
-            leader.start(self.plane, self._loop.runner, self._loop.drafts, partial(_tell, self._thread))
-            weakref.finalize(self, _end_ranks, self._thread, leader).atexit = False
 
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
 
@@ -353,8 +331,6 @@ class Engine:
         Blocks are stored while the rest is computed. Any thread may call `on_progress`, with how many tokens others find so
         far. `Prefill.result()` waits until all blocks are stored or have failed to be.
         """
-        if self._leader is not None:
-            raise ConfigError("prefill for other engines with tensor_parallel: this works on one device only")
         tiers = self._handing_over()
         prefill: list[Prefill] = []
         read = self.read_prompt(prompt, images)
@@ -656,26 +632,12 @@ class Engine:
             for runner in self._loop.runners:
                 runner.close()
             self._loop.runner.adapters.close()
-            if self._leader is not None:
-                self._leader.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _end_ranks(thread: EngineThread, leader: Leader) -> None:
-    """Ends the ranks of an engine without references; where it has a thread, that ends them after the last request."""
-    if not thread.has_started:
-        leader.close()
-
-
-def _tell(thread: EngineThread, run: Callable[[], None]) -> None:
-    """Has something called in the thread of an engine, unless it has ended."""
-    with suppress(SequenceStateError):
-        thread.tell(run, lambda error: None)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:

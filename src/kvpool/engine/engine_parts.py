@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvpool.attention import create_backend
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec, Tier
@@ -34,30 +34,12 @@ from kvpool.model.faster_layers import fuse_experts, fuse_norms, join_projection
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
-from kvpool.model.sharding import Sharding
 from kvpool.model.vision import ImageEncoder
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane
-from kvpool.tiers.keys import Shard
 from kvpool.tiers.model_tiers import ModelTiers, OpenedTiers
-from kvpool.tiers.transport.shards import Shards
 
 log = logging.getLogger("kvpool")
-
-
-class RankLink(Protocol):
-    """The other ranks of a divided model, as one of them sees them."""
-
-    @property
-    def shard(self) -> Shard:
-        """Which part of every block this rank has."""
-
-    @property
-    def shards(self) -> Shards | None:
-        """What rank 0 tells the others about tiers."""
-
-    def exchange(self, value: str) -> list[str]:
-        """What every rank says, in their order."""
 
 
 class Parts(NamedTuple):
@@ -69,7 +51,7 @@ class Parts(NamedTuple):
     prompts: Prompts
 
 
-def load_draft(settings: EngineSettings, loaded: LoadedModel, sharding: Sharding | None) -> LoadedModel | None:
+def load_draft(settings: EngineSettings, loaded: LoadedModel) -> LoadedModel | None:
     """What guesses tokens for a model that was loaded; None: nothing, or the text before."""
     if settings.draft == MTP:
         from kvpool.model.mtp import load_mtp
@@ -77,7 +59,7 @@ def load_draft(settings: EngineSettings, loaded: LoadedModel, sharding: Sharding
         return load_mtp(loaded)
     if settings.draft is None:
         return None
-    return load_model(settings.draft, device=loaded.model.device, dtype=settings.dtype, sharding=sharding)
+    return load_model(settings.draft, device=loaded.model.device, dtype=settings.dtype)
 
 
 def assemble(
@@ -89,12 +71,8 @@ def assemble(
     tokenizer: Any = None,
     processor: Any = None,
     start: Start | None = None,
-    ranks: RankLink | None = None,
 ) -> Parts:
-    """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model.
-
-    The ranks of a divided model agree on how many bytes each has for keys and values, the smallest number of all.
-    """
+    """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
     start = start or Start()
     if model.config.is_encoder_decoder:
         check_settings(settings)
@@ -104,19 +82,18 @@ def assemble(
     with whole_device, current(where), without_callers_state(where):
         ready = _made_ready(own, settings, draft, tokenizer)
         start.stage("allocating memory for keys and values")
-        config = _cache_config(model, ready, settings, limits, ranks)
+        config = _cache_config(model, ready, settings, limits)
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
         start.stage("compiling kernels, and capturing CUDA graphs")
-        runner, drafting, hidden = _runners(ready, plane, settings, limits, all_graphs=ranks is not None)
+        runner, drafting, hidden = _runners(ready, plane, settings, limits)
         start.stage("opening tiers")
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        opened = _open_tiers(model_tiers, model, config, draft, ranks)
+        opened = _open_tiers(model_tiers, model, config, draft)
         _warn_of_loss(config.layers)
         requests, inbox = ScheduledRequests(scheduler, ready.adapters), Inbox()
-        shards = None if ranks is None else ranks.shards
-        tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox, shards)
+        tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
         vocab_size, generations, num_bytes = ready.shape.vocab_size, requests.generations, settings.encoder_bytes
         drafts = None
         if ready.draft is not None:
@@ -141,13 +118,12 @@ def assemble(
 
 
 def _open_tiers(
-    model_tiers: ModelTiers, model: Any, config: KVCacheConfig, draft: LoadedModel | None, ranks: RankLink | None
+    model_tiers: ModelTiers, model: Any, config: KVCacheConfig, draft: LoadedModel | None
 ) -> OpenedTiers | None:
-    """The tiers of a model, or of one rank of it."""
+    """The tiers of a model."""
     are_rotated = any(rotates(layer)[0] for layer in config.layers if isinstance(layer, LayerSpec))
-    own_shard: dict[str, Any] = {} if ranks is None else {"shard": ranks.shard, "exchange": ranks.exchange}
     drafted = None if draft is None else draft.model
-    return model_tiers.open(model, config, drafted, are_rotated=are_rotated, **own_shard)
+    return model_tiers.open(model, config, drafted, are_rotated=are_rotated)
 
 
 def _prompts(model: Any, ready: _Ready, tokenizer: Any, processor: Any) -> Prompts:
@@ -206,9 +182,7 @@ def _made_ready(own: Any, settings: EngineSettings, draft: LoadedModel | None, t
     return _Ready(own, shape, encoder, inputs, adapters, drafting)
 
 
-def _cache_config(
-    model: Any, ready: _Ready, settings: EngineSettings, limits: SchedulerConfig, ranks: RankLink | None
-) -> KVCacheConfig:
+def _cache_config(model: Any, ready: _Ready, settings: EngineSettings, limits: SchedulerConfig) -> KVCacheConfig:
     """What the cache of a model holds, and how much of it."""
     own, shape, draft = ready.model, ready.shape, ready.draft
     layers: list[LayerSpec | StateSpec] = [*shape.layer_specs(settings.kv_dtype), *shape.states.values()]
@@ -222,7 +196,6 @@ def _cache_config(
         if draft is not None and own.device.type == "cuda":
             beside += step_bytes(draft.models[0], draft.shapes[0], own.device, limits)
         kv_bytes = kv_budget(own, shape, own.device, settings.memory_fraction, limits, beside)
-        kv_bytes = kv_bytes if ranks is None else min(map(int, ranks.exchange(str(kv_bytes))))
     fields = settings.cache_fields(shape.max_positions)
     if ready.inputs is not None and ready.inputs.max_tokens is not None:
         fields.setdefault("plan_cross_tokens", ready.inputs.max_tokens)
@@ -234,12 +207,9 @@ def _cache_config(
 
 
 def _runners(
-    ready: _Ready, plane: DataPlane, settings: EngineSettings, limits: SchedulerConfig, *, all_graphs: bool
+    ready: _Ready, plane: DataPlane, settings: EngineSettings, limits: SchedulerConfig
 ) -> tuple[ModelRunner, list[ModelRunner], HiddenStates | None]:
-    """What runs the model, and its draft, warmed up, and the states that MTP layers read.
-
-    Ranks capture all graphs at the same time, or none.
-    """
+    """What runs the model, and its draft, warmed up, and the states that MTP layers read."""
     options: dict[str, Any] = {
         "max_drafts": settings.num_drafts,
         "cuda_graphs": settings.cuda_graphs,
@@ -262,7 +232,7 @@ def _runners(
         drafting = _draft_runners(ready.draft, runner, limits, options)
         hidden = _hidden_states(runner, drafting, limits) if ready.draft.are_heads else None
     for each in (runner, *drafting):
-        each.warm_up(all_graphs=all_graphs)
+        each.warm_up()
     return runner, drafting, hidden
 
 

@@ -226,14 +226,11 @@ class StepGraphs(ABC):
         return captured.recorded.output[:num_logits]
 
     def _graph(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:
-        """The graph of a size, captured now if need be; a larger one while another thread has the device for itself.
-
-        Ranks of a divided model must take the same one, so they wait for the device.
-        """
+        """The graph of a size, captured now if need be; a larger one while another thread has the device for itself."""
         captured = self._captured.get((size, adapted))
         if captured is not None and captured.holds(batches):
             return captured
-        if whole_device.acquire(blocking=self._runner.mirror is not None):
+        if whole_device.acquire(blocking=False):
             try:
                 return self._capture(size, batches, adapted)
             finally:

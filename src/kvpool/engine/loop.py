@@ -25,7 +25,6 @@ from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
 from kvpool.engine.encoding import EncodedInputs
 from kvpool.engine.generation import Generation
-from kvpool.engine.leading import Leader
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of
@@ -129,7 +128,6 @@ class EngineLoop:
         self._weights = weights
         self.layers = layers  # if they are to be compiled
         self._weights_checked = False  # since the last step
-        self.leader: Leader | None = None  # of the ranks that the model is divided between
 
     @property
     def has_work(self) -> bool:
@@ -259,8 +257,6 @@ class EngineLoop:
             self.tiers.close()
         self._copies.clear()
         self.layers.close()
-        if self.leader is not None:
-            self.leader.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -291,9 +287,7 @@ class EngineLoop:
             self._end(done)
 
     def _give_up(self, plan: BatchPlan, error: Exception) -> None:
-        """A step could not be launched: ends its requests. The others go on, unless the device or a rank is lost."""
-        if self.leader is not None:  # ranks may be at different places of the step
-            raise self.leader.fail(error) from error
+        """A step could not be launched: ends its requests. The others go on, unless the device is lost."""
         self._catch_up()
         # Some of their inputs may not be encoded, also of those that compute nothing in this step
         came = () if self.encoded is None else (*plan.admitted, *plan.resumed)

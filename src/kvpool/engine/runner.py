@@ -131,8 +131,8 @@ class ModelRunner(EagerRunner):
         return True
 
     @torch.inference_mode()
-    def warm_up(self, *, all_graphs: bool = True) -> None:
-        """Captures the graphs of the largest steps, or all, and runs a step without one, so that no request waits for what
+    def warm_up(self) -> None:
+        """Captures the graphs of the largest steps, and runs a step without one, so that no request waits for what
         torch makes on first use. On a CPU it does nothing.
         """
         jobs = self._compilations() if self.device.type == "cuda" else []
@@ -160,8 +160,6 @@ class ModelRunner(EagerRunner):
             if self.device.type == "cuda":
                 self._run_once()
             self._wait_for_kernels()
-        while all_graphs and self.captures_more:
-            self.capture_next()
 
     def _compilations(self) -> list[Callable[[], object]]:
         """Calls that compile the kernels that attend and write, the slowest first."""
@@ -227,7 +225,7 @@ class ModelRunner(EagerRunner):
         if had_graphs:
             self._make_graphs()
         try:
-            self.warm_up(all_graphs=False)
+            self.warm_up()
         except (CaptureError, torch.OutOfMemoryError) as error:  # requests are there: they go on
             log.error("steps run without CUDA graphs: %s", error)
             self._drop_graphs()
@@ -301,8 +299,6 @@ class ModelRunner(EagerRunner):
         other tokens. `adapter_slots` has the slot of each token's adapter, -1 without one.
         """
         where = plan.positions if positions is None else positions
-        if self.mirror is not None:
-            self.mirror(plan, token_ids, where, shown, spans, launch, keep, adapter_slots)
         is_plain = not (launch or shown is not None or spans or keep is not None)
         for graphs in self._all_graphs() if is_plain else ():
             if graphs.fits(plan):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.errors import ConfigError
+from kvpool.removed import instead_of
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
 from kvpool.tiers.settings import REQUEST_TIMEOUT, help_of
@@ -56,9 +57,6 @@ class EngineSettings:
     `adapters` are directories of LoRA adapters by name, for `generate(adapter=NAME)`. At most `max_adapters` are on the
     device at once: docs/adapters.md.
 
-    `tensor_parallel` divides the model between so many ranks, each with a GPU and a process, on one machine or, under
-    torchrun and Ray, on several: docs/engine.md. `kv_bytes` and `host_bytes` are then those of each rank.
-
     `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached: docs/cluster.md.
     """
 
@@ -74,9 +72,6 @@ class EngineSettings:
     kv_blocks: int | None = None
     memory_fraction: float | None = None
     host_bytes: int = 0
-    tensor_parallel: Any = _shown(
-        None, "Divide the model between so many GPUs; with torchrun or --ray, of several machines.", int
-    )
     attention: str = "auto"
     cuda_graphs: bool | None = None
     overlap: bool | None = None
@@ -115,7 +110,6 @@ class EngineSettings:
                     f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}"
                 )
         self._check_drafts()
-        self._check_ranks()
         if self.overlap and self.draft_tokens and self.draft is None:
             raise ConfigError(
                 "overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know"
@@ -176,27 +170,6 @@ class EngineSettings:
                 "model, or draft='mtp' if it has MTP layers"
             )
 
-    def _check_ranks(self) -> None:
-        if self.tensor_parallel is None:
-            return
-        if isinstance(self.tensor_parallel, int):
-            check_int(self.tensor_parallel, "tensor_parallel", 1, 64)
-        elif not isinstance(getattr(self.tensor_parallel, "size", None), int):
-            raise ConfigError(f"tensor_parallel must be a number of ranks, or Ranks, got {show(self.tensor_parallel)}")
-        if self.is_divided and self.compile:
-            raise ConfigError("compile with tensor_parallel: this works on one device only; drop one of them")
-        if self.is_divided and self.draft == MTP:
-            raise ConfigError(
-                "draft='mtp' with tensor_parallel: MTP layers run on one device only; give a smaller model"
-            )
-        if self.is_divided and self.tiers:
-            raise ConfigError("tiers with tensor_parallel: every rank opens its own; give addresses, disk= and remote=")
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether several ranks share the model."""
-        return self.tensor_parallel not in (None, 1)
-
     @property
     def num_drafts(self) -> int:
         """The most tokens that a step drafts for a sequence."""
@@ -244,6 +217,8 @@ def as_settings(options: Mapping[str, Any]) -> EngineSettings:
     """Keywords of `Engine` as settings; raises if there is no such setting."""
     names = [each.name for each in fields(EngineSettings)]
     if unknown := options.keys() - set(names):
+        if (words := instead_of(sorted(unknown))) is not None:
+            raise ConfigError(words)
         raise ConfigError(f"Engine has no setting {min(unknown)!r}; it has {', '.join(names)}")
     return EngineSettings(**options)
 

@@ -34,7 +34,6 @@ from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.cache_blocks import PrefixLeases
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
-from kvpool.tiers.transport.shards import Shards
 from kvpool.tiers.transport.threads import Pending
 from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, TieringStats, TierInvalidator, TierTransport
 
@@ -64,14 +63,13 @@ class TierLink:
         plane: DataPlane,
         requests: ScheduledRequests,
         inbox: Inbox,
-        shards: Shards | None = None,
     ) -> None:
         self.keys = opened.keys
         self._requests = requests
         self._inbox = inbox
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        self.transport = TierTransport(opened, self._manager, plane, shards)
+        self.transport = TierTransport(opened, self._manager, plane)
         self._collector = Collector(scheduler, self.transport.offers)
         self.handovers = Handovers(self.transport, self._collector, self._manager, inbox)
         self._leases = PrefixLeases(self._manager)
@@ -243,7 +241,6 @@ class TierLink:
             return
         try:
             self._collector.collect(plan)
-            self.transport.tell_shards()
         except Exception as error:
             _quiet.error(error, "blocks could not be copied for tiers; they are not stored")
 

@@ -27,7 +27,6 @@ from kvpool.kernels.layout import LoraWeights
 from kvpool.kernels.lora import empty_weights, padded_rank, start_lora
 from kvpool.model.adapter_steps import current_step
 from kvpool.model.faster_layers import JoinedProduct, ProjectionPart
-from kvpool.model.sharding import RankPart, SummedLinear
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change no result, or that are read here. Any other field must be empty.
@@ -197,8 +196,7 @@ class AdapterStacks:
                     f"the adapter targets {name}, a {type(module).__name__}{' for the logits' * (module is head)}; served "
                     "are linear layers that compute every token"
                 )
-            part = _rank_part(module)
-            needed, given = _sizes(module) if part is None else part.sizes, (a.shape[1], b.shape[0])
+            needed, given = _sizes(module), (a.shape[1], b.shape[0])
             if needed != given:
                 raise InvalidArgumentError(
                     f"the adapter's {name} is for {given[0]} inputs and {given[1]} outputs; the model has {needed[0]} and "
@@ -246,7 +244,7 @@ class AdapterStacks:
         """Writes the weights of an adapter into a slot, for which there is room."""
         for product in self._products.values():
             weights, begin = product.weights, 0
-            pairs = [self._own(name, adapter) for name in product.names]
+            pairs = [adapter.pairs.get(name) for name in product.names]
             if any(pair is not None for pair in pairs):
                 weights.a[slot].zero_()
                 weights.b[slot].zero_()
@@ -258,13 +256,6 @@ class AdapterStacks:
                 begin += weights.sizes[part]
             weights.ranks[slot] = weights.ranks.new_tensor([0 if pair is None else len(pair.a) for pair in pairs])
             weights.scales[slot] = weights.scales.new_tensor([0.0 if pair is None else pair.scale for pair in pairs])
-
-    def _own(self, name: str, adapter: Adapter) -> LoraPair | None:
-        """What an adapter adds to the inputs and outputs that a projection has on this rank."""
-        pair, part = adapter.pairs.get(name), _rank_part(self._modules[name])
-        if pair is None or part is None:
-            return pair
-        return pair._replace(a=pair.a[:, part.inputs], b=pair.b[part.outputs])
 
     def close(self) -> None:
         """The model forgets the stacks."""
@@ -327,14 +318,9 @@ def _sizes(module: Any) -> tuple[int, int]:
     return inputs, outputs
 
 
-def _rank_part(module: nn.Module) -> RankPart | None:
-    """Which part of a linear layer this rank has; None: all of it, or the layer gathers what ranks have."""
-    return vars(module).get("rank_part")
-
-
 def _whole(module: nn.Module) -> nn.Module:
     """The module that computes the product of a linear layer."""
-    return module.joined if isinstance(module, (ProjectionPart, SummedLinear)) else module
+    return module.joined if isinstance(module, ProjectionPart) else module
 
 
 def _parts(module: nn.Module) -> tuple[nn.Module, ...]:

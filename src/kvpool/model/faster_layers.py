@@ -185,13 +185,13 @@ class JoinedProduct(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, members: Sequence[nn.Linear], *, with_bias: bool = True) -> None:
+    def __init__(self, members: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.members = tuple(members)
         self.share_no_product()
         # Not parameters and not in the state dict: the model keeps the parameters of the members.
         self.register_buffer("weight", _joined([member.weight for member in members]), persistent=False)
-        biases = [member.bias for member in members if member.bias is not None and with_bias]
+        biases = [member.bias for member in members if member.bias is not None]
         self.register_buffer("bias", _joined(biases) if biases else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

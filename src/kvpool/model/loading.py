@@ -24,7 +24,6 @@ from kvpool.errors import (
 from kvpool.files import parse_json, read_plain
 from kvpool.model.gguf_conversion import converted
 from kvpool.model.private_copy import check_model, private_copy
-from kvpool.model.sharding import Sharding
 from kvpool.model.sources import check_source
 
 log = logging.getLogger("kvpool")
@@ -80,7 +79,6 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
-    sharding: Sharding | None = None,
 ) -> LoadedModel:
     """Loads a language model of transformers: causal, with images beside text, or with an encoder.
 
@@ -90,7 +88,7 @@ def load_model(
     for SmolLM2-135M-Instruct.
 
     `device` is by default the GPU, if there is one. `dtype` is by default that of the files; for GGUF files and random
-    weights it is bfloat16 on a GPU and float32 elsewhere. With `sharding`, the model has the weights of one rank.
+    weights it is bfloat16 on a GPU and float32 elsewhere.
 
     >>> load_model({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}).info.random_weights  # doctest: +SKIP
     True
@@ -107,23 +105,21 @@ def load_model(
     if isinstance(source, torch.nn.Module):
         return _adopt(source, None if device is None else where, wanted)
     if isinstance(source, (Mapping, transformers.PretrainedConfig)):
-        return _with_random_weights(_config(source), where, wanted or usual, seed, trust, sharding)
+        return _with_random_weights(_config(source), where, wanted or usual, seed, trust)
     if source is None or source == "default":
-        return _from_directory(
-            default_model_directory(), (DEFAULT_NAME, "gguf"), where, wanted or usual, trust, sharding
-        )
+        return _from_directory(default_model_directory(), (DEFAULT_NAME, "gguf"), where, wanted or usual, trust)
     if not isinstance(source, (str, Path)):
         raise InvalidArgumentError(
             f"model={show(source)} is a {type(source).__name__}; give a path, a name, a configuration or a loaded model"
         )
     path = Path(source).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        return _from_directory(converted(path), (path.stem, "gguf"), where, wanted or usual, trust, sharding)
+        return _from_directory(converted(path), (path.stem, "gguf"), where, wanted or usual, trust)
     if path.suffix == ".json" and path.is_file():
-        return _with_random_weights(_config(_read_json(path)), where, wanted or usual, seed, trust, sharding)
+        return _with_random_weights(_config(_read_json(path)), where, wanted or usual, seed, trust)
     if path.is_dir():
-        return _from_directory(path, (path.resolve().name, "directory"), where, wanted or "auto", trust, sharding)
-    return _from_hub(str(source), where, wanted or "auto", trust, sharding)
+        return _from_directory(path, (path.resolve().name, "directory"), where, wanted or "auto", trust)
+    return _from_hub(str(source), where, wanted or "auto", trust)
 
 
 def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -225,11 +221,8 @@ def _with_random_weights(
     dtype: torch.dtype,
     seed: int,
     trust: Mapping[str, bool],
-    sharding: Sharding | None,
 ) -> LoadedModel:
     family = _family_of(config)
-    if sharding is not None:
-        sharding.begin(family, config)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
@@ -240,8 +233,6 @@ def _with_random_weights(
                 f"no causal language model can be built from this {type(config).__name__}: {type(error).__name__}: "
                 f"{_one_line(error)}"
             ) from error
-    if sharding is not None:
-        model = sharding.cut(model)
     return LoadedModel(_at_rest(model), None, ModelInfo(config.model_type, "config", random_weights=True))
 
 
@@ -279,7 +270,6 @@ def _from_directory(
     device: torch.device,
     dtype: torch.dtype | str,
     trust: Mapping[str, bool],
-    sharding: Sharding | None,
 ) -> LoadedModel:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
@@ -292,7 +282,7 @@ def _from_directory(
         )
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     with _loading(str(path)):
-        model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust, sharding)
+        model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust)
     return LoadedModel(model, tokenizer, ModelInfo(*named, path=path))
 
 
@@ -301,16 +291,15 @@ def _from_hub(
     device: torch.device,
     dtype: torch.dtype | str,
     trust: Mapping[str, bool],
-    sharding: Sharding | None,
 ) -> LoadedModel:
     check_source(name)
     with _loading(name):
         try:
             try:  # a model that was fetched before needs no network
-                model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True}, sharding)
+                model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
             except OSError:
                 _ask_hub(name)
-                model, tokenizer = _pretrained(name, device, dtype, True, trust, sharding)
+                model, tokenizer = _pretrained(name, device, dtype, True, trust)
         except OSError as error:  # transformers' and the hub's own errors are of this kind
             raise _not_given(name, error) from error
     return LoadedModel(model, tokenizer, ModelInfo(name, "hub"))
@@ -352,20 +341,16 @@ def _pretrained(
     dtype: torch.dtype | str,
     has_tokenizer: bool,
     options: Mapping[str, bool],
-    sharding: Sharding | None,
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(name, **options)
     family = _family_of(config)
-    if sharding is not None:
-        sharding.begin(family, config)
     is_local = Path(name).is_dir() or options.get("local_files_only", False)
     with _no_progress_bars() if is_local else nullcontext():  # a download takes long, so it shows its progress
-        read = family.from_pretrained if sharding is None else partial(sharding.read, family)
-        model = read(name, dtype=dtype, use_safetensors=True, **options)
+        model = family.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
-    return _at_rest(model if sharding is not None else model.to(device)), tokenizer
+    return _at_rest(model.to(device)), tokenizer
 
 
 def load_processor(loaded: LoadedModel) -> Any:

@@ -139,7 +139,7 @@ def make_plan(request: PlanRequest) -> Plan:
     _add_cache(plan, request, config)
     _add_costs(plan, request.context, hardware, request.tensor_parallel)
     if ranks is not None:
-        _add_ranks(plan, request, ranks, len(config.groups))
+        _add_ranks(plan, request, ranks)
     return plan
 
 
@@ -325,17 +325,12 @@ def _add_costs(plan: Plan, context: int, hardware: _Hardware, num_ranks: int) ->
         )
 
 
-def _add_ranks(plan: Plan, request: PlanRequest, ranks: RankCosts, num_groups: int) -> None:
-    """What ranks tell each other in a step, what that costs, and what other divisions would; all of one engine."""
+def _add_ranks(plan: Plan, request: PlanRequest, ranks: RankCosts) -> None:
+    """What ranks add up in a step, what that costs, and what other divisions would; all of one engine."""
     count, context = request.tensor_parallel, request.context
     most = max(1, int(plan.numbers["sequences_that_fit"]))
     running = min(most, ceil_div(request.concurrency, request.data_parallel))
     batch = f"{running:,} sequences that decode behind {context:,} tokens"
-    plan.put(
-        "step_message_bytes",
-        ranks.message_bytes(running, context, request.block_size, num_groups),
-        f"rank 0 writes it for the other {count - 1} before a step of {batch}: 4 bytes a block, 28 a sequence",
-    )
     plan.put("all_reduces_per_step", ranks.num_reduces, f"2 in each of {len(ranks.shape.layers)} layers")
     plan.put(
         "all_reduce_bytes", running * ranks.activation_bytes, f"of each: {running:,} x {ranks.activation_bytes:,} bytes"

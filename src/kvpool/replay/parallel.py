@@ -1,4 +1,4 @@
-"""What ranks cost: bytes on each, messages and all-reduces of a step; and on paper what stages and divided prompts would.
+"""What ranks cost: bytes on each, and all-reduces of a step; and on paper what stages and divided prompts would.
 
 An all-reduce of b bytes between n ranks takes `latency + 2 (n - 1) / n * b / bandwidth`: a ring, with the bandwidth that
 nccl-tests calls bus bandwidth. A layer has two of them, behind its attention and behind its feed-forward.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvpool.checks import check_int, check_number
 from kvpool.config import LayerSpec, StateSpec
-from kvpool.config.layers import MAX_HEADS, ceil_div
+from kvpool.config.layers import MAX_HEADS
 from kvpool.config.model_config import load_config
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.costs import TEXT_KEYS, costs_for, count_weights, find_gpu
@@ -24,9 +24,6 @@ from kvpool.scheduling import LinearCostModel
 PEER_EFFICIENCY = 0.8
 ALL_REDUCE_LATENCY = 15e-6
 REDUCES_PER_LAYER = 2
-_BLOCK_BYTES, _SEQUENCE_BYTES = 4, 28  # of a step's message: for each block of a sequence, and for the sequence
-# Families whose plan in transformers divides no heads: every rank attends with all of them.
-WHOLE_HEADS = frozenset({"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe", "phi3", "phi4_multimodal", "step3p5"})
 Model = str | Path | Mapping[str, Any]
 
 
@@ -71,14 +68,12 @@ class RankShape(NamedTuple):
         """Of these layers of a model; raises if its heads cannot be divided so."""
         outer = load_config(model)
         text = next((outer[key] for key in TEXT_KEYS if isinstance(outer.get(key), Mapping)), outer)
-        kind = str(text.get("model_type") or outer.get("model_type") or "")
         heads = check_int(text.get("num_attention_heads", text.get("n_head")), "num_attention_heads", 1, MAX_HEADS)
         attending = tuple(layer for layer in layers if isinstance(layer, LayerSpec))
         if len(attending) < len(layers):
             raise InvalidArgumentError(f"--tensor-parallel {ranks}: some layers keep a state, which is not divided")
-        if kind in WHOLE_HEADS or attending[0].k_only:
-            reason = "one latent for all heads" if attending[0].k_only else f"the plan for {kind} divides no heads"
-            return cls(ranks, attending, 1.0, f"{reason}: every rank keeps all K and V")
+        if attending[0].k_only:
+            return cls(ranks, attending, 1.0, "one latent for all heads: every rank keeps all K and V")
         if heads % ranks:
             raise InvalidArgumentError(
                 f"--tensor-parallel {ranks} does not divide the {heads} attention heads; use a divisor of {heads}"
@@ -149,11 +144,6 @@ class RankCosts(NamedTuple):
     def all_reduce_seconds(self, num_tokens: int) -> float:
         """All of them in a step with so many tokens."""
         return self.num_reduces * self.link.all_reduce_seconds(num_tokens * self.activation_bytes, self.shape.ranks)
-
-    def message_bytes(self, num_sequences: int, context: int, block_size: int, num_groups: int) -> int:
-        """What rank 0 writes for the other ranks before a decode step."""
-        blocks = ceil_div(context + 1, block_size) * num_groups
-        return num_sequences * (blocks * _BLOCK_BYTES + _SEQUENCE_BYTES)
 
     def pipeline_seconds(self, num_sequences: int, context: int) -> float:
         """A token for each sequence from as many stages as ranks, each busy with another part of the sequences.

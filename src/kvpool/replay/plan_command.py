@@ -54,7 +54,7 @@ def plan(
         int, typer.Option(help="GPUs whose memory and speed are added up; --tensor-parallel counts what that costs.")
     ] = 1,
     tensor_parallel: Annotated[
-        int, typer.Option(help="Ranks of each engine, a GPU each: bytes of one, messages, all-reduces.", min=1)
+        int, typer.Option(help="Ranks of each engine, a GPU each: bytes of one, all-reduces.", min=1)
     ] = 1,
     data_parallel: Annotated[int, typer.Option(help="Engines that share the sequences.", min=1)] = 1,
     all_reduce_bandwidth: opt.AllReduceBandwidth = None,

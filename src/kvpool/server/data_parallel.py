@@ -318,13 +318,12 @@ def serve_engines(
 def engine_places(model: ModelSettings, count: int) -> list[tuple[str, dict[str, Any], dict[str, str]]]:
     """Where each engine runs: in words, as changes of its options, and as variables of its environment."""
     options = model.options
-    device, ranks = torch_device(options.device), options.tensor_parallel or 1
+    device = torch_device(options.device)
     if device.type == "cpu":
-        share = count * ranks
-        threads = max(1, torch.get_num_threads() // share)
-        memory = options.memory or str(int(free_bytes("cpu") * CPU_FRACTION) // share)
+        threads = max(1, torch.get_num_threads() // count)
+        memory = options.memory or str(int(free_bytes("cpu") * CPU_FRACTION) // count)
         environment = {"OMP_NUM_THREADS": str(threads)}
-        return [(f"cpu with {threads * ranks} threads", {"memory": memory}, environment)] * count
+        return [(f"cpu with {threads} threads", {"memory": memory}, environment)] * count
     if device.index is not None:
         if options.memory is None:
             raise ConfigError(
@@ -333,18 +332,12 @@ def engine_places(model: ModelSettings, count: int) -> list[tuple[str, dict[str,
         return [(str(device), {}, {})] * count
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     found = torch.cuda.device_count()
-    if found < count * ranks:
-        asked = f"--data-parallel {count}" + (f" with --tensor-parallel {ranks}" if ranks > 1 else "")
+    if found < count:
         raise ConfigError(
-            f"{asked} needs {count * ranks} GPUs, but torch finds {found}; use fewer engines, or --device cpu"
+            f"--data-parallel {count} needs {count} GPUs, but torch finds {found}; use fewer engines, or --device cpu"
         )
     names = visible.split(",") if visible else [str(number) for number in range(found)]
-    places: list[tuple[str, dict[str, Any], dict[str, str]]] = []
-    for number in range(count):
-        own = range(number * ranks, (number + 1) * ranks)
-        where = ", ".join(f"cuda:{each}" for each in own)
-        places.append((where, {"device": "cuda"}, {"CUDA_VISIBLE_DEVICES": ",".join(names[each] for each in own)}))
-    return places
+    return [(f"cuda:{number}", {"device": "cuda"}, {"CUDA_VISIBLE_DEVICES": names[number]}) for number in range(count)]
 
 
 def _free_port() -> socket.socket:

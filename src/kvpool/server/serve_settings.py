@@ -24,6 +24,7 @@ from kvpool.cluster.index import MAX_NODES
 from kvpool.engine.options import SHOWN, EngineOptions
 from kvpool.engine.options import limits as engine_limits
 from kvpool.errors import ConfigError
+from kvpool.removed import instead_of
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits
 from kvpool.server.tool_forms import check_tool_parser
@@ -269,6 +270,8 @@ def _checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any
         raise ConfigError(f"{where} must be a section, got {show(table)}")
     for key, value in table.items():
         if key not in kinds:
+            if (words := instead_of([key])) is not None:
+                raise ConfigError(f"{where}: {words}")
             raise ConfigError(f"{where} has no key {show(key)}; it has {', '.join(kinds)}")
         kind = kinds[key]
         fits = isinstance(value, (int, float) if kind is float else kind) and (

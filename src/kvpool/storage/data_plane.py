@@ -12,7 +12,7 @@ A step, as an engine drives it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -101,7 +101,6 @@ class DataPlane:
         self.device = checked_device(device)
         self.check_writes = self.device.type == "cpu" if check_writes is None else check_writes
         self._pending: list[CopyOp] = []
-        self.mirror: Callable[[Sequence[CopyOp]], None] | None = None  # tells other ranks what is copied
         self._index_in_group = {layer: (g.index, i) for g in config.groups for i, layer in enumerate(g.layers)}
         layouts = {group.index: layout_of(group, config.layers, factors) for group in config.groups}
         gpu = self.device if self.device.type == "cuda" else None
@@ -130,10 +129,7 @@ class DataPlane:
         them is kept.
         """
         self.transfers.check(copies)
-        planned = [*copies, *self.manager.take_copies()]
-        if self.mirror is not None:
-            self.mirror(planned)
-        self._pending += planned
+        self._pending += [*copies, *self.manager.take_copies()]
         ops, self._pending = self._pending, []
         try:
             return self.transfers.submit(ops, overlap=overlap)
@@ -303,8 +299,6 @@ class DataPlane:
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
         """`manager.cache.resize`, with the bytes: moves what stands in the way, then changes the store."""
-        if self.mirror is not None:
-            raise InvalidArgumentError("the pools of a model that is divided between ranks keep their sizes")
         self.run_copies()
         store = self.stores.get((pool, tier))
         if store is None:

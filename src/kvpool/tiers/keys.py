@@ -215,10 +215,6 @@ class KeySpace:
             keys.append(prefix + tag + hashed.digest()[: 32 - SPACE_BYTES - TAG_BYTES])
         return keys
 
-    def own(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys of the same blocks in this space, from those of another shard."""
-        return [self.prefix + key[SPACE_BYTES:] for key in keys]
-
     def of_tokens(
         self, tokens: npt.NDArray[np.int32], scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
     ) -> list[bytes]:

@@ -24,7 +24,7 @@ from kvpool.config import KVCacheConfig
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.identity import OF_TRANSFORMERS, settings_id
-from kvpool.tiers.keys import WHOLE, Fingerprint, KeySpace, Shard
+from kvpool.tiers.keys import Fingerprint, KeySpace
 from kvpool.tiers.opening import open_tiers
 from kvpool.tiers.settings import TierConfig
 from kvpool.tiers.transport.block_keys import BlockKeys
@@ -78,13 +78,10 @@ class ModelTiers:
         draft: Any = None,
         *,
         are_rotated: bool = False,
-        shard: Shard = WHOLE,
-        exchange: Callable[[str], list[str]] | None = None,
     ) -> OpenedTiers | None:
         """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none.
 
-        Keys and values that are rotated before they are stored have other names than those that are not. Ranks that share
-        a model `exchange` what identifies their weights: what one computes depends on the weights of all.
+        Keys and values that are rotated before they are stored have other names than those that are not.
         """
         if not self.given and self.disk is None and self.remote is None:
             return None
@@ -94,21 +91,11 @@ class ModelTiers:
         _check_hooks(models)
         names = [*map(model_id, models), *(["with rotated keys and values"] if are_rotated else [])]
         weights = " ".join(map(weights_id, models))
-        if exchange is not None:
-            weights = hashlib.sha256(" ".join(exchange(weights)).encode()).hexdigest()
-        space = KeySpace(Fingerprint.of(config, " ".join(names), weights, shard=shard))
-        opened = open_tiers((_disk_of(self.disk, shard), self.remote), space)
+        space = KeySpace(Fingerprint.of(config, " ".join(names), weights))
+        opened = open_tiers((self.disk, self.remote), space)
         for tier in self.given:
             tier.introduce(space)
         return OpenedTiers([*self.given, *opened], BlockKeys(space, config), self.timeout, self.min_uses, opened)
-
-
-def _disk_of(address: str | None, shard: Shard) -> str | None:
-    """The address of the disk of a shard: a folder of its own, because one process writes to a directory."""
-    if address is None or shard == WHOLE:
-        return address
-    path, mark, options = address.partition("?")
-    return f"{path}/rank-{shard.rank}-of-{shard.of}{mark}{options}"
 
 
 def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
@@ -196,7 +183,7 @@ def weights_id(model: Any) -> str:
                 f"the weight {name} of {type(model).__name__} has no numbers that can be read, so that its blocks in tiers "
                 "could not be told from another model's; leave disk, remote and tiers out"
             )
-    tensors = sorted((name, _local(tensor)) for name, tensor in found.items())
+    tensors = sorted(found.items())
     read: dict[tuple[int, torch.Size], int] = {}  # tied weights are read once
     sums: list[Tensor] = []
     for _, tensor in tensors:
@@ -213,12 +200,6 @@ def weights_id(model: Any) -> str:
             index = read[tensor.data_ptr(), tensor.shape]
             digest.update(contents[ends[index] : ends[index + 1]].tobytes())
     return digest.hexdigest()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of this rank, where a tensor is divided between ranks."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
-    return part
 
 
 def _content(tensor: Tensor) -> Tensor:

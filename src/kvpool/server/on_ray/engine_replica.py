@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvpool.cluster.proxy.passing import is_event_stream
@@ -152,21 +152,8 @@ class EngineReplica:
 
         place = serve.get_replica_context().rank
         host = plan.host or ray.util.get_node_ip_address()
-        size = plan.model.options.tensor_parallel or 1
-        # Ranks of two replicas may be on one machine: what they have there must differ by more than their number on it.
-        model = placed(plan.model, host, place.local_rank if size == 1 else place.rank)
-        self._ranks: Any = None
-        if size > 1:
-            from kvpool.server.on_ray.ray_ranks import RayRanks
-
-            self._ranks = RayRanks(size, device=model.options.device, host=host)
-            model = replace(model, options=model.options.changed(tensor_parallel=self._ranks))
-        try:
-            self._engine = model.make_engine()
-        except BaseException:
-            if self._ranks is not None:
-                self._ranks.close()
-            raise
+        model = placed(plan.model, host, place.local_rank)
+        self._engine = model.make_engine()
         self._tracing = None if plan.traces is None else Tracing.to(plan.traces)
         self._app = create_app(
             [ServedModel(model.name, self._engine, model.tool_parser)], plan.access, plan.limits, self._tracing
@@ -199,8 +186,6 @@ class EngineReplica:
             return
         self._app.state.server.gate.is_draining = True
         self._engine.close()
-        if self._ranks is not None:
-            self._ranks.close()
         if self._tracing is not None:
             self._tracing.close()
 

@@ -67,8 +67,6 @@ def application(
     if "autoscaling_config" not in engines:
         engines.setdefault("num_replicas", ray_settings.replicas)
     engines.setdefault("ray_actor_options", needs_of(plan.model.options))
-    if (size := plan.model.options.tensor_parallel or 1) > 1:
-        place_ranks(engines, size)
     # only our router says that a replica was there for a request
     patience = None if "request_router_config" in ray_settings.engines else ray_settings.wait_seconds
     front = {
@@ -109,7 +107,7 @@ def travelling(models: list[ModelSettings]) -> ModelSettings:
 
 
 def needs_of(options: EngineOptions) -> dict[str, Any]:
-    """What a replica, or each rank of one, takes of its machine by default: a CPU, and a GPU where the cluster has GPUs."""
+    """What a replica takes of its machine by default: a CPU, and a GPU where the cluster has GPUs."""
     if options.device is not None and options.device.startswith("cuda:"):
         raise ConfigError(f"Ray gives each replica its GPU: --device cuda, not {options.device}")
     has_gpus = options.device == "cuda"
@@ -118,32 +116,6 @@ def needs_of(options: EngineOptions) -> dict[str, Any]:
 
         has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     return {"num_cpus": 1, **({"num_gpus": 1} if has_gpus else {})}
-
-
-def place_ranks(engines: dict[str, Any], size: int) -> None:
-    """Adds a bundle for each rank of a replica, on as few machines as they fit on, to the options of the deployment."""
-    if (given := engines.get("placement_group_bundles")) is not None:
-        if len(given) < size:
-            raise ConfigError(
-                f"tensor_parallel={size} needs a bundle for each rank, but [ray.engines] placement_group_bundles has "
-                f"{len(given)}"
-            )
-        return
-    needs = engines["ray_actor_options"]
-    each = {"CPU": needs.get("num_cpus", 1), "GPU": needs.get("num_gpus", 0), **needs.get("resources", {})}
-    each = {name: amount for name, amount in each.items() if amount}
-    import ray
-
-    if ray.is_initialized():
-        there = ray.cluster_resources()
-        for name, amount in each.items():
-            if amount * size > there.get(name, 0):
-                raise ConfigError(
-                    f"tensor_parallel={size} needs {amount * size:g} {name} in the cluster, which has "
-                    f"{there.get(name, 0):g}; use fewer ranks, or start more machines"
-                )
-    engines.update(placement_group_bundles=[each] * size)
-    engines.setdefault("placement_group_strategy", "PACK")
 
 
 def ray_serve() -> Any:
@@ -164,7 +136,7 @@ def serve_on_ray(
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     travelling(models)  # raises for impossible settings before a cluster is started
-    is_own = _join(ray, ray_settings, models[0].options.tensor_parallel or 1)
+    is_own = _join(ray, ray_settings)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -184,7 +156,7 @@ def serve_on_ray(
         ray.shutdown()  # of a cluster that it started; one that it joined goes on
 
 
-def _join(ray: Any, settings: RaySettings, num_ranks: int) -> bool:
+def _join(ray: Any, settings: RaySettings) -> bool:
     """Joins the cluster of the settings or the one on this machine, or starts one. Returns whether it started one."""
     where = settings.address or os.environ.get("RAY_ADDRESS")
     if where != "local":
@@ -196,7 +168,7 @@ def _join(ray: Any, settings: RaySettings, num_ranks: int) -> bool:
                 raise ConfigError(f"no Ray cluster at {where!r}: {error}; `ray start --head` starts one") from None
     ray.init(
         "local",
-        num_cpus=max(os.cpu_count() or 1, settings.replicas * num_ranks),
+        num_cpus=max(os.cpu_count() or 1, settings.replicas),
         object_store_memory=_OBJECT_STORE,
         include_dashboard=False,
         log_to_driver=False,

@@ -37,7 +37,6 @@ from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
 from kvpool.tiers.transport.chain import KNOWN_KEYS
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import next_query
-from kvpool.tiers.transport.shards import ShardPart, Shards
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
@@ -163,20 +162,17 @@ class Importer:
 
     def _write(self, handle: KVCacheHandle, fetch: Fetch, waits: list[Callable[[], None]]) -> None:
         """Writes the blocks that were not cached. They must be exactly those that the lease holds there."""
-        first, parts, elsewhere = handle.num_cached_blocks, [], []
-        for number, (group, (columns, rows)) in enumerate(zip(self._groups, fetch.groups, strict=True)):
+        first, parts = handle.num_cached_blocks, []
+        for group, (columns, rows) in zip(self._groups, fetch.groups, strict=True):
             ids = handle.block_ids(group.index)
             begin, end = np.searchsorted(columns, [first, fetch.num_blocks]).tolist()
             if not np.array_equal(columns[begin:end], first + np.flatnonzero(ids[first:] >= 0)):
                 raise SequenceStateError(f"what was loaded for layer group {group.index} is not what its window reads")
             if end > begin:
-                elsewhere.append(ShardPart(number, begin, end, ids[columns[begin:end]]))
                 part = rows[begin:end]
                 data = part if isinstance(part, list) else torch.from_numpy(part)
                 parts.append((ids[columns[begin:end]].copy(), group.index, data))
         waits += [self._plane.write_blocks(*part) for part in parts]
-        if fetch.elsewhere is not None:
-            fetch.elsewhere.write(elsewhere)
 
     def _give_up(self, handle: KVCacheHandle | None) -> None:
         """Frees a lease. Blocks that are not committed become free."""
@@ -213,7 +209,6 @@ class Offers:
         near: StagingMemory[torch.Tensor],
         may_write: Callable[[Slots | None], bool],
         min_uses: int = 1,
-        shards: Shards | None = None,
     ) -> None:
         self.lineage = Lineage()
         self._plane = plane
@@ -222,7 +217,6 @@ class Offers:
         self._keys = keys
         self._storer = storer
         self._min_uses = min_uses
-        self._shards = shards  # on other ranks
         self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, of blocks used lately
 
     @property
@@ -282,9 +276,7 @@ class Offers:
         return uses
 
     def send(self, group: int, keys: Sequence[bytes], ids: Sequence[int], worths: Sequence[Worth]) -> None:
-        """Copies blocks of a layer group where they may wait, and has them stored, on other ranks, too."""
-        if self._shards is not None:
-            self._shards.store(group, keys, ids, worths)
+        """Copies blocks of a layer group where they may wait, and has them stored."""
         blocks: Int32Array = np.array(ids, np.int32)
         block_bytes = self._plane.config.groups[group].block_bytes
         shape = len(blocks), block_bytes

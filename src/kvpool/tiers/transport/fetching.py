@@ -32,7 +32,6 @@ from kvpool.tiers.transport.prefix_options import (
     read_columns,
     usable_blocks,
 )
-from kvpool.tiers.transport.shards import ShardLoad, Shards
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
@@ -69,7 +68,6 @@ class Fetch:
     media: dict[int, Tier] = dataclass_field(default_factory=dict)  # by block that was loaded: where it lay
     is_part: bool = False  # tiers have more of it, for another fetch: staging memory was too small for all
     memory: SharedStage[Bytes] | Loan | None = None  # keeps the bytes
-    elsewhere: ShardLoad | None = None  # what other ranks have loaded
 
     @property
     def is_lent(self) -> bool:
@@ -84,8 +82,6 @@ class Fetch:
         """The bytes are not needed any more."""
         memory, self.memory = self.memory, None
         self.groups = []
-        if self.elsewhere is not None:
-            self.elsewhere.release()
         if memory is not None:
             memory.release()
 
@@ -113,7 +109,6 @@ class Fetcher:
         memory: StagingMemory[Bytes],
         storer: Storer,
         may_borrow: Callable[[Loan], bool] = lambda loan: True,
-        shards: Shards | None = None,
     ) -> None:
         self.tiers = chain.watched
         self._chain = chain
@@ -123,7 +118,6 @@ class Fetcher:
         self.memory = memory
         self.storer = storer
         self._may_borrow = may_borrow  # whether the device can copy from there
-        self._shards = shards  # on other ranks
         self._most_bytes = memory.max_bytes // _SHARES
         self._stats = FetchStats()
 
@@ -149,10 +143,6 @@ class Fetcher:
     def find(self, fetch: Fetch) -> dict[int, Tier]:
         """Where the blocks lie that a fetch could load. Loads and counts nothing."""
         sources = self._sources(fetch)
-        if self._shards is not None:
-            places = [(g, int(c)) for g, of_group in enumerate(sources) for c in np.flatnonzero(of_group >= 0)]
-            there = self._shards.find([fetch.prompt.keys[g][c] for g, c in places], fetch.due)
-            self._take_out(fetch, sources, places, there)
         end = usable_blocks(self.groups, sources, fetch.prompt.num_tokens, self.block_size)
         return self.media(sources, fetch.first, end)
 
@@ -199,9 +189,6 @@ class Fetcher:
         for of_group in loaded:
             of_group[: fetch.first] = HERE
         wanted = self._wanted(fetch, option)
-        if self._shards is not None:  # they load at the same time
-            asked = [[prompt.keys[g][c] for c in columns.tolist()] for g, columns in enumerate(wanted)]
-            fetch.elsewhere = self._shards.load(asked, fetch.due)
         if not self._borrow(fetch, wanted, sources, loaded):
             fetch.groups = self._take_rows(fetch, wanted)
             if not fetch.groups:
@@ -209,35 +196,11 @@ class Fetcher:
                 return
             for index in range(len(self.tiers)):
                 self._load_from(index, fetch, sources, loaded)
-        if fetch.elsewhere is not None:
-            places = [(g, column) for g, columns in enumerate(wanted) for column in columns.tolist()]
-            self._take_out(fetch, loaded, places, fetch.elsewhere.wait())
         fetch.num_blocks = usable_blocks(self.groups, loaded, prompt.num_tokens, size)
         self._stats.incomplete += fetch.num_blocks < option.num_blocks
         fetch.media = self.media(loaded, fetch.first, fetch.num_blocks)
         if fetch.num_blocks <= fetch.first:
             fetch.release()
-
-    def _take_out(
-        self, fetch: Fetch, sources: list[Sources], places: Sequence[tuple[int, int]], there: Sequence[bool]
-    ) -> None:
-        """Takes out the blocks that another rank lacks. All ranks store them again when they are computed."""
-        lacking = [place for place, is_there in zip(places, there, strict=True) if not is_there]
-        for g, column in lacking:
-            sources[g][column] = NOWHERE
-        for watched in self.tiers:
-            watched.known.discard(fetch.prompt.keys[g][column] for g, column in lacking)
-
-    def load_blocks(self, keys: Sequence[list[bytes]], due: float) -> tuple[Fetch, list[bool]]:
-        """Loads blocks by layer group, for another rank that decided it; returns which of them came."""
-        fetch = Fetch(PromptKeys(0, tuple(keys)), 0, time.monotonic(), due)
-        found = iter(self._chain.find([key for of_group in keys for key in of_group], due))
-        sources = [np.array([next(found) for _ in of_group], np.int16) for of_group in keys]
-        loaded = [np.full_like(of_group, NOWHERE) for of_group in sources]
-        fetch.groups = self._take_rows(fetch, [np.arange(len(of_group)) for of_group in keys])
-        for index in range(len(self.tiers)) if fetch.groups else ():
-            self._load_from(index, fetch, sources, loaded)
-        return fetch, [bool(came) for of_group in loaded for came in of_group >= 0]
 
     def media(self, sources: Sequence[Sources], first: int, end: int) -> dict[int, Tier]:
         """Where the blocks from `first` on lie. A block counts to the slowest tier that any of its layer groups needs."""

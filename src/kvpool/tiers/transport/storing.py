@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeAlias
 from kvpool.tiers.contract import PURGE_TIMEOUT, Keeper, Outcome, Slots, Source, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import WatchedTier
-from kvpool.tiers.transport.shards import Shards
 from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 from kvpool.tiers.transport.threads import ThreadPool
 
@@ -61,12 +60,9 @@ class _Part(NamedTuple):
 class Storer:
     """Stores in tiers, each with a thread of its own, so that a slow tier does not hold up a fast one."""
 
-    def __init__(
-        self, tiers: Sequence[WatchedTier], memory: StagingMemory[Bytes], shards: Shards | None = None
-    ) -> None:
+    def __init__(self, tiers: Sequence[WatchedTier], memory: StagingMemory[Bytes]) -> None:
         self.tiers = tiers
         self.memory = memory
-        self._shards = shards  # on other ranks, which remove what is removed here
         self._threads = [ThreadPool(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
         self._in_flight: list[set[bytes]] = [set() for _ in tiers]
         self._listeners: list[Listener] = []
@@ -209,8 +205,6 @@ class Storer:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Removes values from all tiers, after the stores that are in flight."""
-        if self._shards is not None:
-            self._shards.remove(keys)
         for index, threads in enumerate(self._threads):
             for at in range(0, len(keys), _REMOVE_AT_ONCE):
                 part = keys[at : at + _REMOVE_AT_ONCE]
@@ -226,8 +220,6 @@ class Storer:
 
     def purge(self, pattern: KeyPattern) -> None:
         """Removes all values with such keys from all tiers, after the stores that are in flight."""
-        if self._shards is not None:
-            self._shards.purge(pattern)
         for index, threads in enumerate(self._threads):
             drop = partial(self._count_removed, 0, 1)
             if not threads.submit(partial(self._purge, index, pattern), drop):

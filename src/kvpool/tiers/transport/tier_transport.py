@@ -29,7 +29,6 @@ from kvpool.tiers.transport.cache_blocks import Importer, Lease, Offers
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
-from kvpool.tiers.transport.shards import Shards
 from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
 from kvpool.tiers.transport.threads import ThreadPool
@@ -84,9 +83,7 @@ class TieringStats(NamedTuple):
 class TierTransport:
     """Fetches prefixes, writes them into blocks, and stores blocks. `close` closes the tiers that are owned."""
 
-    def __init__(
-        self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane, shards: Shards | None = None
-    ) -> None:
+    def __init__(self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane) -> None:
         self.keys = keys = opened.keys
         self.timeout = opened.timeout
         self.chain = TierChain(opened.tiers)
@@ -94,19 +91,18 @@ class TierTransport:
         allocate = partial(_pinned, plane.device) if plane.device.type == "cuda" else page_aligned
         staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
         self.memory = StagingMemory(staging, allocate)
-        self.storer = Storer(self.chain.watched, StagingMemory(staging, allocate), shards)
+        self.storer = Storer(self.chain.watched, StagingMemory(staging, allocate))
         self._linked = LinkedMemory(page_locks) if plane.device.type == "cuda" else None
         self.fetcher = Fetcher(
-            self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer, self._can_borrow, shards
+            self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer, self._can_borrow
         )
         self.fetch_threads = ThreadPool("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
         self._near = StagingMemory(_near_bytes(plane.device), partial(_near, plane.device))
-        self.offers = Offers(plane, keys, self.storer, self._near, self._can_write, opened.min_uses, shards)
+        self.offers = Offers(plane, keys, self.storer, self._near, self._can_write, opened.min_uses)
         self.invalidator = TierInvalidator(keys, self.offers.lineage, self.storer)
         self._importer = Importer(manager, plane, keys, self.offers.lineage)
         self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
-        self._shards = shards
         self._tokens_loaded = self._imports = self._no_room = 0
         if self._linked is not None and self.storer.has_slots:
             self.fetch_threads.submit(self._link, _nothing)
@@ -159,7 +155,6 @@ class TierTransport:
             if fetch.num_blocks <= fetch.first or not self.invalidator.is_valid(request, fetch):
                 return None, []
             handle, waits = self._importer.import_prefix(request, fetch)
-        self.tell_shards()
         if handle is None:
             self._no_room += 1
         else:
@@ -169,11 +164,6 @@ class TierTransport:
         waited = time.monotonic() - fetch.began
         self.decider.observe_wait(fetch.decision, fetch.num_bytes, waited, fetch.loading_seconds)
         return handle, waits
-
-    def tell_shards(self) -> None:
-        """Tells other ranks at once what they should store and write: the next step may be long in coming."""
-        if self._shards is not None:
-            self._shards.flush()
 
     def give_back(self, fetch: Fetch, waits: Sequence[Callable[[], None]]) -> None:
         """Releases the memory of a fetch: at once, or when the device has read it."""
