@@ -304,12 +304,13 @@ def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_thei
     root = make_root()
     node, upper, bare = (make_node(root, number) for number in range(3))
     node.logits = {(length, b"tail"[: length % 4]): (length, ()) for length in (4, 7, 8, 11, 12, 15)}
-    divide_logits(node, upper, 2, 4)
+    node.start = 2
+    divide_logits(node.logits, upper, node, 4)
     assert upper.logits is not None
     assert node.logits is not None
     assert sorted(length for length, _ in upper.logits.values()) == [4, 7, 8, 11]
     assert sorted(length for length, _ in node.logits.values()) == [12, 15]
-    divide_logits(bare, upper, 2, 4)
+    divide_logits(bare.logits, upper, bare, 4)
     assert bare.logits is None
 
 

@@ -373,13 +373,14 @@ def test_given_a_lower_tier_when_a_run_moves_down_and_up_then_copies_are_planned
     context = make_context(host_blocks=4)
     cache = make_cache(context)
     run = cached_run(cache, 1, 2, 3, 4)
-    assert cache.mover.demote(run, 1)
+    moved = cache.mover.demote(run, 1)
+    assert moved is not None
     host = context.pools[0][Tier.HOST]
-    assert (run.tier, run.num_blocks, run.parent.tier) == (Tier.HOST, 1, Tier.GPU)
+    assert (moved.tier, moved.num_blocks, moved.parent, run.tier) == (Tier.HOST, 1, run, Tier.GPU)
     assert (host.num_cached, gpu(context)) == (1, (15, 1, 0))
-    cache.readers.hold(run)
-    cache.mover.promote(run)
-    assert (run.tier, host.num_free, gpu(context)) == (Tier.GPU, 4, (14, 0, 0))
+    cache.readers.hold(moved)
+    cache.mover.promote(moved)
+    assert (moved.tier, host.num_free, gpu(context)) == (Tier.GPU, 4, (14, 0, 0))
     assert [op.kind for op in context.copies] == [CopyKind.OFFLOAD, CopyKind.ONBOARD]
 
 

@@ -195,10 +195,11 @@ class PrefixCache:
             if not part or (self.context.windowed and not self.windows.is_usable(node, keep, keep + part)):
                 break
             if part < num_blocks:
-                self.drop_tail(node, num_blocks - part, reason)
+                self.drop_tail(node, num_blocks - part, reason, goes_on=True)
                 num_blocks = part
-            if self.mover.demote(node, part):
-                self.context.counters.evictions[reason.value] += self.context.num_present(node, 0)
+            moved = self.mover.demote(node, part)
+            if moved is not None:
+                self.context.counters.evictions[reason.value] += self.context.num_present(moved, 0)
                 return 0
         return num_blocks
 
@@ -219,8 +220,13 @@ class PrefixCache:
 
     # --- leaving the index -------------------------------------------------------------------------------------------
 
-    def drop_tail(self, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False) -> None:
-        """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it."""
+    def drop_tail(
+        self, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False, goes_on: bool = False
+    ) -> None:
+        """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it.
+
+        If it `goes_on`, more of the run leaves its tier at once: the policy is told then, of all of it.
+        """
         if node.children is not None:
             for child in list(node.children.values()):
                 self.drop_subtree(child, reason)
@@ -256,7 +262,8 @@ class PrefixCache:
         if node.digests is not None:
             del node.digests[keep:]
         trim_logits(node, self.context.block_size)
-        policy.trimmed(node)
+        if not goes_on:
+            policy.trimmed(node)
 
     def _unlink(self, node: Node) -> None:
         """Takes a leaf out of the tree; its parent may become a leaf."""

@@ -157,12 +157,11 @@ class HostCopies:
             pool.num_cached -= 1
             self.num_blocks[pool.index] -= 1
 
-    def divide(self, upper: Node, node: Node, num_blocks: int) -> None:
-        """The first `num_blocks` of a run became a run of their own, `upper`."""
-        assert node.host_copy is not None
-        upper.host_copy = [ids[:num_blocks] for ids in node.host_copy]
-        node.host_copy = [ids[num_blocks:] for ids in node.host_copy]
-        self.nodes[upper] = None
+    def divide(self, ids: list[Int32Array], upper: Node, lower: Node) -> None:
+        """A run with this host copy was cut in two."""
+        for part, begin, end in ((upper, 0, upper.num_blocks), (lower, upper.num_blocks, None)):
+            part.host_copy = [of_group[begin:end] for of_group in ids]
+            self.nodes[part] = None
 
     def give_way(self, pool: BlockPool, num_free: int, ceiling: int) -> None:
         """Frees host copies until so many blocks of a host pool are free, the youngest first: their runs stay longest.

@@ -18,6 +18,7 @@ from kvpool.pools.symbols import Symbols, is_first, numbers_in
 from kvpool.scope import MultimodalItem, ReuseScope
 
 Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
+Logits = dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]]
 
 
 DEFAULT_PRIORITY: Final = 35
@@ -74,7 +75,7 @@ class Node(Run):
     children: Children | None  # None if there are none
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
-    logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
+    logits: Logits | None
     ids: tuple[Int32Array, ...]  # by group
     host_copy: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `HostCopies`
     copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
@@ -147,6 +148,11 @@ class Node(Run):
     def give_beginning(self, upper: Node) -> None:
         """The first blocks of this run are `upper` now, which is known by what this one was known by."""
         upper._fingerprint, self._fingerprint = self._fingerprint, None
+
+    def give_end(self, lower: Node) -> None:
+        """The last blocks of this run are `lower` now."""
+        lower._end_sum = self._end_sum
+        self.lose_end()
 
     def lose_end(self) -> None:
         """The run ends earlier than before."""

@@ -74,8 +74,8 @@ class TierMover:
             fitting = min(fitting, room // per_position)
         return fitting
 
-    def demote(self, node: Node, num_blocks: int) -> bool:
-        """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room.
+    def demote(self, node: Node, num_blocks: int) -> Node | None:
+        """Moves the last `num_blocks` of an idle leaf one tier down and returns the run that they are; None without room.
 
         Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way; others
         may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
@@ -84,7 +84,7 @@ class TierMover:
         if target is None or (
             node.children is not None and any(below.tier < target for below in node.children.values())
         ):
-            return False  # runs without blocks stay on a tier that was resized to nothing; none lies below a lower one
+            return None  # runs without blocks stay on a tier that was resized to nothing; none lies below a lower one
         context = self.context
         keep = node.num_blocks - num_blocks
         # Asked before runs below it give way.
@@ -94,17 +94,24 @@ class TierMover:
         if not self._make_room_below(target, self._needs(num_blocks, along, there), importance(node)):
             if host_copy is not None:
                 context.host_copies.keep(node, host_copy)
-            return False
+            return None
         if host_copy is not None:
             context.host_copies.keep(node, host_copy)
+        policy, moving = node.root.policies[node.tier], node
         if keep:
-            self.tree.split(node, keep)
+            moving = self.tree.cut_off(node, keep)
+        else:
+            policy.evicted(node)
         for group, wanted in along:
-            for index in np.flatnonzero((node.ids[group.index] >= 0) & ~wanted).tolist():
-                self.windows.remove_block(node, group, index, EvictionReason.CAPACITY)
-        self._move(node, target, CopyKind.OFFLOAD)
+            for index in np.flatnonzero((moving.ids[group.index] >= 0) & ~wanted).tolist():
+                self.windows.remove_block(moving, group, index, EvictionReason.CAPACITY)
+        self._move(moving, target, CopyKind.OFFLOAD)
+        if keep:
+            policy.trimmed(node)
+        else:
+            self.readers.offer(node.parent)
         context.counters.offloaded_blocks += num_blocks
-        return True
+        return moving
 
     def _needs(self, num_blocks: int, along: Along, there: list[Int32Array] | None) -> list[int]:
         """Blocks per pool of a lower tier for so many positions and what goes along of windows, less those `there`."""
@@ -201,8 +208,6 @@ class TierMover:
         """Gives a run blocks on another tier: new ones and a planned copy, or `ready` ones that hold the data already."""
         context, source = self.context, node.tier
         if node.is_candidate():
-            if kind is CopyKind.OFFLOAD:
-                node.root.policies[source].evicted(node)
             node.root.policies[source].remove(node)
             node.entry = None  # the policy of the new tier starts afresh
         self._count(node, -1)
@@ -228,8 +233,6 @@ class TierMover:
         if node.pins and target == GPU:
             self.windows.keep_pinned(node)
         self.readers.offer(node)
-        if node.parent.tier == source:
-            self.readers.offer(node.parent)
 
     def _count(self, node: Node, change: int) -> None:
         if not node.active:

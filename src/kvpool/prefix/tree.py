@@ -15,7 +15,7 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array, as_bytes
 from kvpool.pools.symbols import Fresh
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.node import Logits, Node, Root
 from kvpool.scope import ReuseScope
 
 SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
@@ -232,23 +232,17 @@ class RunTree:
 
         The caller made sure that `0 < num_blocks < node.num_blocks` and that an open node is synced.
         """
-        size = self.context.block_size
         candidate = node.is_candidate()
         policy = node.root.policies[node.tier]
         if candidate:
             policy.remove(node)
-        upper = self._upper_part(node, num_blocks)
+        upper = self._twin(node)
+        upper.active, upper.pins = int(node.active > 0), int(node.pins > 0)
         if not node.detached:
             node.parent.add_child(node.key, upper)  # takes the place of `node`
             node.parent.same_tier_children -= int(node.tier == node.parent.tier)
         node.parent = upper
-        node.start += num_blocks
-        node.num_blocks -= num_blocks
-        node.tokens = node.tokens[num_blocks * size :]
-        node.ids = tuple([ids[num_blocks:] for ids in node.ids])
-        if node.host_copy is not None:
-            self.context.host_copies.divide(upper, node, num_blocks)
-        node.key = node.tokens[:size].tobytes()
+        self._divide(node, upper, node, num_blocks)
         node.give_beginning(upper)
         if not node.detached:
             upper.add_child(node.key, node)
@@ -258,35 +252,59 @@ class RunTree:
             policy.add(node)
         return upper
 
-    def _upper_part(self, node: Node, num_blocks: int) -> Node:
-        """A node for the first blocks of a run, with what both parts have in common and its share of the rest."""
-        upper = Node(node.parent, node.key, node.start, node.created, node.created_at)
-        upper.num_blocks = num_blocks
-        upper.tokens = node.tokens[: num_blocks * self.context.block_size]
-        if node.open_row >= 0:
-            upper.ids = tuple([ids[:num_blocks].copy() for ids in node.ids])
-        else:
-            upper.ids = tuple([ids[:num_blocks] for ids in node.ids])
-        upper.tier = node.tier
-        upper.detached = node.detached
-        upper.last_access = node.last_access
-        upper.last_access_at = node.last_access_at
-        upper.hits = node.hits
-        upper.turn, upper.fan_out, upper.hint = node.turn, node.fan_out, node.hint
-        upper.priority = node.priority
-        upper.priority_until = node.priority_until
-        upper.ttl = node.ttl
-        upper.expires_at = node.expires_at
-        upper.published_by = node.published_by
-        upper.active = int(node.active > 0)
-        upper.pins = int(node.pins > 0)
+    def cut_off(self, node: Node, num_blocks: int) -> Node:
+        """Leaves a candidate its first `num_blocks` and returns the rest, a new node, which the run's children follow now.
+
+        The policy is told nothing: `node` is the run that it knows, which is `trimmed` once the rest has moved.
+        """
+        lower = self._twin(node)
+        lower.parent = node
+        lower.children, lower.num_remainders = node.children, node.num_remainders
+        for child in lower.children.values() if lower.children is not None else ():
+            child.parent = lower
+        node.children, node.num_remainders = None, 0
+        self._divide(node, node, lower, num_blocks)
+        node.give_end(lower)
+        node.add_child(lower.key, lower)
+        self.num_runs += 1
+        self.on_split(lower)
+        return lower
+
+    def _twin(self, node: Node) -> Node:
+        """A new node for one part of a run, with what both parts have in common."""
+        twin = Node(node.parent, node.key, node.start, node.created, node.created_at)
+        twin.tier = node.tier
+        twin.detached = node.detached
+        twin.last_access = node.last_access
+        twin.last_access_at = node.last_access_at
+        twin.hits = node.hits
+        twin.turn, twin.fan_out, twin.hint = node.turn, node.fan_out, node.hint
+        twin.priority = node.priority
+        twin.priority_until = node.priority_until
+        twin.ttl = node.ttl
+        twin.expires_at = node.expires_at
+        twin.published_by = node.published_by
         if node.session is not None or node.copied_sessions:
-            upper.session = node.session
-            self.add_sessions(upper, node.sessions)
-        if node.digests is not None:
-            upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
-        divide_logits(node, upper, node.start + num_blocks, self.context.block_size)
-        return upper
+            twin.session = node.session
+            self.add_sessions(twin, node.sessions)
+        return twin
+
+    def _divide(self, whole: Node, upper: Node, lower: Node, num_blocks: int) -> None:
+        """Gives two parts of a run, one of which is the run itself, what each of them holds."""
+        cut = num_blocks * self.context.block_size
+        start, end, tokens, ids, digests = whole.start, whole.end, whole.tokens, whole.ids, whole.digests
+        upper.num_blocks, lower.start, lower.num_blocks = num_blocks, start + num_blocks, end - start - num_blocks
+        upper.tokens, lower.tokens = tokens[:cut], tokens[cut:]
+        upper.ids = tuple([of_group[:num_blocks] for of_group in ids])
+        if whole.open_row >= 0:  # they are a view of its row
+            upper.ids = tuple([of_group.copy() for of_group in upper.ids])
+        lower.ids = tuple([of_group[num_blocks:] for of_group in ids])
+        lower.key = tokens[cut : cut + self.context.block_size].tobytes()
+        if digests is not None:
+            upper.digests, lower.digests = digests[:num_blocks], digests[num_blocks:]
+        divide_logits(whole.logits, upper, lower, self.context.block_size)
+        if whole.host_copy is not None:
+            self.context.host_copies.divide(whole.host_copy, upper, lower)
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -362,12 +380,12 @@ class StoredLogits:
                     del node.logits[length, tail]
 
 
-def divide_logits(node: Node, upper: Node, end: int, block_size: int) -> None:
-    """A run is cut in two at depth `end`: `upper` takes those of prompts whose last full block it holds."""
-    if node.logits is not None:
-        stored = node.logits
+def divide_logits(stored: Logits | None, upper: Node, lower: Node, block_size: int) -> None:
+    """A run is cut in two: `upper` takes those of prompts whose last full block it holds."""
+    if stored is not None:
+        end = lower.start
         upper.logits = {key: value for key, value in stored.items() if key[0] // block_size <= end}
-        node.logits = {key: value for key, value in stored.items() if key[0] // block_size > end}
+        lower.logits = {key: value for key, value in stored.items() if key[0] // block_size > end}
 
 
 def trim_logits(node: Node, block_size: int) -> None:
