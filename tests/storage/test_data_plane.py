@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvpool.errors import (  # noqa: E402
     StorageMemoryError,
     TransferError,
 )
-from kvpool.storage import BlockStore, DataPlane  # noqa: E402
+from kvpool.storage import BlockStore, DataPlane, data_plane  # noqa: E402
 from kvpool.storage.data_plane import _table_blocks  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -519,3 +520,115 @@ def test_given_blocks_or_rows_that_cannot_be_then_they_are_refused(engine: Engin
         engine.plane.read_blocks(ids + 12, 0, host_rows(engine, 2))
     with pytest.raises(SharedBlockError):
         engine.plane.write_blocks(ids, 0, host_rows(engine, 2))
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+class Meanwhile:
+    """Runs `act` in another thread the first time that a function is called, and goes on when it is done, or waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None]) -> None:
+        self._call, self._act, self._pool = getattr(owner, name), act, ThreadPoolExecutor(1)
+        self._done: Any = None
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self._done is None:
+            self._done = self._pool.submit(self._act)
+            wait([self._done], timeout=0.3)
+        return self._call(*arguments, **options)
+
+    def join(self) -> None:
+        self._done.result()
+        self._pool.shutdown()
+
+
+def test_given_copies_that_a_thread_has_taken_when_another_writes_the_freed_blocks_then_they_are_copied_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(gpu_blocks=4)
+    first = engine.prompt("first", list(range(11)), seed=1)
+    engine.manager.swap_out(first)
+    meanwhile = Meanwhile(
+        monkeypatch, engine.plane.transfers, "submit", lambda: engine.prompt("second", list(range(20, 35)), seed=2)
+    )
+    engine.plane.run_copies()
+    meanwhile.join()
+    for found, expected in zip(engine.plane.read(first, 1), engine.values(11, seed=1), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_given_a_request_that_is_swapped_out_while_it_is_read_then_no_other_request_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(gpu_blocks=4)
+    first = engine.prompt("first", list(range(11)), seed=1)
+
+    def take_its_blocks() -> None:
+        engine.manager.swap_out(first)
+        engine.prompt("second", list(range(20, 35)), seed=2)
+
+    meanwhile = Meanwhile(monkeypatch, data_plane, "read_values", take_its_blocks)
+    found = engine.plane.read(first, 1)
+    meanwhile.join()
+    assert torch.equal(found[0], engine.values(11, seed=1)[0])
+    assert torch.equal(engine.plane.read(first, 1)[0], engine.values(11, seed=1)[0])
+
+
+def test_given_a_request_that_is_swapped_out_before_it_is_read_then_its_copies_have_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(gpu_blocks=4)
+    first = engine.prompt("first", list(range(11)), seed=1)
+    meanwhile = Meanwhile(
+        monkeypatch, engine.plane.transfers, "submit", lambda: engine.manager.swap_out(first) and None
+    )
+    found = engine.plane.read(first, 1)
+    meanwhile.join()
+    assert torch.equal(found[0], engine.values(11, seed=1)[0])
+
+
+def test_given_a_callback_of_a_resize_then_it_may_wait_for_another_thread_that_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    handle = engine.prompt("a", list(range(11)))
+    found: list[Any] = []
+
+    def read_elsewhere() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(wait([pool.submit(engine.plane.read, handle, 0)], timeout=5).done)
+
+    for size in (20, 10):
+        stop = engine.manager.on_operation(read_elsewhere)
+        engine.plane.resize(size)
+        stop()
+    assert [bool(done) for done in found] == [True, True]
+
+
+def test_given_threads_with_requests_of_their_own_then_each_reads_what_it_wrote(eager_thread_switches: None) -> None:
+    engine = Engine(gpu_blocks=6, host_blocks=12, disk_blocks=0, enable_prefix_caching=False)
+
+    def live(name: str) -> None:
+        for _ in range(40):
+            k, v = torch.randn(2, 7, HEADS, DIM).bfloat16()
+            try:
+                handle = engine.manager.allocate(name, num_tokens=7)
+            except OutOfBlocksError:
+                continue
+            engine.plane.write(engine.manager.slot_mapping([handle], 0, 7), k, v, 1)
+            engine.manager.mark_written(handle, 7)
+            with suppress(OutOfBlocksError):
+                engine.manager.swap_out(handle)
+            assert torch.equal(engine.plane.read(handle, 1)[0], k)
+            assert torch.equal(engine.plane.read(handle, 1)[1], v)
+            with suppress(OutOfBlocksError, SequenceStateError):
+                engine.manager.swap_in(handle)
+                assert torch.equal(engine.plane.read(handle, 1)[0], k)
+            engine.manager.free(handle)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(live, name) for name in "abcd"]:
+            done.result()
+    engine.manager.check()

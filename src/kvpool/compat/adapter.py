@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpool.storage import DataPlane
+    from kvpool.storage.data_plane import StepSlots
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,6 +75,7 @@ class Adapter:
         self.manager = manager
         self._device = None if device is None else device_name(device)
         self._plane: DataPlane | None = None
+        self._making = threading.Lock()
 
     def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
         """The handle of a request, given by its id or its handle."""
@@ -101,13 +104,14 @@ class Adapter:
     @property
     def plane(self) -> DataPlane:
         """The bytes behind the blocks. They are allocated when this is first asked for, and need torch."""
-        if self._plane is None:
-            torch = import_torch()
-            from kvpool.storage import DataPlane
+        with self._making:
+            if self._plane is None:
+                torch = import_torch()
+                from kvpool.storage import DataPlane
 
-            device = self._device or ("cuda" if torch.cuda.is_available() else "cpu")
-            self._plane = DataPlane(self.manager, device, check_writes=True)
-        return self._plane
+                device = self._device or ("cuda" if torch.cuda.is_available() else "cpu")
+                self._plane = DataPlane(self.manager, device, check_writes=True)
+            return self._plane
 
     def write(self, request: Hashable | KVCacheHandle, layer: int, start: int, key: Any, value: Any = None) -> None:
         """Keys and values of one or more tokens from position `start` on, in one layer; numbers, arrays or tensors.
@@ -130,10 +134,34 @@ class Adapter:
             )
         if stop > handle.num_reserved:
             self._make_places(handle, stop)
-        rows = self.manager.slot_mapping([handle], start, stop)
-        step = plane.prepare(rows)  # refuses blocks of others before anything is written
-        self._clear(handle, rows[:, handle.num_written - start :])
-        plane.write(step, k, v, layer)
+        num_new = max(0, stop - handle.num_written)
+        while not self._write_at_once(handle, start, len(k) - num_new, k, v, layer):
+            pass  # another thread moved the blocks
+        if num_new:
+            self.manager.mark_written(handle, num_new)
+
+    def _write_at_once(
+        self, handle: KVCacheHandle, start: int, num_old: int, k: Tensor, v: Tensor | None, layer: int
+    ) -> bool:
+        """Writes tokens, `num_old` of them again, if their blocks stay where they are until that is done."""
+        rows = self.manager.slot_mapping([handle], start, start + len(k))
+        with self.plane.step(partial(self._if_unmoved, handle, start, rows)) as step:
+            if step is None:
+                return False
+            self._clear(step._replace(tensor=step.tensor[:, num_old:]))
+            self.plane.write(step, k, v, layer)
+            return True
+
+    def _if_unmoved(self, handle: KVCacheHandle, start: int, rows: Int32Array) -> Int32Array | None:
+        """Slots of tokens of a request from `start` on, if these are still theirs."""
+        columns = np.arange(start, start + rows.shape[1]) // self.manager.config.block_size
+        for group, slots in zip(self.manager.config.groups, rows, strict=True):
+            used = slots >= 0
+            if used.any():
+                blocks = slots[used] // self.manager.config.block_size
+                if not np.array_equal(handle.block_ids(group.index)[columns[used]], blocks):
+                    return None
+        return rows
 
     def _make_places(self, handle: KVCacheHandle, stop: int) -> None:
         """What is to be written lies behind the places of a request; refused, where a system does not allow it."""
@@ -145,14 +173,13 @@ class Adapter:
             f"request {handle.request_id!r} has places for {length} tokens; extend it before position {stop - 1} is written"
         )
 
-    def _clear(self, handle: KVCacheHandle, rows: Int32Array) -> None:
+    def _clear(self, step: StepSlots) -> None:
         """Positions that are written for the first time: zeros in every layer, whatever their blocks held before."""
-        num_tokens = rows.shape[1]
+        num_tokens = step.tensor.shape[1]
         if not num_tokens:
             return
         import torch
 
-        step = self.plane.prepare(rows)
         for layer in range(len(self.manager.config.layers)):
             spec = self.manager.config.attention_layer(layer)
             if not spec.cross_attention:
@@ -160,7 +187,6 @@ class Adapter:
                 k = torch.zeros((*shape, spec.head_dim), device=self.plane.device)
                 v = None if spec.k_only else torch.zeros((*shape, spec.value_dim), device=self.plane.device)
                 self.plane.write(step, k, v, layer)
-        self.manager.mark_written(handle, num_tokens)
 
     def read(
         self, request: Hashable | KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None
@@ -200,9 +226,10 @@ class Adapter:
 
     def close(self) -> None:
         """Gives the bytes back, if there are any."""
-        if self._plane is not None:
-            self._plane.close()
-            self._plane = None
+        with self._making:
+            plane, self._plane = self._plane, None
+        if plane is not None:
+            plane.close()
 
 
 class CountingAdapter(Adapter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ class PagedKvCacheManager(FerrumCalls):
             min_prefix_length=self.config.min_prefix_length,
         )
         self._clones = itertools.count(1)
+        self._naming = threading.Lock()  # nobody asks the manager under it
         self._handles: dict[Hashable, PagedKvCacheHandle] = {}
 
     @classmethod
@@ -161,9 +163,11 @@ class PagedKvCacheManager(FerrumCalls):
         self, handle: PagedKvCacheHandle, live: KVCacheHandle, limit: int | None = None, uncounted: int = 0
     ) -> PagedKvCacheHandle:
         handle._begin(self, live, limit, uncounted)
-        if len(self._handles) > 2 * self.manager.stats().num_sequences + 64:  # some were freed behind our back
-            self._handles = {name: known for name, known in self._handles.items() if known.is_valid()}
-        self._handles[live.request_id] = handle
+        is_large = len(self._handles) > 2 * self.manager.stats().num_sequences + 64
+        with self._naming:
+            if is_large:  # some were freed behind our back
+                self._handles = {name: known for name, known in self._handles.items() if known.is_valid()}
+            self._handles[live.request_id] = handle
         return handle
 
     def _begun(self, request: Any) -> tuple[PagedKvCacheHandle, bool]:
@@ -271,7 +275,8 @@ class PagedKvCacheManager(FerrumCalls):
         """Ends a request, given by its id or a handle. What it stored stays cached; an unknown id is refused."""
         known = self._handle_of(self.handle(request_id))
         self.manager.free(known.handle)
-        self._handles.pop(known.request_id, None)
+        with self._naming:
+            self._handles.pop(known.request_id, None)
         return known
 
     def handle_stats(self, request: Any) -> CacheHandleStats:

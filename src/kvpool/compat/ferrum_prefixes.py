@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -165,6 +166,7 @@ class PrefixCache:
         self.manager = adapter.manager
         self.max_prefixes = max_prefixes
         self.min_length = min_length
+        self._lock = threading.Lock()  # of the names: nobody asks the manager under it
         self._tokens: OrderedDict[bytes, Int32Array] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
@@ -211,54 +213,70 @@ class PrefixCache:
         """
         count = as_count(count, "count")
         evicted = 0
-        while evicted < count and self._tokens:
-            evicted += self._forget_oldest()
+        while evicted < count and (was_cached := self._forget_oldest()) is not None:
+            evicted += was_cached
         return evicted
 
     def clear(self) -> None:
         """Forgets everything cached, stored by name or not."""
-        self._tokens.clear()
-        self._lengths.clear()
+        with self._lock:
+            self._tokens.clear()
+            self._lengths.clear()
         self.manager.cache.reset()
 
     def forget_evicted(self) -> int:
         """Forgets the prefixes of which nothing is cached any more; returns how many."""
-        gone = [key for key, tokens in self._tokens.items() if not self._cached_length(tokens)]
-        for key in gone:
-            self._lengths -= Counter([len(self._tokens.pop(key))])
-        return len(gone)
+        gone = [tokens for tokens in self._stored() if not self._cached_length(tokens)]
+        with self._lock:
+            return sum(self._forget(tokens) for tokens in gone)
+
+    def _stored(self) -> list[Int32Array]:
+        with self._lock:
+            return list(self._tokens.values())
+
+    def _forget(self, tokens: Int32Array) -> bool:
+        """Whether this prefix was there until now."""
+        known = self._tokens.pop(tokens.tobytes(), None) is not None
+        self._lengths -= Counter([len(tokens)] * known)
+        return known
 
     def _add(self, tokens: Int32Array) -> None:
         """Notes a stored prefix as the one used last; the one not used for longest gives way."""
         key = tokens.tobytes()
-        if key not in self._tokens:
-            self._tokens[key] = tokens.copy()
-            self._lengths[len(tokens)] += 1
-        self._tokens.move_to_end(key)
-        if self.max_prefixes is not None and len(self._tokens) > self.max_prefixes:
+        with self._lock:
+            if key not in self._tokens:
+                self._tokens[key] = tokens.copy()
+                self._lengths[len(tokens)] += 1
+            self._tokens.move_to_end(key)
+            is_full = self.max_prefixes is not None and len(self._tokens) > self.max_prefixes
+        if is_full:
             self._forget_oldest()
 
     def _touch(self, tokens: Int32Array) -> None:
         """A prompt was looked up: the stored prefixes that it starts with count as used now."""
-        for length in sorted(self._lengths):
-            key = tokens[:length].tobytes()
-            if key in self._tokens:
-                self._tokens.move_to_end(key)
+        with self._lock:
+            for length in sorted(self._lengths):
+                key = tokens[:length].tobytes()
+                if key in self._tokens:
+                    self._tokens.move_to_end(key)
 
-    def _forget_oldest(self) -> bool:
-        """Whether anything of it was still cached."""
-        tokens = self._tokens.popitem(last=False)[1]
-        self._lengths -= Counter([len(tokens)])
+    def _forget_oldest(self) -> bool | None:
+        """Whether anything of it was still cached; None where no prefix is stored."""
+        with self._lock:
+            if not self._tokens:
+                return None
+            tokens = next(iter(self._tokens.values()))
+            self._forget(tokens)
         was_cached = self._cached_length(tokens) > 0
         size = self.manager.config.block_size
-        shared = max((_common_blocks(tokens, other, size) for other in self._tokens.values()), default=0)
+        shared = max((_common_blocks(tokens, other, size) for other in self._stored()), default=0)
         if shared < len(tokens) // size:
             self.manager.cache.invalidate(tokens[: (shared + 1) * size])
         return was_cached
 
     def _cached_lengths(self) -> list[int]:
         """How many tokens of every stored prefix are in the cache now, also while requests use them."""
-        lengths = (self._cached_length(tokens) for tokens in self._tokens.values())
+        lengths = (self._cached_length(tokens) for tokens in self._stored())
         return [length for length in lengths if length]
 
     def _cached_length(self, tokens: Int32Array) -> int:

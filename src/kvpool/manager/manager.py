@@ -617,6 +617,11 @@ class KVCacheManager:
                 self._guard.tell("swap_in", moved, *handles)
             return moved
 
+    @property
+    def lock(self) -> threading.RLock:
+        """Nothing changes while a thread holds it. Whoever does must be quick, and call nothing that changes the cache."""
+        return self._guard.lock
+
     def take_copies(self) -> list[CopyOp]:
         """Hands over the planned copies, in the order in which they must run before the next forward pass."""
         with self._guard.lock:

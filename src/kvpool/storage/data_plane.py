@@ -12,9 +12,11 @@ A step, as an engine drives it:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
 from kvpool.storage.transfer_steps import Store
 
+T = TypeVar("T")
 KV = tuple[Tensor, "Tensor | None"]
 _NO_BLOCKS: Int32Array = np.empty(0, np.int32)
 
@@ -55,6 +58,8 @@ class Manager(Protocol):
 
     @property
     def cache(self) -> Pools: ...
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
     def take_copies(self) -> list[CopyOp]: ...
     def writable_blocks(self, group: int = 0) -> BoolArray: ...
 
@@ -72,7 +77,9 @@ class DataPlane:
     published, shared or free (default: on a CPU only; it costs about one operation on the tables per step). `factors` are
     the (K, V) scale factors of fp8 layers. `disk_directory` is where the file of the DISK tier goes.
 
-    One thread drives it. Views (`layer_cache`) are stale after `resize`.
+    Any thread may call it, each with requests of its own. Copies run one batch after the other, in the order in which the
+    manager planned them, and `prepare` returns after all that were planned before: so nobody writes into a block that
+    somebody else gave up before its bytes were copied. Views (`layer_cache`) are stale after `resize`.
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=2, head_dim=4)], block_size=4, gpu_blocks=8))
@@ -100,6 +107,7 @@ class DataPlane:
         self.config = config = manager.config
         self.device = checked_device(device)
         self.check_writes = self.device.type == "cpu" if check_writes is None else check_writes
+        self._turn = threading.RLock()  # who holds it takes copies and runs them; the manager's lock is taken after it
         self._pending: list[CopyOp] = []
         self._index_in_group = {layer: (g.index, i) for g in config.groups for i, layer in enumerate(g.layers)}
         layouts = {group.index: layout_of(group, config.layers, factors) for group in config.groups}
@@ -129,7 +137,16 @@ class DataPlane:
         them is kept.
         """
         self.transfers.check(copies)
+        with self._turn:
+            self._take(copies)
+            return self._run(overlap)
+
+    def _take(self, copies: Sequence[CopyOp] = ()) -> None:
+        """Puts what was planned behind what is still to run."""
         self._pending += [*copies, *self.manager.take_copies()]
+
+    def _run(self, overlap: bool = False) -> Transfer:
+        """Carries out what was taken."""
         ops, self._pending = self._pending, []
         try:
             return self.transfers.submit(ops, overlap=overlap)
@@ -139,6 +156,19 @@ class DataPlane:
         except Exception:
             self._pending = ops
             raise
+
+    @contextmanager
+    def _reaching(self, find: Callable[[], T]) -> Iterator[T]:
+        """What `find` says of the places of tokens holds inside, whatever other threads ask the manager for.
+
+        `find` runs under the manager's lock. Copies that were planned before are done inside, and later ones wait.
+        """
+        with self._turn:
+            with self.manager.lock:
+                found = find()
+                self._take()
+            self._run()
+            yield found
 
     def state_slots(self, numbers: Mapping[int, int] | None = None) -> StateSlots | None:
         """The states of the layers that keep one; None if there are none. `numbers`: what the model calls these layers."""
@@ -153,12 +183,32 @@ class DataPlane:
         states.
         """
         array = self._checked_slots(slots, len(self.config.groups))
-        self.run_copies(overlap=True)
-        for group in self.config.groups:
-            self._check_group(array[group.index], group)
-        if self.transfers.has_link:
-            self._order(array, batch, states)
+        with self._turn:
+            self.run_copies(overlap=True)
+            for group in self.config.groups:
+                self._check_group(array[group.index], group)
+            if self.transfers.has_link:
+                self._order(array, batch, states)
         return StepSlots(upload(array, self.device))
+
+    @contextmanager
+    def step(self, find: Callable[[], Int32Array | None]) -> Iterator[StepSlots | None]:
+        """`prepare` for threads that share requests: a write inside reaches the slots that `find` returns, or none (None).
+
+        `find` runs under the manager's lock. No copy that is planned later runs before the end.
+        """
+
+        def checked() -> Int32Array | None:
+            slots = find()
+            if slots is None:
+                return None
+            array = self._checked_slots(slots, len(self.config.groups))
+            for group in self.config.groups:
+                self._check_group(array[group.index], group)
+            return array
+
+        with self._reaching(checked) as array:
+            yield None if array is None else StepSlots(upload(array, self.device))
 
     def _order(self, slots: Int32Array, batch: SequenceBatch | None, states: StatePlaces | None) -> None:
         """Puts a step behind the transfers that touch its blocks; transfers of other blocks need not wait for it."""
@@ -209,22 +259,26 @@ class DataPlane:
         """
         group, index = self._index_in_group[self._layer(layer)]
         spec = self.config.groups[group]
-        length = kind_of(spec).follows(handle.num_written, handle.encoder_tokens)
-        start = as_count(start, "start", maximum=length)
-        count = length - start if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=length - start)
-        self.run_copies()
-        tier = Tier.GPU if handle.swapped is None else Tier.HOST
-        ids = handle.block_ids(group) if handle.swapped is None else handle.swapped.ids[group]
-        slots = self.slots_of(handle, ids, group, start, count)
-        store = self.stores[spec.pool, tier]
-        assert isinstance(store, BlockStore)
-        if tier == Tier.HOST:
-            self.transfers.wait_for(store)
-        cache, places = store.layer_cache(group, index), upload(slots, store.device)
-        if not raw:
-            return read_values(cache, places, spec.attention.head_dim, spec.attention.value_dim)
-        stored_k, stored_v = read_slots(cache, places)
-        return stored_k.data, None if stored_v is None else stored_v.data
+
+        def find() -> tuple[Tier, Int32Array]:
+            length = kind_of(spec).follows(handle.num_written, handle.encoder_tokens)
+            first = as_count(start, "start", maximum=length)
+            rest = length - first
+            count = rest if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=rest)
+            tier = Tier.GPU if handle.swapped is None else Tier.HOST
+            ids = handle.block_ids(group) if handle.swapped is None else handle.swapped.ids[group]
+            return tier, self.slots_of(handle, ids, group, first, count)
+
+        with self._reaching(find) as (tier, slots):
+            store = self.stores[spec.pool, tier]
+            assert isinstance(store, BlockStore)
+            if tier == Tier.HOST:
+                self.transfers.wait_for(store)
+            cache, places = store.layer_cache(group, index), upload(slots, store.device)
+            if not raw:
+                return read_values(cache, places, spec.attention.head_dim, spec.attention.value_dim)
+            stored_k, stored_v = read_slots(cache, places)
+            return stored_k.data, None if stored_v is None else stored_v.data
 
     def cross_slots(self, handle: KVCacheHandle, group: int) -> Int32Array:
         """Slots of the encoder's tokens of a request in a cross-attention group."""
@@ -251,20 +305,22 @@ class DataPlane:
         The bytes are those that the work given to the device so far leaves. Returns a function that waits until they are
         in `out`; the blocks may change at once.
         """
-        store = self._prepare_blocks(blocks, group, out)
-        self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
-        return read_out(store, blocks, out, self._link_stream())
+        with self._turn:
+            store = self._prepare_blocks(blocks, group, out)
+            self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
+            return read_out(store, blocks, out, self._link_stream())
 
     def take_blocks(self, blocks: Int32Array, group: int, data: Tensor) -> TakenBlocks:
         """Copies blocks of a layer group into `data`, uint8 [block, byte] on their device; the blocks may change at once."""
-        store = self._prepare_blocks(blocks, group, None)
-        if tuple(data.shape) != (len(blocks), store.block_bytes) or data.device != store.device:
-            raise InvalidArgumentError(
-                f"{len(blocks)} blocks of {store.block_bytes} bytes on {store.device} do not fit into {tuple(data.shape)} "
-                f"bytes on {data.device}"
-            )
-        self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
-        return TakenBlocks(store, blocks, data, self._link_stream())
+        with self._turn:
+            store = self._prepare_blocks(blocks, group, None)
+            if tuple(data.shape) != (len(blocks), store.block_bytes) or data.device != store.device:
+                raise InvalidArgumentError(
+                    f"{len(blocks)} blocks of {store.block_bytes} bytes on {store.device} do not fit into "
+                    f"{tuple(data.shape)} bytes on {data.device}"
+                )
+            self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
+            return TakenBlocks(store, blocks, data, self._link_stream())
 
     def _link_stream(self) -> torch.cuda.Stream | None:
         """For copies between a GPU and the host that nothing on the current stream waits for."""
@@ -276,11 +332,12 @@ class DataPlane:
         """Writes whole blocks of a layer group: `rows` as `read_blocks` gave them, or one array for each block (page-locked
         for a GPU). Returns a function that waits until `rows` may change.
         """
-        store = self._prepare_blocks(blocks, group, rows)
-        if self.check_writes:
-            self._check_group(blocks * self.config.block_size, self.config.groups[group])
-        self.transfers.before_compute(store.pool, blocks, _NO_BLOCKS)
-        return write_in(store, blocks, rows, self._link_stream())
+        with self._turn:
+            store = self._prepare_blocks(blocks, group, rows)
+            if self.check_writes:
+                self._check_group(blocks * self.config.block_size, self.config.groups[group])
+            self.transfers.before_compute(store.pool, blocks, _NO_BLOCKS)
+            return write_in(store, blocks, rows, self._link_stream())
 
     def _prepare_blocks(self, blocks: Int32Array, group: int, rows: Tensor | Sequence[ByteRows] | None) -> BlockStore:
         store = self._gpu_store(self.config.groups[as_count(group, "group", maximum=len(self.config.groups) - 1)].pool)
@@ -299,25 +356,28 @@ class DataPlane:
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
         """`manager.cache.resize`, with the bytes: moves what stands in the way, then changes the store."""
-        self.run_copies()
         store = self.stores.get((pool, tier))
         if store is None:
             raise InvalidArgumentError(f"there is no pool {pool!r} on {tier!r}")
         num_blocks = as_count(num_blocks, "num_blocks")
-        self.transfers.wait_for(store)
         before = store.num_blocks
         if num_blocks > before:
-            store.resize(num_blocks)  # may find no memory: then nothing has changed
+            self._resize(store, num_blocks)  # may find no memory: then nothing has changed
         try:
             result = self.manager.cache.resize(num_blocks, pool=pool, tier=tier)
         except Exception:
-            store.resize(before)
+            self._resize(store, before)
             raise
         if num_blocks < before:
+            self._resize(store, num_blocks)
+        return result
+
+    def _resize(self, store: Store, num_blocks: int) -> None:
+        """Gives a store another size, when nothing is copied from or to it any more."""
+        with self._turn:
             self.run_copies()
             self.transfers.wait_for(store)
             store.resize(num_blocks)
-        return result
 
     @property
     def num_bytes(self) -> dict[Tier, int]:
@@ -349,11 +409,12 @@ class DataPlane:
         if array.ndim == 2 and len(array) == len(self.config.groups):
             array = array[group]
         array = self._checked_slots(array[None], 1)[0]
-        self.run_copies(overlap=True)
         spec = self.config.groups[group]
-        self._check_group(array, spec)
-        self.transfers.announce(None)
-        self.transfers.before_compute(spec.pool, _blocks(array, self.config.block_size), None)
+        with self._turn:
+            self.run_copies(overlap=True)
+            self._check_group(array, spec)
+            self.transfers.announce(None)
+            self.transfers.before_compute(spec.pool, _blocks(array, self.config.block_size), None)
         return upload(array, self.device)
 
     def _checked_slots(self, slots: Any, num_groups: int) -> Int32Array:
