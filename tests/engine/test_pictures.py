@@ -25,7 +25,7 @@ from vision_models import (  # noqa: E402
     vision_model,
 )
 
-from kvpool.engine import Engine, SamplingParams, prompts  # noqa: E402
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.engine.text_commands import Conversation  # noqa: E402
 from kvpool.errors import InvalidArgumentError, NeverFitsError  # noqa: E402
@@ -346,15 +346,6 @@ def test_given_a_directory_with_a_processor_then_conversations_may_have_images(
         assert engine.chat_prompt([{"role": "user", "content": "w7"}]).tolist() == [1, 7, 2]
         with pytest.raises(InvalidArgumentError, match=f"token {IMAGE}, a placeholder for image input"):
             engine.chat_prompt([{"role": "user", "content": "w7 <image>"}])
-
-
-def test_given_too_many_pixels_then_an_image_is_refused(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompts, "MAX_PIXELS", 599)
-    refused = pytest.raises(InvalidArgumentError, match="20 x 30 pixels is over 599")
-    with engine_of(models["llava"], processor=tiny_processor()) as engine, refused:
-        engine.submit("<image>", images=[png("red")])
 
 
 def test_given_an_image_for_a_conversation_then_the_first_question_shows_it(

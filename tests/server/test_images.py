@@ -13,10 +13,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from live import openai_client
+from live import access, call, openai_client, refusal, until
 
-from kvpool.server import ServedModel, create_app, images
+from kvpool.server import Limits, ServedModel, create_app, images
+from kvpool.server.errors import Problem
 from kvpool.server.images import ImageSource
+from kvpool.server.limits import Gate
+from kvpool.server.long_work import LongWork
 from live_app import Live
 
 image_library = pytest.importorskip("PIL.Image")
@@ -124,6 +127,91 @@ def test_given_a_placeholder_without_an_image_then_the_request_is_refused(client
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "w5 <image>"}])
     with pytest.raises(openai.BadRequestError, match="placeholder for image input"):
         client.completions.create(model="tiny", prompt="w5 <image>")
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def image_parts(*colors: str) -> list[Any]:
+    urls = [f"data:image/png;base64,{encoded(color)}" for color in colors]
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
+def test_given_more_images_than_a_prompt_may_have_then_it_is_refused(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"65 images count .* send fewer or smaller"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": image_parts("red") * 65}])
+
+
+def test_given_a_path_for_texts_then_an_image_is_refused_before_it_is_read(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_library.Image, "convert", None)
+    status, error = refusal(server, "/tokenize", {"messages": [{"role": "user", "content": image_parts("red")}]})
+    assert status == 400
+    assert "texts only" in error["message"]
+
+
+def test_given_images_of_many_requests_then_few_are_read_at_once_and_keys_take_turns(
+    seeing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    released = threading.Event()
+    read = seeing.chat_prompt
+
+    def held(messages: Any, **template: Any) -> Any:
+        begun.append(messages[0]["content"][-1]["text"])
+        assert released.wait(30)
+        return read(messages, **template)
+
+    monkeypatch.setattr(seeing, "chat_prompt", held)
+    live = Live(create_app([ServedModel("tiny", seeing)], access("w1", "w2")))
+    images = live.app.state.server.gate.images = LongWork(2**25, 2**24, 100)
+
+    def ask(tenant: str) -> None:
+        parts = [*image_parts("red"), {"type": "text", "text": tenant}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        call(live, "/v1/chat/completions", body, f"sk-{tenant}")
+
+    threads = [threading.Thread(target=ask, args=(tenant,)) for tenant in ("w1", "w1", "w1", "w2")]
+    try:
+        for thread in threads[:3]:
+            thread.start()
+        until(lambda: len(images._waiting.get("w1", ())) == 2)
+        assert begun == ["w1"]
+        threads[3].start()
+        until(lambda: begun == ["w1", "w2"])
+        released.set()
+        for thread in threads:
+            thread.join()
+    finally:
+        released.set()
+        live.stop()
+    assert sorted(begun) == ["w1", "w1", "w1", "w2"]
+
+
+def test_given_images_under_way_then_a_key_may_have_half_of_what_the_server_holds() -> None:
+    gate = Gate(Limits(image_bytes=1000))
+    with gate.holding("a", 400):
+        with pytest.raises(Problem, match="no more images"), gate.holding("a", 101):
+            pass
+        others = gate.holding("a", 100), gate.holding("b", 500)
+        with others[0], others[1], pytest.raises(Problem, match="no more images"), gate.holding("c", 1):
+            pass
+    with gate.holding("a", 5000), pytest.raises(Problem), gate.holding("b", 1):  # one that is larger, by itself
+        pass
+
+
+def test_given_images_under_way_when_another_request_has_some_then_it_is_asked_to_try_again(seeing: Any) -> None:
+    live = Live(create_app([ServedModel("tiny", seeing)], limits=Limits(image_bytes=1)))
+    body = {"messages": [{"role": "user", "content": image_parts("red")}], "max_tokens": 1}
+    try:
+        with live.app.state.server.gate.holding("", 1):
+            status, error = refusal(live, "/v1/chat/completions", body)
+            assert (status, error["code"]) == (429, "busy")
+        assert call(live, "/v1/chat/completions", body)["choices"]
+        assert not live.app.state.server.gate._image_bytes
+    finally:
+        live.stop()
 
 
 # --- images at addresses ----------------------------------------------------------------------------------------------

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvpool.checks import show
+from kvpool.engine.images import open_images
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import InvalidArgumentError
 from kvpool.model.vision import ImageEncoder
 from kvpool.pools.arrays import Int32Array, as_token_array
-
-MAX_PIXELS = 2**26  # of one image; decoded, they take three bytes each
 
 
 class Prompts:
@@ -50,7 +47,7 @@ class Prompts:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> PicturedPrompt:
         """A conversation as a prompt, up to where the assistant speaks."""
-        images = _images_of(messages)
+        images = images_of(messages)
         if images:
             self._check_images()
         by_processor = bool(getattr(self._processor, "chat_template", None))
@@ -143,7 +140,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _images_of(messages: Sequence[Any]) -> list[Any]:
+def images_of(messages: Sequence[Any]) -> list[Any]:
     """The images of a conversation, in order: parts of its messages such as `{"type": "image", "image": ...}`."""
     parts = [part for message in messages if isinstance(message, Mapping) for part in message.get("content") or ()]
     return [part["image"] for part in parts if isinstance(part, Mapping) and "image" in part]
@@ -175,7 +172,7 @@ def _processed(prompt: Any, images: Sequence[Any], processor: Any) -> Mapping[st
         raise InvalidArgumentError(
             f"images go with a text, got {show(prompt)}; or give what the processor makes of both"
         )
-    opened = [open_image(image) for image in images]
+    opened = open_images(images)
     marks = _marks(prompt, getattr(processor, "tokenizer", None))
     try:
         found: Mapping[str, Any] = processor(text=[prompt], images=opened, return_tensors="pt", **marks)
@@ -184,24 +181,6 @@ def _processed(prompt: Any, images: Sequence[Any], processor: Any) -> Mapping[st
             f"the model's processor refuses this text with {len(opened)} images: {error}"
         ) from error
     return found
-
-
-def open_image(image: Any) -> Any:
-    """An image of a file or its bytes, decoded; anything else is left to the processor."""
-    if not isinstance(image, (str, Path, bytes)):
-        return image
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise InvalidArgumentError("reading images needs Pillow: pip install 'kvpool[vision]'") from error
-    try:
-        with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise InvalidArgumentError(f"an image of {opened.width} x {opened.height} pixels is over {MAX_PIXELS}")
-            return opened.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        name = "" if isinstance(image, bytes) else f" {image}"
-        raise InvalidArgumentError(f"the image{name} cannot be read: {error}") from error
 
 
 def processor_output(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -58,6 +58,11 @@ class Pictures(NamedTuple):
         return *self.spans, *(picture.item for picture in self.pictures if picture.key not in inside)
 
     @property
+    def num_bytes(self) -> int:
+        """What the encoder's inputs take."""
+        return sum(tensor.nbytes for picture in self.pictures for tensor in picture.inputs.values())
+
+    @property
     def together(self) -> tuple[tuple[int, int], ...]:
         """The first token of each span, and the one behind its last."""
         return tuple((span.position, span.position + span.length) for span in self.spans)

@@ -301,7 +301,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountTokens, caller: Caller = caller_of) -> dict[str, int]:
         """How many tokens a conversation has, as Anthropic's endpoint does."""
-        return await count_tokens(body, server.model(body.model))
+        return await count_tokens(body, server.model(body.model), server.gate.images.of(caller.key))
 
     @app.post("/v1/prefill", responses=STREAMED)
     async def prefill_prompt(request: Request, body: PromptForOthers, caller: Caller = caller_of) -> Response:

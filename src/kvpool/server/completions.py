@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +20,7 @@ from kvpool.server.answers import ChatAnswer, TextAnswer
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
+from kvpool.server.long_work import WorkTurn
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
 from kvpool.server.served_model import ServedModel
@@ -59,7 +60,8 @@ async def chat(
     _refuse_contradictions(body)
     offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
-    begun = await dialogue(model, body.messages, use, body.chat_template_kwargs, continues=body.continue_final_message)
+    reading, template = context.gate.images.of(caller.key), body.chat_template_kwargs
+    begun = await dialogue(model, body.messages, use, reading, template, continues=body.continue_final_message)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, context.gate.limits, most, wanted, begun)
@@ -81,13 +83,17 @@ async def dialogue(
     model: ServedModel,
     messages: Sequence[Message],
     use: ToolUse,
+    reading: WorkTurn,
     template: dict[str, Any] | None = None,
     *,
     continues: bool = False,
 ) -> Dialogue:
-    """A conversation with its tools, ready for the model. If it `continues`, the answer goes on with the last message."""
+    """A conversation with its tools, ready for the model. If it `continues`, the answer goes on with the last message.
+
+    Images are read in a turn of the caller.
+    """
     model.answers.check(use)
-    asked = await conversation_tokens(model, messages, use.offered, template, continues=continues)
+    asked = await conversation_tokens(model, messages, reading, use.offered, template, continues=continues)
     return Dialogue(asked.token_ids, use, asked.pictures)
 
 
@@ -96,10 +102,7 @@ async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequ
     if (prompt is None) == (messages is None):
         raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
     if messages is not None:
-        asked = await conversation_tokens(model, messages)
-        if asked.pictures is not None:
-            raise Problem(400, "this path takes texts only, without images", code="unsupported", param="messages")
-        return asked.token_ids
+        return (await conversation_tokens(model, messages, _no_images)).token_ids
     assert prompt is not None
     return await model.tokens(prompt)
 
@@ -107,6 +110,7 @@ async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequ
 async def conversation_tokens(
     model: ServedModel,
     messages: Sequence[Message],
+    reading: WorkTurn,
     tools: Sequence[dict[str, Any]] = (),
     template: dict[str, Any] | None = None,
     *,
@@ -131,7 +135,11 @@ async def conversation_tokens(
     more = {**(template or {}), **({"tools": list(tools)} if tools else {})}
     if continues:
         more["continue_final_message"] = True
-    return await model.chat_tokens(spoken, **more)
+    return await model.chat_tokens(spoken, reading, **more)
+
+
+def _no_images(pixels: int) -> NoReturn:
+    raise Problem(400, "this path takes texts only, without images", code="unsupported", param="messages")
 
 
 def _calls_for_template(calls: Any, number: int) -> list[dict[str, Any]]:

@@ -78,8 +78,11 @@ class Exchange:
                 )
         options = request_options(self._body, self._caller, self._request.headers)
         options |= {name: value for name, value in more.items() if value is not None}
+        images = [
+            prompt.pictures.num_bytes for prompt in prompts if isinstance(prompt, PicturedPrompt) and prompt.pictures
+        ]
         if pins_of(self._body):
-            if any(isinstance(prompt, PicturedPrompt) and prompt.pictures is not None for prompt in prompts):
+            if images:
                 raise Problem(400, "a pin in retention takes texts only", code="unsupported", param="retention")
             if len(prompts) > 1:
                 raise Problem(
@@ -89,6 +92,8 @@ class Exchange:
         self._enter(self._gate.passed(self._caller.key, len(prompts)))
         self._enter(self._gate.cutting(self._cut))
         try:
+            if any(images):
+                self._enter(self._gate.holding(self._caller.key, sum(images)))
             self._meter = self._latencies.begin(self._model.base_name, self._caller.tenant)
             if self._tracing is not None:
                 request, names = self._request, (self._request.state.id, self._model.name, self._caller.tenant)

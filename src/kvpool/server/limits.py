@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvpool.checks import check_int
+from kvpool.engine.images import PROMPT_PIXELS
 from kvpool.errors import InvalidArgumentError
 from kvpool.server.errors import Problem
+from kvpool.server.long_work import LongWork
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,7 +26,8 @@ class Limits:
     """`requests` run or wait at once, `requests_per_key` of one key; `samples` is the largest `n`; bodies are in bytes.
 
     A request with several prompts counts as so many requests. If a client does not read for `send_seconds`, its request is
-    cancelled. A tenant may have `pins_per_tenant` pins; expired and invalidated ones do not count.
+    cancelled. A tenant may have `pins_per_tenant` pins; expired and invalidated ones do not count. Images of requests under
+    way may have `image_bytes` as encoders take them, and those of one key half of it.
     """
 
     requests: int = 512
@@ -34,6 +37,7 @@ class Limits:
     prompt_tokens: int = 1 << 20
     send_seconds: int = 30
     pins_per_tenant: int = 1024
+    image_bytes: int = 4 << 30
 
     @property
     def prompts(self) -> int:
@@ -52,7 +56,9 @@ class Gate:
         self.limits = limits
         self.is_draining = False
         self.under_way = 0
+        self.images = LongWork(PROMPT_PIXELS, PROMPT_PIXELS // 2, limits.requests_per_key)  # sizes are pixels
         self._by_key: Counter[str] = Counter()
+        self._image_bytes: Counter[str] = Counter()
         self._cuts: set[Callable[[], None]] = set()
 
     @contextmanager
@@ -78,6 +84,20 @@ class Gate:
             self._by_key[key] -= prompts
             if not self._by_key[key]:
                 del self._by_key[key]
+
+    @contextmanager
+    def holding(self, key: str, num_bytes: int) -> Iterator[None]:
+        """Counts the images of a request to the end of its answer. A key without images may have one large request."""
+        held, own, limit = self._image_bytes.total(), self._image_bytes[key], self.limits.image_bytes
+        if (own and own + num_bytes > limit // 2) or (held and held + num_bytes > limit):
+            raise Problem(429, "this server takes no more images now: try again", code="busy", retry_after=1)
+        self._image_bytes[key] += num_bytes
+        try:
+            yield
+        finally:
+            self._image_bytes[key] -= num_bytes
+            if not self._image_bytes[key]:
+                del self._image_bytes[key]
 
     @contextmanager
     def cutting(self, cut: Callable[[], None]) -> Iterator[None]:

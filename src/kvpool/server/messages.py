@@ -23,6 +23,7 @@ from kvpool.server.completions import conversation_tokens, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.images import image_part
+from kvpool.server.long_work import WorkTurn
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import Body, Count, Message, One, Sampling, Stop
 from kvpool.server.served_model import ServedModel
@@ -143,9 +144,10 @@ async def converse(
         if body.stop is not None:
             raise Problem(400, "stop and stop_sequences: give one", code="invalid_value", param="stop")
         body.stop = body.stop_sequences
-    talk = await _conversation(body, model)
+    reading = context.gate.images.of(caller.key)
+    talk = await _conversation(body, model, reading)
     params = await sampling_params(body, model, context.gate.limits, body.max_tokens, dialogue=talk.begun)
-    retention = await _retention(talk, model)
+    retention = await _retention(talk, model, reading)
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
     num_marked = 0 if retention is None else int(retention.ranges[-1].end or 0)
@@ -156,12 +158,12 @@ async def converse(
     )
 
 
-async def count_tokens(body: CountTokens, model: ServedModel) -> dict[str, int]:
+async def count_tokens(body: CountTokens, model: ServedModel, reading: WorkTurn) -> dict[str, int]:
     """How many tokens a conversation has."""
-    return {"input_tokens": len((await _conversation(body, model)).begun.prompt)}
+    return {"input_tokens": len((await _conversation(body, model, reading)).begun.prompt)}
 
 
-async def _conversation(body: Spoken, model: ServedModel) -> _Conversation:
+async def _conversation(body: Spoken, model: ServedModel, reading: WorkTurn) -> _Conversation:
     """Reads a conversation. If the assistant spoke last, the answer goes on with what it said."""
     turns = [*([] if not body.system else [Turn(role="system", content=body.system)]), *body.messages]
     names: dict[str, str] = {}  # of the tools, by the ids of calls
@@ -174,7 +176,7 @@ async def _conversation(body: Spoken, model: ServedModel) -> _Conversation:
     offered = [tool.as_function() for tool in body.tools or ()]
     use = tool_use(offered, choice.as_openai(), not choice.disable_parallel_tool_use)
     continues = turns[-1].role == "assistant" and not getattr(spoken[-1], "tool_calls", None)
-    begun = await dialogue(model, spoken, use, continues=continues)
+    begun = await dialogue(model, spoken, use, reading, continues=continues)
     tool_marks = [tool.cache_control for tool in body.tools or () if tool.cache_control]
     return _Conversation(turns, spoken, ends, tool_marks, begun)
 
@@ -218,7 +220,7 @@ def _messages_of(turn: Turn, number: int, names: dict[str, str]) -> list[Message
     return [*results, Message.model_validate(said)]
 
 
-async def _retention(talk: _Conversation, model: ServedModel) -> Retention | None:
+async def _retention(talk: _Conversation, model: ServedModel, reading: WorkTurn) -> Retention | None:
     """The marks of a conversation as ranges of tokens. A mark inside a message covers the whole message.
 
     A mark of a tool covers the first message, because templates write tools beside it.
@@ -234,7 +236,7 @@ async def _retention(talk: _Conversation, model: ServedModel) -> Retention | Non
         if not marks:
             continue
         try:
-            beginning = await conversation_tokens(model, talk.spoken[:end_of_turn], talk.begun.use.offered)
+            beginning = await conversation_tokens(model, talk.spoken[:end_of_turn], reading, talk.begun.use.offered)
         except Problem:  # a template that refuses so short a conversation
             continue
         end = _common(beginning.token_ids, talk.begun.prompt)

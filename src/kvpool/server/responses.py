@@ -116,7 +116,7 @@ async def respond(
             )
         body.response_format = body.text.format.as_response_format()
     use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
-    begun = await dialogue(model, turns, use)
+    begun = await dialogue(model, turns, use, context.gate.images.of(caller.key))
     most = body.max_output_tokens or FILL_CONTEXT
     params = await sampling_params(body, model, context.gate.limits, most, dialogue=begun)
     answer = ResponseAnswer(model.name, body, model.answers.reader(begun))

@@ -6,25 +6,30 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
+from kvpool.engine.images import num_pixels
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
+from kvpool.engine.prompts import images_of
 from kvpool.engine.text import bytes_of
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.images import ImageSource
+from kvpool.server.long_work import WorkTurn
 from kvpool.server.tools import AnswerForm
 from kvpool.view.frames import request_name
 
 _T = TypeVar("_T")
 _SHORT = 2048  # characters or tokens; shorter texts take less than a millisecond
+_FEW_PIXELS = 2**24  # what a request with images counts at least; it keeps one thread busy
 _TURN = 16  # requests that are woken before the event loop does other things
 
 
@@ -67,12 +72,17 @@ class ServedModel:
         """Token ids."""
         return await _of_library(len(prompt), partial(self.engine.token_ids, prompt))
 
-    async def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> PicturedPrompt:
-        """Token ids of a conversation by the model's template, with its pictures."""
-        spoken = [message["content"] for message in messages]
-        long = bool(template) or any(isinstance(content, list) for content in spoken)  # reading images takes time
-        length = _SHORT if long else sum(map(len, spoken))
-        found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
+    async def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], reading: WorkTurn, **template: Any
+    ) -> PicturedPrompt:
+        """Token ids of a conversation by the model's template, with its pictures, which are read in a turn of the caller."""
+        images = images_of(messages)
+        length = _SHORT if template or images else sum(len(message["content"]) for message in messages)
+        async with AsyncExitStack() as stack:
+            if images:
+                pixels = await _of_library(_SHORT, partial(num_pixels, images))
+                await stack.enter_async_context(reading(max(pixels, _FEW_PIXELS)))
+            found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
         return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found)
 
     def decoder(self) -> Any:
