@@ -215,31 +215,6 @@ def test_given_a_tier_that_lends_then_a_prefix_is_loaded_only_if_the_device_cann
     storer.close(SECONDS)
 
 
-def test_given_blocks_that_another_rank_asks_for_then_those_that_are_here_come_from_any_tier() -> None:
-    state = StateSpec((StatePart("state", (1024,), DType.FLOAT32),))
-    config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=64), state], block_size=SIZE, gpu_blocks=8)
-    groups = cached_groups(config)
-    sizes = [group.spec.block_bytes for group in groups]
-    tiers, memory = [MemoryTier(2**24), MemoryTier(2**24)], StagingMemory(2**24)
-    keys = [[key(1), key(2)], [key(3)]]
-    tiers[0].store([key(1)], [value(1, sizes[0])])
-    tiers[1].store([key(3)], [value(3, sizes[1])])
-    chain = TierChain(tiers)
-    storer = Storer(chain.watched, memory)
-    fetcher = Fetcher(chain, groups, SIZE, Decider(2), memory, storer)
-    fetch, came = fetcher.load_blocks(keys, time.monotonic() + SECONDS)
-    assert came == [True, False, True]
-    assert [bytes(fetch.groups[g].rows[0]) for g in range(2)] == [value(1, sizes[0]), value(3, sizes[1])]
-    fetch.release()
-    assert storer.flush(SECONDS)  # the first tier gets what the second one had
-    others = memory.take(memory.max_bytes)
-    assert others is not None
-    fetch, came = fetcher.load_blocks(keys, time.monotonic() + SECONDS)
-    assert (came, fetch.groups) == ([False] * 3, [])
-    memory.give(others)
-    storer.close(SECONDS)
-
-
 def test_given_an_error_then_it_is_raised_after_the_request_was_told_that_nothing_came() -> None:
     groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
     chain, memory, decider = TierChain([MemoryTier(2**20)]), StagingMemory(2**20), Decider(1)

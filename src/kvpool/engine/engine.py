@@ -517,6 +517,10 @@ class Engine:
         read = self._prompts.chat(messages, **template)
         return read.token_ids if read.pictures is None else read
 
+    def num_pixels(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """How many pixels the images of a conversation count; nothing is decoded. Raises if they are too many."""
+        return self._prompts.num_pixels(messages)
+
     def cached_tokens(
         self, prompt: Prompt, *, adapter: str | None = None, scope: ReuseScope | None = None
     ) -> dict[Tier, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.checks import show
-from kvpool.engine.images import open_images
+from kvpool.engine.images import num_pixels, open_images
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import InvalidArgumentError
 from kvpool.model.vision import ImageEncoder
@@ -58,6 +58,13 @@ class Prompts:
         if images:
             return self.read(text, images)
         return self.read(self._tokenizer(text, **_marks(text, self._tokenizer))["input_ids"])
+
+    def num_pixels(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """How many pixels the images of a conversation count, from the heads of their files."""
+        images = images_of(messages)
+        if images:
+            self._check_images()
+        return num_pixels(images)
 
     def _check_images(self) -> None:
         """Raises InvalidArgumentError if the model takes no images, or came without what reads them."""

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
-from kvpool.engine.images import num_pixels
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.prompts import images_of
@@ -80,7 +79,7 @@ class ServedModel:
         length = _SHORT if template or images else sum(len(message["content"]) for message in messages)
         async with AsyncExitStack() as stack:
             if images:
-                pixels = await _of_library(_SHORT, partial(num_pixels, images))
+                pixels = await _of_library(_SHORT, partial(self.engine.num_pixels, messages))
                 await stack.enter_async_context(reading(max(pixels, _FEW_PIXELS)))
             found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
         return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found)
