@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +30,17 @@ def opened() -> Iterator[list[Any]]:
     yield found
     for each in reversed(found):
         each.close()
+
+
+class PublishingPeer(socketserver.BaseRequestHandler):
+    """Says of itself that it is a PUB socket, and nothing else."""
+
+    def handle(self) -> None:
+        ready = b"\5READY\x0bSocket-Type\0\0\0\3PUB"
+        greeting = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+        self.request.sendall(greeting + bytes([4, len(ready)]) + ready)
+        while self.request.recv(4096):
+            pass
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -171,3 +184,44 @@ def test_given_a_question_over_the_limit_then_the_publisher_closes_the_connectio
 def test_given_an_endpoint_that_is_none_when_followed_then_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
         NodeSubscriber(ClusterIndex(4), "a", "nowhere")
+
+
+def test_given_a_replay_address_where_somebody_publishes_when_asked_then_the_thread_can_be_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two nodes at neighbouring ports, one is asked for its replay where the other one publishes."""
+    connect = zmq.Socket.connect
+    refused = threading.Event()
+
+    def connect_and_be_refused(socket: Any, address: str) -> None:
+        connect(socket, address)
+        if socket.type == zmq.DEALER:
+            until(lambda: not socket.poll(0, zmq.POLLOUT))  # a message would wait for ever from now on
+            refused.set()
+
+    monkeypatch.setattr(zmq.Socket, "connect", connect_and_be_refused)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), PublishingPeer) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = "tcp://127.0.0.1:{}".format(*server.server_address[1:])
+        follower = NodeSubscriber(ClusterIndex(4), "a", address, address)
+        assert refused.wait(30)
+        follower.close()
+        server.shutdown()
+    assert not follower._thread.is_alive()
+
+
+def test_given_a_thread_that_does_not_end_when_closed_then_closing_gives_up_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvpool.cluster.subscriber._CLOSE_SECONDS", 0.01)
+    index, manager = ClusterIndex(4), managers.make_manager()
+    stuck, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(index, "clear_node", lambda _: stuck.set() or go_on.wait(30))
+    with EventPublisher(manager, "tcp://127.0.0.1:0") as publisher:
+        follower = NodeSubscriber(index, "a", publisher.endpoint)
+        assert stuck.wait(30)
+        follower.close()
+        assert "still runs" in caplog.text
+        go_on.set()
+        follower.close()

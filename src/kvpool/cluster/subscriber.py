@@ -27,6 +27,7 @@ _ATTEMPTS = 3
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MOST_BYTES = 2**28  # of one frame: some million blocks; a longer one closes the connection before it is in memory
 _PAUSE_SECONDS = 0.1  # before a connection is made again
+_CLOSE_SECONDS = 10.0  # that `close` waits for the thread
 log = logging.getLogger("kvpool")
 
 
@@ -235,7 +236,10 @@ class NodeSubscriber:
     def close(self) -> None:
         """Ends the thread. What the node holds stays in the index as it is."""
         self._is_closed = True
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():  # it uses its sockets, and dies with the process
+            log.warning("the thread that follows %s still runs after %g seconds", self._endpoint, _CLOSE_SECONDS)
+            return
         self._context.destroy(linger=0)
 
     # --- its thread --------------------------------------------------------------------------------------------------
@@ -279,7 +283,8 @@ class NodeSubscriber:
         self._asking.set(self._zmq.LINGER, 0)
         self._asking.set(self._zmq.MAXMSGSIZE, MOST_BYTES)
         self._asking.connect(self._replay)
-        self._asking.send_multipart((b"", start.to_bytes(8, "big")))
+        with suppress(self._zmq.Again):  # something else listens there and refused us: no answer comes
+            self._asking.send_multipart((b"", start.to_bytes(8, "big")), self._zmq.NOBLOCK)
         self._deadline = self._clock() + self._patience
         poller.register(self._asking, self._zmq.POLLIN)
 
