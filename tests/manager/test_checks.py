@@ -243,6 +243,18 @@ def track_a_row_without_a_request(manager: KVCacheManager) -> None:
     manager._state.in_flight.rows_by_block[tip(manager), b"nobody"] = len(manager._state.rows.handles) - 1
 
 
+def follow_up_to(num_tokens: int) -> Callable[[KVCacheManager], None]:
+    def damage(manager: KVCacheManager) -> None:
+        manager._state.rows.following[live_row(manager)] = num_tokens
+
+    return damage
+
+
+def forget_ids_of_a_path(manager: KVCacheManager) -> None:
+    rows, row = manager._state.rows, live_row(manager)
+    rows.committed[row] = rows.known[row] = 3
+
+
 DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (lose_a_free_block, "belong to nobody"),
     (free_a_block_twice, "free twice"),
@@ -299,6 +311,9 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (set_attribute(lambda m: m._state.pool(0, Tier.HOST), "num_pinned", 1), "pool 0 on HOST: .* pinned"),
     (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", -1), "cached"),
     (set_attribute(lambda m: m._state.cache.tree, "num_runs", -1), "runs are in the tree"),
+    (follow_up_to(20), "follows its path up to token 20, which ends at 16"),
+    (follow_up_to(16), "ends at 16; it committed 18"),
+    (forget_ids_of_a_path, "its path has 16 tokens, it knows 3 and follows nobody"),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import CopyKind, KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool import CopyKind, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from managers import FULL, commit_all, make_manager, manager_with
 
@@ -302,4 +302,37 @@ def test_a_request_in_the_row_of_a_fork_that_followed_another_commits_what_it_li
     for tokens in ([50, 51, 52], [53, 54], [55, 56, 57, 58]):
         manager.commit(other, tokens)
     assert manager.match_prefix(list(range(50, 60))).num_tokens == 8
+    manager.check()
+
+
+def a_follower(manager: KVCacheManager) -> KVCacheHandle:
+    """A fork of written blocks that it has not committed, and that its parent has published."""
+    parent = manager.allocate("parent", num_tokens=16)
+    manager.mark_written(parent, 16)
+    (fork,) = manager.fork(parent, "fork")
+    manager.commit(parent, list(range(16)))
+    return fork
+
+
+@pytest.mark.parametrize("length", [0, 6, 8, 11])
+def test_a_follower_that_is_rewound_follows_no_further_than_its_path(length: int) -> None:
+    manager = make_manager()
+    fork = a_follower(manager)
+    manager.commit(fork, range(4))
+    manager.rewind(fork, 16 - length)
+    manager.check()
+    manager.extend(fork, 16)
+    for position in range(min(length, 4), length + 16):  # in single steps, as an engine decodes
+        token = position if position < length // 4 * 4 else 90 + position
+        manager.commit_batch([fork], [token])
+    manager.check()
+
+
+def test_a_fork_of_a_follower_follows_too() -> None:
+    manager = make_manager()
+    (second,) = manager.fork(a_follower(manager), "second")
+    manager.check()
+    with pytest.raises(InvalidArgumentError, match="token 2"):
+        manager.commit(second, [0, 1, 9, 3])
+    manager.commit(second, range(4))
     manager.check()

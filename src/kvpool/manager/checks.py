@@ -103,6 +103,7 @@ class Checker:
         used, cross = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row])
         if tip.end > used:
             self.fail(f"{name}: {tip.end} published blocks, {used} in its table")
+        self.check_following(row, tip, name)
         path = tip.path()
         for group in self.state.groups:
             table = rows.tables[group.index]
@@ -128,6 +129,16 @@ class Checker:
             held = np.concatenate([node.tokens for node in path])[:final]
             if not (held == rows.token_ids(row)[:final]).all():
                 self.fail(f"{name}: its tokens differ from its path")
+
+    def check_following(self, row: int, tip: Node, name: str) -> None:
+        """A row knows which tokens its path holds, committed them without ids, or follows its path to the end."""
+        end = tip.end * self.context.block_size
+        known, committed = int(self.rows.known[row]), int(self.rows.committed[row])
+        follows = self.rows.following.get(row)
+        if follows is None and end > max(known, committed):
+            self.fail(f"{name}: its path has {end} tokens, it knows {known} and follows nobody")
+        if follows is not None and not committed < follows == end:
+            self.fail(f"{name}: follows its path up to token {follows}, which ends at {end}; it committed {committed}")
 
     def check_windowed_table(self, row: int, group: Group, path: list[Node], name: str) -> None:
         rows = self.rows

@@ -78,7 +78,9 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
         self.tips: list[TipT | None] = [None] * num_rows
         self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
-        self.following: dict[int, int] = {}  # forks that share blocks another one published, up to this many tokens
+        # Forks that share blocks another one published: up to this many tokens, where its path ends, a row has not
+        # committed them itself, and reads from its path which they are.
+        self.following: dict[int, int] = {}
         self.history_start = [
             0
         ] * num_rows  # position of a history's first id; those before are read from the row's path
@@ -169,6 +171,13 @@ class SequenceRows(Generic[TipT, HandleT]):
         """Flags a row whose next write may meet a block with a second reader."""
         self.num_shared += int(shared) - int(self.shared[row])
         self.shared[row] = shared
+
+    def follow(self, row: int, num_tokens: int) -> None:
+        """A row follows the nodes of its path up to `num_tokens`, where they end, unless it has committed as many."""
+        if num_tokens > self.committed_of[row]:
+            self.following[row] = num_tokens
+        else:
+            self.following.pop(row, None)
 
     def _grow_rows(self) -> None:
         old = self.num_rows

@@ -274,6 +274,8 @@ class Allocator:
         tip = rows.tips[row] = rows.tips[source]
         assert tip is not None and child.family is not None
         self.readers.hold(tip)
+        if source in rows.following:
+            rows.follow(row, rows.following[source])
         for group in self.state.groups:
             table = rows.tables[group.index]
             first, used = group.follows((tip.end, num_blocks), (0, cross))

@@ -177,7 +177,7 @@ class Publisher:
             else:
                 return self._open(row, handle, tip, key, done)
             for follower in followers:
-                rows.following[follower] = child.end * size
+                rows.follow(follower, child.end * size)
                 self.in_flight.track(follower)
             tip, first = child, child.end
         return tip

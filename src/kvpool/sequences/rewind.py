@@ -104,6 +104,8 @@ class Rewinder:
             table[row, blocks + bool(extra) : end] = -1
         rows.tips[row] = new
         self.readers.release(old)
+        if row in rows.following:  # what is behind its path is its own from now on
+            rows.follow(row, new.end * size)
 
     @staticmethod
     def _note_session(handle: KVCacheHandle, node: Node, depth: int) -> None:

@@ -425,8 +425,8 @@ class Stepper:
             self.state.publisher.publish(row)
             if self.context.windowed:
                 self.windows.slide(row, end)
-        if rows.following and end >= rows.following.get(row, end + 1):
-            del rows.following[row]
+        if row in rows.following:
+            rows.follow(row, rows.following[row])
         if handle.inflight is not None:
             self.in_flight.untrack(handle)
         if known - end >= size and handle.publishes:
