@@ -293,6 +293,73 @@ def test_given_pairs_when_the_cache_engine_runs_them_then_forks_and_swapped_grou
     assert blocks.read("b", 0, 6)[0].unique().tolist() == [5.0]
 
 
+def numbers_in(engine: CacheEngine, table: list[int | None], num_tokens: int) -> list[float]:
+    """The first number of every token's key, as V0's worker reads it: through a table of block ids."""
+    return engine.gpu_cache[0][0][table].flatten(0, 1)[:num_tokens, 0, 0].tolist()
+
+
+def test_given_bytes_that_v0s_worker_wrote_when_nobody_marks_them_then_swaps_and_copies_on_write_keep_them() -> None:
+    """The naive allocator of V0 knows no marking: what was scheduled is written when the next step is."""
+    for caching in (False, True):
+        blocks = BlockManager(4, 16, 16, layers=[LayerSpec(1, 4)], device="cpu", enable_caching=caching)
+        engine = CacheEngine(blocks)
+
+        def write(seq: str, start: int, *numbers: float) -> None:
+            for position, number in enumerate(numbers, start):
+                engine.gpu_cache[0][0][blocks.get_block_table(seq)[position // 4], position % 4] = number  # noqa: B023
+
+        blocks.allocate("a", PROMPT[:6], num_lookahead_slots=8)
+        write("a", 0, 1, 2, 3, 4, 5, 6)
+        assert blocks.can_append_slots(["a"])
+        assert blocks.append_slots("a") == []
+        write("a", 6, 7)
+        blocks.fork("a", "b")
+        pairs = blocks.append_slots("b")
+        assert [src for src, _ in pairs] == blocks.get_block_table("a")[1:2]
+        engine.copy(pairs)
+        write("b", 7, 8)
+        assert blocks.append_slots("a") == []
+        write("a", 7, 9)
+        assert blocks.can_swap_out(["a", "b"])
+        engine.swap_out(blocks.swap_out(["a", "b"]))
+        blocks.allocate("others", PROMPT)
+        engine.gpu_cache[0][0].fill_(-1)
+        engine.swap_in(blocks.swap_in(["b", "a"]))
+        assert numbers_in(engine, blocks.get_block_table("a"), 8) == [1, 2, 3, 4, 5, 6, 7, 9]
+        assert numbers_in(engine, blocks.get_block_table("b"), 8) == [1, 2, 3, 4, 5, 6, 7, 8]
+        blocks.manager.check()
+
+
+def test_given_samples_of_a_prompt_that_nobody_marks_when_the_next_step_begins_then_each_writes_into_its_own_copy() -> (
+    None
+):
+    for first in ("s0", "s1"):
+        blocks = BlockManager(4, 16, 16, layers=[LayerSpec(1, 4)], device="cpu", enable_caching=False)
+        engine = CacheEngine(blocks)
+        blocks.allocate("s0", PROMPT[:6])
+        for sample in ("s1", "s2"):
+            blocks.fork("s0", sample)
+        engine.gpu_cache[0][0][blocks.get_block_table("s0")] = 5
+        assert blocks.can_append_slots([first])
+        engine.copy(blocks.append_slots(first))
+        engine.gpu_cache[0][0][blocks.get_block_table(first)[1], 2] = 6
+        blocks.fork("s2", "s3")
+        for sample in {"s0", "s1", "s2"} - {first}:
+            assert numbers_in(engine, blocks.get_block_table(sample), 7) == [5] * 7
+        assert numbers_in(engine, blocks.get_block_table(first), 7) == [5] * 6 + [6]
+        assert blocks.get_block_table("s3") == blocks.get_block_table("s2")
+        blocks.manager.check()
+
+
+def test_given_a_window_when_nobody_marks_what_is_written_then_blocks_before_it_are_given_back() -> None:
+    blocks = BlockManager(4, 16, sliding_window=8, enable_caching=False)
+    blocks.allocate("a", PROMPT)
+    for _ in range(20):
+        blocks.append_slots("a")
+    assert sum(block is not None for block in blocks.get_block_table("a")) <= 4
+    blocks.manager.check()
+
+
 def test_given_an_encoders_layer_then_its_keys_are_written_and_read_by_the_encoders_positions() -> None:
     layers = [LayerSpec(2, 8), LayerSpec(2, 8, cross_attention=True)]
     blocks = BlockManager(4, 16, layers=layers, device="cpu")
@@ -326,7 +393,7 @@ def test_given_samples_forked_before_the_prompt_is_computed_then_all_read_it_and
         blocks.fork("s0", sample)
     assert blocks.get_block_table("s1") == blocks.get_block_table("s0") == [0, 1]
     with pytest.raises(SequenceStateError, match="0 of 6 tokens are computed"):
-        blocks.append_slots("s1")
+        blocks.read("s1", 0)
     for call in (lambda: blocks.fork("s0", "s1"), lambda: blocks.allocate("s1", [1])):
         with pytest.raises(DuplicateRequestError):
             call()

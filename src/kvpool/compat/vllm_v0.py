@@ -121,7 +121,7 @@ class BlockManager(Adapter):
 
     def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
         """The handle of a sequence; one that was forked before its parent was computed becomes a fork of it now."""
-        if not isinstance(request, KVCacheHandle) and is_among(request, self._samples):
+        if self._waits(request):
             parent, length = self._samples[request]
             source = self.handle(parent)
             if source.num_written < length:
@@ -132,6 +132,9 @@ class BlockManager(Adapter):
             self._settle(request)
         return super().handle(request)
 
+    def _waits(self, request: Hashable | KVCacheHandle) -> bool:
+        return not isinstance(request, KVCacheHandle) and is_among(request, self._samples)
+
     def _settle(self, sample: Hashable) -> None:
         """Makes a sequence that waited for its parent's prompt a fork of it, of the length that the parent had."""
         parent, length = self._samples[sample]
@@ -140,6 +143,25 @@ class BlockManager(Adapter):
         if child.num_reserved > length:
             self.manager.rewind(child, child.num_reserved - length)
         del self._samples[sample]
+
+    def _after_step(self, seq_id: Hashable) -> KVCacheHandle:
+        """The handle of a sequence in a later step than its last: V0's worker has written every place that it had."""
+        if self._waits(seq_id):
+            self._after_step(self._samples[seq_id][0])
+        handle = self.handle(seq_id)
+        unmarked = 0 if handle.is_swapped else handle.num_reserved - handle.num_written
+        if unmarked:
+            self.manager.mark_written(handle, unmarked)
+            if not self.manager.config.enable_prefix_caching:  # otherwise what is marked later is published first
+                self.manager.narrow(handle, handle.num_written)
+        self._settle_samples(handle)
+        return handle
+
+    def _settle_samples(self, parent: KVCacheHandle) -> None:
+        """Makes those who waited for a sequence's prompt forks of it if all of it is written."""
+        for sample, (waits_for, length) in list(self._samples.items()):
+            if waits_for == parent.request_id and parent.num_written >= length:
+                self._settle(sample)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -243,15 +265,17 @@ class BlockManager(Adapter):
 
     def can_append_slots(self, seq_ids: Sequence[Hashable], num_lookahead_slots: int = 0) -> bool:
         """Whether one more token for each of them fits, in the worst case."""
-        needs = [self.manager.blocks_needed(handle, 1, num_lookahead_slots)[0] for handle in self._handles(seq_ids)]
+        handles = self._handles(seq_ids, self._after_step)
+        needs = [self.manager.blocks_needed(handle, 1, num_lookahead_slots)[0] for handle in handles]
         return sum(needs) <= self.get_num_free_gpu_blocks()
 
     def append_slots(self, seq_id: Hashable, num_lookahead_slots: int = 0, *, num_tokens: int = 1) -> Pairs:
         """Places for the next tokens and for drafts behind them; returns the copies-on-write to run first.
 
-        V0's sequences know their new tokens, so its second argument is the lookahead.
+        V0's sequences know their new tokens, so its second argument is the lookahead. The places that the sequence had
+        count as written from now on, as they do in `swap_out` and `fork`: V0's worker has run since.
         """
-        self.manager.extend(self.handle(seq_id), num_tokens, num_lookahead_slots)
+        self.manager.extend(self._after_step(seq_id), num_tokens, num_lookahead_slots)
         return self._pairs()
 
     def mark_blocks_as_computed(self, seq_id: Hashable, tokens: Any) -> None:
@@ -261,20 +285,18 @@ class BlockManager(Adapter):
         """
         handle = self.handle(seq_id)
         self.manager.commit(handle, tokens)
-        for sample, (parent, length) in list(self._samples.items()):
-            if parent == handle.request_id and handle.num_written >= length:
-                self._settle(sample)
+        self._settle_samples(handle)
 
     def fork(self, parent_seq_id: Hashable, child_seq_id: Hashable) -> None:
         """A sequence that shares every block of another; before the prompt is computed, as V0 makes samples, too."""
-        parent = self.handle(parent_seq_id)
+        parent = self._after_step(parent_seq_id) if self._waits(parent_seq_id) else self.handle(parent_seq_id)
         self._check_new(child_seq_id)
         if parent.num_written < parent.num_prompt_tokens and not parent.is_swapped:
             if is_among(child_seq_id, [handle.request_id for handle in self.manager.handles]):
                 raise DuplicateRequestError(f"sequence {child_seq_id!r} is already live; use another id")
             self._samples[child_seq_id] = (parent.request_id, parent.num_prompt_tokens)
         else:
-            self.manager.fork(parent, child_seq_id)
+            self.manager.fork(self._after_step(parent_seq_id), child_seq_id)
         request = self._request_of.get(parent_seq_id)
         if request in self._encoders:
             self._encoders[request].sequences.append(child_seq_id)
@@ -293,7 +315,7 @@ class BlockManager(Adapter):
     # --- swapping ----------------------------------------------------------------------------------------------------
 
     def can_swap_out(self, seq_ids: Sequence[Hashable]) -> bool:
-        return bool(self.manager.can_swap_out(*self._handles(seq_ids)))
+        return bool(self.manager.can_swap_out(*self._handles(seq_ids, self._after_step)))
 
     def can_swap_in(self, seq_ids: Sequence[Hashable], num_lookahead_slots: int = 0) -> AllocStatus:
         """Whether the GPU can take a group back, with so many more places behind each of its sequences."""
@@ -311,7 +333,7 @@ class BlockManager(Adapter):
 
     def swap_out(self, seq_ids: Sequence[Hashable]) -> Pairs:
         """(GPU block, CPU block) for every block to copy; forks swapped together stay shared."""
-        self.manager.swap_out(*self._handles(seq_ids))
+        self.manager.swap_out(*self._handles(seq_ids, self._after_step))
         return self._pairs()
 
     def swap_in(self, seq_ids: Sequence[Hashable]) -> Pairs:
@@ -319,11 +341,13 @@ class BlockManager(Adapter):
         self.manager.swap_in(*self._handles(seq_ids))
         return self._pairs()
 
-    def _handles(self, seq_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+    def _handles(
+        self, seq_ids: Sequence[Hashable], find: Callable[[Hashable], KVCacheHandle] | None = None
+    ) -> list[KVCacheHandle]:
         """The handles of a group of sequences, which is a list of ids."""
         if not isinstance(seq_ids, (list, tuple)):
             raise InvalidArgumentError(f"seq_ids must be a list of sequence ids, got {show(seq_ids)}")
-        return [self.handle(seq) for seq in seq_ids]
+        return [(find or self.handle)(seq) for seq in seq_ids]
 
     def _pairs(self) -> Pairs:
         copies = self.manager.take_copies()
