@@ -19,12 +19,11 @@ def tool() -> ModuleType:
 
 
 def test_a_family_is_equal_refused_or_not_tried(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["--only", "llama,xglm,qwen4_exp_text,t5", "--json"]) == 0
+    assert tool.main(["--only", "llama,xglm,qwen4_exp_text", "--json"]) == 0
     found = {each["family"]: each for each in json.loads(capsys.readouterr().out)["families"]}
     assert found["llama"]["result"] == "equal"
     assert (found["xglm"]["result"], "AttentionInterface" in found["xglm"]["reason"]) == ("refused", True)
     assert found["qwen4_exp_text"]["result"] == "untried"
-    assert (found["t5"]["result"], found["t5"]["has_encoder"]) == ("equal", True)
 
 
 def test_the_table_of_the_page_has_the_form_that_the_tool_writes(tool: ModuleType) -> None:

@@ -18,11 +18,10 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,11 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
     set_seed,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from kvpool.engine import Engine, SamplingParams
@@ -48,7 +45,6 @@ from kvpool.scheduling import SchedulerConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "model"), str(ROOT / "tests" / "engine")]
 
-import encoder_models  # type: ignore[import-not-found]  # noqa: E402
 import vision_models  # type: ignore[import-not-found]  # noqa: E402
 from hybrids import HYBRIDS  # type: ignore[import-not-found]  # noqa: E402
 
@@ -124,7 +120,6 @@ class Outcome:
     result: str  # equal, different, refused or untried
     reason: str = ""  # why not equal
     images: str = ""  # equal or refused; empty: not tried
-    has_encoder: bool = False  # it was tried as an encoder-decoder model
 
 
 # --- tiny models ------------------------------------------------------------------------------------------------------
@@ -245,8 +240,6 @@ _REASONS = {
     "AttentionInterface": "attention is computed without transformers' `AttentionInterface`",
     "takes no (.*): sequences": "`forward` takes no \\1",
     "has an encoder": "an encoder beside the decoder",
-    "finds out positions by itself": "a decoder that finds out positions by itself",
-    "modules of its decoder attend": "decoder layers that do not attend once to their own tokens and once to the encoder's",
     "cannot be run: its own forward raised": "its own `forward` fails in a flattened step",
     "indexer": "an indexer's keys per token besides K and V",
     "mask or bias of its own": "a mask or bias of its own is added to attention",
@@ -265,16 +258,12 @@ def _reason(error: UnsupportedModelError) -> str:
     return _line(error)
 
 
-def try_families(families: Iterable[str], attempt: Callable[[str], Outcome] | None = None) -> Iterator[Outcome]:
-    """Tries one family after the other, without an encoder unless said otherwise."""
+def try_families(families: Iterable[str]) -> Iterator[Outcome]:
+    """Tries one family after the other."""
     for family in families:
         with _quiet():
-            outcome = (attempt or _tried_alone)(family)
+            outcome = tried(family, family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         yield outcome
-
-
-def _tried_alone(family: str) -> Outcome:
-    return tried(family, family in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 @contextmanager
@@ -285,49 +274,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# --- with an encoder --------------------------------------------------------------------------------------------------
-
-
-def with_encoder() -> list[str]:
-    """Families of encoder-decoder models that write text. transformers lists others that hear among them."""
-    found = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "whisper"} - {"encoder-decoder"}  # made of two models
-    return sorted(family for family in found if CONFIG_MAPPING[family]().is_encoder_decoder)
-
-
-def tried_with_encoder(family: str) -> Outcome:
-    """Compares a tiny encoder-decoder model with `generate`: three inputs in one batch, then from the cache."""
-    try:
-        model, prompts = _encoder_model(family)
-        never = VOCABULARY  # no token ends an answer
-        expected = [encoder_models.own_answer(model, each, NEW_TOKENS, eos_token_id=never) for each in prompts]
-    except Exception as error:
-        return Outcome(family, False, "untried", _line(error), has_encoder=True)
-    try:
-        with Engine(model, block_size=8, kv_bytes=16 << 20, model_defaults=False) as engine:
-            params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-            answers = [[each.token_ids for each in engine.generate(prompts, params)] for _ in range(2)]
-    except UnsupportedModelError as error:
-        return Outcome(family, False, "refused", _reason(error), has_encoder=True)
-    except KVPoolError as error:
-        return Outcome(family, False, "different", _line(error), has_encoder=True)
-    return Outcome(family, False, "equal" if answers == [expected] * 2 else "different", has_encoder=True)
-
-
-def _encoder_model(family: str) -> tuple[Any, list[dict[str, Any]]]:
-    """A tiny model, and inputs of its encoder."""
-    if family == "whisper":
-        return encoder_models.encoder_model(family), [
-            {"input_features": encoder_models.sound(each)} for each in (1, 2, 3)
-        ]
-    kind = CONFIG_MAPPING[family]
-    sizes = {name: value for name, value in _sizes(kind()).items() if name != "is_decoder"}
-    model = _built(AutoModelForSeq2SeqLM, kind(**sizes))
-    model.generation_config.forced_eos_token_id = None
-    if model.generation_config.decoder_start_token_id is None:
-        model.generation_config.decoder_start_token_id = 2
-    return model, [{"input_ids": torch.tensor([each])} for each in _prompts()]
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -335,10 +281,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """The table of docs/models.md: families with the same result stand in one row."""
     rows: dict[str, list[str]] = {}
     for outcome in outcomes:
-        name = outcome.family
-        if outcome.has_encoder and outcome.result != "equal":
-            name += " (with its encoder)"
-        rows.setdefault(_heading(outcome), []).append(name)
+        rows.setdefault(_heading(outcome), []).append(outcome.family)
     ordered = sorted(rows.items(), key=lambda row: (_ORDER.index(row[0].split(":")[0]), -len(row[1]), row[0]))
     equal = sum(outcome.result == "equal" for outcome in outcomes)
     lines = [
@@ -355,7 +298,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 _ORDER = [
     "equal tokens",
     "equal tokens, also with images",
-    "equal tokens, encoder and decoder",
     "other tokens",
     "refused",
     "not tried",
@@ -363,8 +305,6 @@ _ORDER = [
 
 
 def _heading(outcome: Outcome) -> str:
-    if outcome.result == "equal" and outcome.has_encoder:
-        return "equal tokens, encoder and decoder"
     if outcome.result == "equal":
         return "equal tokens, also with images" if outcome.images == "equal" else "equal tokens"
     if outcome.result == "untried":  # --json tells the reason of each
@@ -386,21 +326,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     chosen = parser.parse_args(arguments)
-    plain = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    encoding = with_encoder()
-    every = sorted({*plain, *encoding})
+    every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
     families = chosen.only.split(",") if chosen.only else every
     if unknown := sorted(set(families) - set(every)):
         parser.error(f"transformers {transformers.__version__} has no language model {', '.join(unknown)}")
     if chosen.only and chosen.write:
         parser.error("--write writes all families: leave --only out")
     outcomes = []
-    decoders = [family for family in families if family in plain]
-    both = [family for family in families if family in encoding]
-    count = len(decoders) + len(both)
-    for outcome in chain(try_families(decoders), try_families(both, tried_with_encoder)):
+    for outcome in try_families(families):
         outcomes.append(outcome)
-        print(f"{len(outcomes)}/{count} {outcome.family}: {_heading(outcome)}", file=sys.stderr, flush=True)
+        print(f"{len(outcomes)}/{len(families)} {outcome.family}: {_heading(outcome)}", file=sys.stderr, flush=True)
     if chosen.json:
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         print(json.dumps({**versions, "families": [asdict(outcome) for outcome in outcomes]}, indent=1))

@@ -307,6 +307,7 @@ def test_given_weights_that_are_nan_then_the_message_says_so_and_names_one(model
     [
         ("max_new_tokens", r"write SamplingParams\(max_new_tokens=\.\.\.\)"),
         ("pixel_values", "images="),
+        ("audio", "it left in 0.3: "),
         ("assistant_model", "draft_tokens"),
         ("logits_processor", "logits_processors"),
         ("no_such_thing", "it has on_chunk, on_end, priority, "),

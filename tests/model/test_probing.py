@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 from models import REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_config, tiny_model
-from transformers import LlamaModel
+from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
 
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
@@ -285,6 +285,14 @@ def test_what_a_models_own_forward_raises_is_one_error_with_its_cause() -> None:
 def test_a_model_without_a_head_is_refused_for_that() -> None:
     with pytest.raises(UnsupportedModelError, match=r"LlamaModel \(llama\) has no language-model head"):
         inspect_model(LlamaModel(tiny_config("llama")).eval())
+
+
+def test_given_a_loaded_model_with_an_encoder_then_the_refusal_says_who_runs_it() -> None:
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+    with pytest.raises(
+        UnsupportedModelError, match="an encoder beside its decoder, which only transformers or vLLM run"
+    ):
+        inspect_model(T5ForConditionalGeneration(config).eval())
 
 
 def test_what_is_no_model_is_refused() -> None:

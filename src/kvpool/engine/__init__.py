@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpool.engine.adapters import AdapterInfo
-    from kvpool.engine.encoding import Speech
     from kvpool.engine.engine import Engine
     from kvpool.engine.engine_stats import EngineStats, WaitingRequest
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample
@@ -39,7 +38,6 @@ _HOMES = {
     "AdapterInfo": ".adapters",
     "PicturedPrompt": ".pictures",
     "EncoderStats": ".pictures",
-    "Speech": ".encoding",
 }
 
 __all__ = [
@@ -61,7 +59,6 @@ __all__ = [
     "AdapterInfo",
     "PicturedPrompt",
     "EncoderStats",
-    "Speech",
 ]
 
 

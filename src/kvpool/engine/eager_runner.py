@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch
 from kvpool.config import LayerGroup, LayerSpec
-from kvpool.config.layers import DType, GroupKind
+from kvpool.config.layers import DType
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.embedding import hidden_of, source_of
 from kvpool.engine.spans import Span, SpannedPlan
@@ -136,8 +136,7 @@ class EagerRunner:
         ]
 
         def attend(call: AttentionCall) -> Tensor:
-            if not call.across:  # those of an encoder were written before
-                self.plane.write(slots, call.k, call.v, self.layer_of(call))
+            self.plane.write(slots, call.k, call.v, self.layer_of(call))
             return self.attention(call, plans)
 
         return self.forward(token_ids, positions, keep, attend, states, shown)
@@ -158,7 +157,7 @@ class EagerRunner:
             nonlocal num_calls
             num_calls += 1
             of_keys, of_values = self._rotations[self.kind_of_layer[self.layer_of(call)]]
-            if of_keys is None or call.across:  # keys and values of an encoder are written as they are
+            if of_keys is None:
                 return attend(call)
             call = call._replace(q=call.q @ of_keys, k=call.k @ of_keys)
             if of_values is None:
@@ -209,15 +208,12 @@ class EagerRunner:
         plan = plans[self.kind_of_layer[layer]]
         if isinstance(plan, SpannedPlan):
             return plan.run(call.q, self.plane.layer_cache(layer), call.sinks)
-        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks, biases=call.biases)
+        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks)
 
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
         """The step's sequences as attention over one layer group sees them."""
         csr = plan.batch.csr(kind.group.index)
-        lengths = plan.kv_lengths
-        if kind.group.kind is GroupKind.CROSS:
-            lengths = np.array([handle.encoder_tokens for handle in plan.batch], np.int64)
-        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), lengths)
+        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), plan.kv_lengths)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy of a host array on the device, without waiting for it."""

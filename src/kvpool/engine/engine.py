@@ -27,7 +27,6 @@ from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
-from kvpool.engine.encoding import EncoderPrompts, Speech
 from kvpool.engine.engine_parts import assemble, load_draft
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, tokens_by_tier, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -42,16 +41,16 @@ from kvpool.engine.requests import (
     check_callbacks,
     check_options,
     checked_generation,
+    images_of_prompts,
     list_of_prompts,
     of_prompt,
-    of_prompts,
     results_of,
 )
 from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
 from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
-from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, UnsupportedModelError
+from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
@@ -170,13 +169,12 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = USUAL,
         *,
         images: Sequence[Sequence[Any]] | None = None,
-        audio: Sequence[Sequence[Any]] | None = None,
         on_chunk: Callable[[int, Chunk], None] | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Completes prompts (texts or token ids), all in one running batch; results in the order of the prompts.
 
-        `params` are for all prompts, or one for each. `images` and `audio` are a list for each prompt, see `submit`. The
+        `params` are for all prompts, or one for each. `images` are a list for each prompt, see `submit`. The
         engine's thread calls `on_chunk(i, chunk)` after every step of prompt i. Options are those of `submit`. A wrong
         argument raises before anything runs. If prompts fail later (one never fits, a step fails), the others are completed.
         Then the error of the first failed prompt is raised; its `results` hold a Completion or an error for each prompt.
@@ -185,21 +183,20 @@ class Engine:
         check_callbacks(on_chunk)
         check_options(options)
         watches = [None if on_chunk is None else partial(on_chunk, index) for index in range(len(chosen))]
-        return self._complete(self._made(chosen, images, audio, [{**options, "on_chunk": each} for each in watches]))
+        return self._complete(self._made(chosen, images, [{**options, "on_chunk": each} for each in watches]))
 
     def _made(
         self,
         prompts: Sequence[tuple[Prompt, SamplingParams]],
         images: Sequence[Sequence[Any]] | None,
-        audio: Sequence[Sequence[Any]] | None,
         options: Sequence[Mapping[str, Any]],
     ) -> list[NewRequest]:
-        """A request for each prompt, with its images, sound and options. An error names its prompt."""
-        seen, heard = (of_prompts(*each, len(prompts)) for each in (("images", images), ("audio", audio)))
+        """A request for each prompt, with its images and options. An error names its prompt."""
+        seen = images_of_prompts(images, len(prompts))
         made: list[NewRequest] = []
         for index, (prompt, params) in enumerate(prompts):
             try:
-                read = self.read_prompt(prompt, seen[index], heard[index])
+                read = self.read_prompt(prompt, seen[index])
                 made.append(self._requests.make(read.token_ids, params, **read.beside, **options[index]))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(prompts)) from error
@@ -234,13 +231,12 @@ class Engine:
         `pooling` is "last", the state of the last token, or "mean", that of all tokens. Prompts run in the batch of all
         requests. With "last" they use the prefix cache. With "mean" every token is computed, and nothing of it is kept.
         """
-        self._without_encoder("embeddings")
         check_pooling(pooling)
         as_flag(normalize, "normalize")
         chosen = list_of_prompts(prompts, SamplingParams(max_new_tokens=1))
         options: dict[str, Any] = {"adapter": adapter, "priority": priority, "scope": scope}
         options["private"] = pooling == "mean"  # so that it finds nothing cached
-        asked = self._made(chosen, images, None, [options] * len(chosen))
+        asked = self._made(chosen, images, [options] * len(chosen))
         source = self._thread.ask(self._loop.runner.hidden_source)
         for generation, _ in asked:
             generation.pooled = Pooled(pooling, source)
@@ -253,7 +249,6 @@ class Engine:
         params: SamplingParams = USUAL,
         *,
         images: Sequence[Any] = (),
-        audio: Sequence[Any] = (),
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
         adapter: str | None = None,
@@ -270,9 +265,7 @@ class Engine:
 
         `images` (Pillow images, arrays, or paths and bytes of files) stand behind the image tokens of a text, in this
         order; the model's processor reads them. A prompt may also be what the processor gave: `input_ids`, `pixel_values`
-        and what the model takes with them. In an encoder-decoder model the prompt is what the encoder reads, or a mapping
-        with `decoder_input_ids` beside it; where the encoder takes sound, `audio` has one clip (an array of samples), and the
-        prompt is what the decoder begins with.
+        and what the model takes with them.
 
         `adapter` names a LoRA adapter of the engine; without it the model answers as it is.
         `deadline` is in seconds from now. `retention` says which of its tokens stay cached longer, `hint` when its
@@ -281,7 +274,7 @@ class Engine:
         say so. A request that can never fit ends with `NeverFitsError`.
         """
         check_options(unknown)
-        read = self.read_prompt(prompt, images, audio)
+        read = self.read_prompt(prompt, images)
         generation, request = self._requests.make(
             read.token_ids,
             params,
@@ -407,7 +400,6 @@ class Engine:
                 parent.token_ids,
                 wanted,
                 pictures=parent.pictures,
-                source=parent.source,
                 begins=parent.begins,
                 **options,
             )
@@ -464,7 +456,6 @@ class Engine:
         An adapter of this name is replaced, unless requests use it. The first adapter with other target modules or a larger
         rank than those before it takes memory of the device, and CUDA graphs for steps with adapters are captured again.
         """
-        self._without_encoder("adapters")
         adapters = self._loop.runner.adapters
         adapter = adapters.read(name, path)
         self._thread.ask(partial(self._loop.add_adapter, name, path, adapter))
@@ -488,25 +479,12 @@ class Engine:
         """The token ids of a prompt, checked against the vocabulary."""
         return self._prompts.token_ids(prompt)
 
-    def read_prompt(self, prompt: Prompt, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
-        """The token ids of a prompt, and its pictures or what an encoder reads. Raises if they do not belong together.
+    def read_prompt(self, prompt: Prompt, images: Sequence[Any] = ()) -> PicturedPrompt:
+        """The token ids of a prompt, and its pictures. Raises if they do not belong together.
 
-        `submit` takes the result, too: reading images and sound takes a while, and any thread may do it.
+        `submit` takes the result, too: reading images takes a while, and any thread may do it.
         """
-        return self._prompts.read(prompt, images, audio)
-
-    @property
-    def speech(self) -> Speech:
-        """How to ask a model that hears (Whisper) for what is said in a clip."""
-        if not isinstance(self._prompts, EncoderPrompts):
-            raise UnsupportedModelError(f"{self.shape.family} takes no audio")
-        return self._prompts.speech()
-
-    def _without_encoder(self, what: str) -> None:
-        if isinstance(self._prompts, EncoderPrompts):
-            raise InvalidArgumentError(
-                f"{self.shape.family} is an encoder-decoder model, which is served without {what}"
-            )
+        return self._prompts.read(prompt, images)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array | PicturedPrompt:
         """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`.
@@ -556,8 +534,6 @@ class Engine:
         The arguments are those of `KVCacheManager.invalidate`, which does not reach tiers. This engine never loads such
         content again, and deletes from its tiers the blocks whose keys it knows. Returns the blocks that left the cache.
         """
-        if prefix is not None:
-            self._without_encoder("invalidating a prefix; name a scope, ReuseScope(encoder=...)")
         ids = None if prefix is None else self.token_ids(prefix)
         drop = partial(self.manager.cache.invalidate, ids, scope=scope, session=session, tenant=tenant)
         if self._tiers is None:

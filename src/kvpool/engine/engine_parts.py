@@ -13,7 +13,6 @@ from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.drafts import HEAD_STEPS, DraftModel
 from kvpool.engine.eager_runner import rotates
-from kvpool.engine.encoding import EncodedInputs, EncoderPrompts, check_settings
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
@@ -28,8 +27,6 @@ from kvpool.engine.tier_link import TierLink
 from kvpool.errors import ConfigError, UnsupportedModelError
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
-from kvpool.model.encoder_probing import inspect_encoder_decoder
-from kvpool.model.encoders import InputEncoder
 from kvpool.model.faster_layers import fuse_experts, fuse_norms, join_projections
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.private_copy import SharedWeights, private_copy, without_callers_state
@@ -74,8 +71,6 @@ def assemble(
 ) -> Parts:
     """The parts of an engine for a loaded model, warmed up. The engine changes and runs a copy of the model."""
     start = start or Start()
-    if model.config.is_encoder_decoder:
-        check_settings(settings)
     start.stage("checking the model")
     where, own = model.device, private_copy(model)
     # One engine at a time, because each measures how much memory is free.
@@ -110,11 +105,11 @@ def assemble(
             overlap=settings.overlap,
             tiers=tiers,
             pictures=StepPictures(ready.encoder, num_bytes, where, generations) if ready.sees else None,
-            encoded=None if ready.inputs is None else EncodedInputs(ready.inputs, num_bytes, runner, generations),
             # Now: joining products has moved some
             weights=[SharedWeights(each) for each in (model, *(() if draft is None else [draft.model]))],
         )
-    return Parts(ready.shape, loop, inbox, _prompts(model, ready, tokenizer, processor))
+    prompts = Prompts(tokenizer, processor, vocab_size, ready.encoder)
+    return Parts(ready.shape, loop, inbox, prompts)
 
 
 def _open_tiers(
@@ -124,13 +119,6 @@ def _open_tiers(
     are_rotated = any(rotates(layer)[0] for layer in config.layers if isinstance(layer, LayerSpec))
     drafted = None if draft is None else draft.model
     return model_tiers.open(model, config, drafted, are_rotated=are_rotated)
-
-
-def _prompts(model: Any, ready: _Ready, tokenizer: Any, processor: Any) -> Prompts:
-    """What reads the prompts of the model."""
-    if ready.inputs is not None:
-        return EncoderPrompts(model, ready.inputs, tokenizer, processor, ready.encoder)
-    return Prompts(ready.shape.family, tokenizer, processor, ready.shape.vocab_size, ready.encoder)
 
 
 def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:
@@ -157,7 +145,6 @@ class _Ready(NamedTuple):
     model: Any
     shape: ModelShape
     encoder: ImageEncoder
-    inputs: InputEncoder | None
     adapters: EngineAdapters
     draft: _Draft | None
 
@@ -168,8 +155,7 @@ class _Ready(NamedTuple):
 
 def _made_ready(own: Any, settings: EngineSettings, draft: LoadedModel | None, tokenizer: Any) -> _Ready:
     """Inspects the engine's copy of a model, and reads its adapters and its draft."""
-    inputs = InputEncoder(own) if own.config.is_encoder_decoder else None
-    shape = _prepared(own, settings.compile, inputs)
+    shape = _prepared(own, settings.compile)
     encoder = ImageEncoder(own)
     adapters = EngineAdapters(own, settings.max_adapters)
     for name, path in (settings.adapters or {}).items():
@@ -179,7 +165,7 @@ def _made_ready(own: Any, settings: EngineSettings, draft: LoadedModel | None, t
         drafting = _inspected_draft(draft, settings.compile, settings.draft == MTP)
         if not drafting.are_heads:
             check_vocabulary(draft, drafting.shapes[0].vocab_size, tokenizer, shape.vocab_size)
-    return _Ready(own, shape, encoder, inputs, adapters, drafting)
+    return _Ready(own, shape, encoder, adapters, drafting)
 
 
 def _cache_config(model: Any, ready: _Ready, settings: EngineSettings, limits: SchedulerConfig) -> KVCacheConfig:
@@ -192,13 +178,11 @@ def _cache_config(model: Any, ready: _Ready, settings: EngineSettings, limits: S
     kv_bytes = settings.kv_bytes
     if settings.kv_blocks is None and kv_bytes is None:
         # As much as for the features again is for the work of the encoder.
-        beside = 2 * settings.encoder_bytes if ready.sees or ready.inputs is not None else 0
+        beside = 2 * settings.encoder_bytes if ready.sees else 0
         if draft is not None and own.device.type == "cuda":
             beside += step_bytes(draft.models[0], draft.shapes[0], own.device, limits)
         kv_bytes = kv_budget(own, shape, own.device, settings.memory_fraction, limits, beside)
     fields = settings.cache_fields(shape.max_positions)
-    if ready.inputs is not None and ready.inputs.max_tokens is not None:
-        fields.setdefault("plan_cross_tokens", ready.inputs.max_tokens)
     if draft is not None:
         _check_positions(draft.shapes[0].max_positions, fields["max_seq_len"])
     if fields.get("objective") == "seconds":
@@ -315,10 +299,8 @@ def _check_positions(max_positions: int | None, longest: int | None) -> None:
         )
 
 
-def _prepared(model: Any, compile: bool, inputs: InputEncoder | None = None) -> ModelShape:
+def _prepared(model: Any, compile: bool) -> ModelShape:
     """Inspects the model and makes its layers faster on a GPU: fewer operations."""
-    if inputs is not None:
-        return inspect_encoder_decoder(model, inputs)
     shape = inspect_model(model, with_states=True)
     if model.device.type == "cuda":
         join_projections(model, lambda: run_probe(model))

@@ -26,7 +26,7 @@ class EngineStats(NamedTuple):
     num_running: int
     num_swapped: int
     tiers: TieringStats | None = None
-    encoder: EncoderStats | None = None  # of models that take images, and of encoder-decoder models
+    encoder: EncoderStats | None = None  # of models that take images
     drafts: DraftStats | None = None  # of a draft model
 
 
@@ -49,7 +49,7 @@ def engine_stats(loop: EngineLoop) -> EngineStats:
         scheduler.num_running,
         scheduler.num_swapped,
         None if loop.tiers is None else loop.tiers.stats(),
-        None if (encodes := loop.pictures or loop.encoded) is None else encodes.cache.stats(),
+        None if loop.pictures is None else loop.pictures.cache.stats(),
         None if loop.drafts is None else loop.drafts.stats(),
     )
 

@@ -20,7 +20,6 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import PromptScores, TokenLogprob
 from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
-from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 
@@ -111,12 +110,10 @@ class Generation:
         cancel: Callable[[Generation], None] | None = None,
         notes: tuple[str, ...] = (),
         pictures: Pictures | None = None,
-        source: EncoderInput | None = None,
     ) -> None:
         self.id = request_id
         self.prompt = prompt
         self.pictures = pictures  # behind placeholders of the prompt
-        self.source = source  # what an encoder reads; then the prompt is the decoder's
         self.begins = len(
             prompt
         )  # the position of the first token of the answer, of which a fork has a part in its prompt
@@ -164,8 +161,8 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The tokens of the prompt, and those that an encoder reads."""
-        return len(self.prompt) + (0 if self.source is None else self.source.num_tokens)
+        """The tokens of the prompt."""
+        return len(self.prompt)
 
     @property
     def token_ids(self) -> Int32Array:

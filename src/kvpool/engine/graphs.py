@@ -304,8 +304,7 @@ class StepGraphs(ABC):
 
         def attend(call: AttentionCall) -> Tensor:
             layer = runner.layer_of(call)
-            if not call.across:
-                runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
+            runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
             return runner.attention(call, plans)
 
         inputs = states = None

@@ -23,7 +23,6 @@ from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.beams import StepBeams
 from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
-from kvpool.engine.encoding import EncodedInputs
 from kvpool.engine.generation import Generation
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner
@@ -103,7 +102,6 @@ class EngineLoop:
         overlap: bool | None = None,
         tiers: TierLink | None = None,
         pictures: StepPictures | None = None,
-        encoded: EncodedInputs | None = None,
         weights: Sequence[SharedWeights] = (),
     ) -> None:
         self.scheduler = scheduler
@@ -124,7 +122,6 @@ class EngineLoop:
         self.tiers = tiers
         self.pictures = pictures  # None: the model reads text only
         self.captures_when_idle = False  # CUDA graphs, before a step needs them
-        self.encoded = encoded  # of an encoder-decoder model
         self._weights = weights
         self.layers = layers  # if they are to be compiled
         self._weights_checked = False  # since the last step
@@ -197,9 +194,8 @@ class EngineLoop:
         if any(weights.changed(compare=compare) for weights in self._weights):
             log.warning("the weights of the model have changed: cached prefixes are forgotten")
             self.forget(remove=False)
-            for part in (self.pictures, self.encoded):
-                if part is not None:
-                    part.cache.clear()
+            if self.pictures is not None:
+                self.pictures.cache.clear()
         self._weights_checked = True
 
     def forget(self, *, remove: bool = True) -> int:
@@ -289,9 +285,7 @@ class EngineLoop:
     def _give_up(self, plan: BatchPlan, error: Exception) -> None:
         """A step could not be launched: ends its requests. The others go on, unless the device is lost."""
         self._catch_up()
-        # Some of their inputs may not be encoded, also of those that compute nothing in this step
-        came = () if self.encoded is None else (*plan.admitted, *plan.resumed)
-        if plan.is_empty and not came:  # no request caused it, so the next step would fail like this one
+        if plan.is_empty:  # no request caused it, so the next step would fail like this one
             raise error
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()  # raises if the device is lost
@@ -304,9 +298,6 @@ class EngineLoop:
             self._end(done)
         for done in self.scheduler.abandon(plan):
             self._end(done, failure)
-        for sequence in came:
-            if not sequence.group.is_finished:
-                self._end(self.scheduler.cancel(sequence.request.id), failure)
 
     def _launch(self, plan: BatchPlan) -> _Launched:
         began = time.perf_counter()
@@ -317,8 +308,6 @@ class EngineLoop:
                 generation.admit(sequence.live_handle().num_cached_tokens)
         for sequence in (*plan.admitted, *plan.resumed):
             self._track(sequence)
-        if self.encoded is not None:
-            self.encoded.write((*plan.admitted, *plan.resumed))
         if plan.is_empty:
             return _Launched(plan, began)
         token_ids, guesses = self._inputs(plan), None

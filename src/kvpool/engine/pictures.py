@@ -13,15 +13,14 @@ from torch import Tensor
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.spans import Span
-from kvpool.model.encoders import EncoderInput
-from kvpool.model.vision import ImageEncoder, Pictures, Shown
+from kvpool.model.vision import ImageEncoder, Picture, Pictures, Shown
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.storage.moving import upload
 
 
 class EncoderStats(NamedTuple):
-    """What the cache of encoded pictures, texts or clips holds, and how often it was of use."""
+    """What the cache of encoded pictures holds, and how often it was of use."""
 
     num_pictures: int
     num_bytes: int
@@ -31,25 +30,25 @@ class EncoderStats(NamedTuple):
 
 
 class EncoderCache:
-    """What an encoder made of its inputs, by content, at most `max_bytes`; what was not used for longest goes first."""
+    """What the encoder made of pictures, by content, at most `max_bytes`; what was not used for longest goes first."""
 
-    def __init__(self, encode: Callable[[Any], Tensor], max_bytes: int) -> None:
+    def __init__(self, encode: Callable[[Picture], Tensor], max_bytes: int) -> None:
         self._encode = encode
         self._max_bytes = max_bytes
         self._features: OrderedDict[str, Tensor] = OrderedDict()
         self._num_bytes = self._num_encoded = self._num_hits = 0
 
-    def features(self, given: Any) -> Tensor:
-        """What the encoder makes of an input, which has a `key`."""
-        found = self._features.get(given.key)
+    def features(self, picture: Picture) -> Tensor:
+        """What the encoder makes of a picture."""
+        found = self._features.get(picture.key)
         if found is not None:
-            self._features.move_to_end(given.key)
+            self._features.move_to_end(picture.key)
             self._num_hits += 1
             return found
-        found = self._encode(given)
+        found = self._encode(picture)
         self._num_encoded += 1
         if found.nbytes <= self._max_bytes:
-            self._features[given.key] = found
+            self._features[picture.key] = found
             self._num_bytes += found.nbytes
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= self._features.popitem(last=False)[1].nbytes
@@ -122,19 +121,15 @@ class StepPictures:
 
 @dataclass(frozen=True, eq=False)
 class PicturedPrompt:
-    """The token ids of a prompt, and the pictures behind its placeholders.
-
-    In an encoder-decoder model they are those of the decoder, and `source` is what the encoder reads.
-    """
+    """The token ids of a prompt, and the pictures behind its placeholders."""
 
     token_ids: Int32Array
     pictures: Pictures | None = None
-    source: EncoderInput | None = None
 
     @property
     def beside(self) -> dict[str, Any]:
         """What a request has beside its tokens."""
-        return {"pictures": self.pictures, "source": self.source}
+        return {"pictures": self.pictures}
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -16,10 +16,9 @@ from kvpool.pools.arrays import Int32Array, as_token_array
 
 
 class Prompts:
-    """Reads the prompts of one model. `EncoderPrompts` does so for encoder-decoder models."""
+    """Reads the prompts of one model."""
 
-    def __init__(self, family: str, tokenizer: Any, processor: Any, vocab_size: int, images: ImageEncoder) -> None:
-        self._family = family
+    def __init__(self, tokenizer: Any, processor: Any, vocab_size: int, images: ImageEncoder) -> None:
         self._tokenizer = tokenizer
         self._processor = processor
         self._vocab_size = vocab_size
@@ -32,10 +31,8 @@ class Prompts:
         ids = processor_output(prompt)[0] if isinstance(prompt, Mapping) else prompt
         return prompt_tokens(ids, self._tokenizer, self._vocab_size)
 
-    def read(self, prompt: Any, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> PicturedPrompt:
-        """The token ids of a prompt, and its pictures or what an encoder reads. Raises if they do not belong together."""
-        if len(audio):
-            raise InvalidArgumentError(f"{self._family} takes no audio")
+    def read(self, prompt: Any, images: Sequence[Any] = ()) -> PicturedPrompt:
+        """The token ids of a prompt, and its pictures. Raises if they do not belong together."""
         if len(images):
             self._check_images()
             prompt = _processed(prompt, images, self._processor)

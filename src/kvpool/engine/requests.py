@@ -19,7 +19,6 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import PromptScores
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.model.encoders import EncoderInput
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
@@ -125,7 +124,6 @@ class RequestMaker:
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
         pictures: Pictures | None = None,
-        source: EncoderInput | None = None,
         private: bool = False,
         begins: int | None = None,
     ) -> NewRequest:
@@ -143,8 +141,7 @@ class RequestMaker:
         withheld = tuple(self._withheld(begins, len(tokens), params))
         if withheld:
             params = replace(params, logits_processors=(*withheld, *params.logits_processors))
-        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes}
-        told |= {"pictures": pictures, "source": source}
+        told: dict[str, Any] = {"eos_ids": self.eos_ids, "cancel": self.cancel, "notes": notes, "pictures": pictures}
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, **told)
         generation.adapter, generation.begins = adapter, begins
         if params.prompt_logprobs is not None:
@@ -152,8 +149,6 @@ class RequestMaker:
         generation.is_private = private or generation.scores is not None
         if generation.is_private:
             scope = replace(scope or ReuseScope(), salt=secrets.token_hex())
-        if source is not None:  # keys and values of the decoder depend on it
-            scope = replace(scope or ReuseScope(), encoder=source.key)
         request = Request(
             generation.id,
             tokens,
@@ -168,7 +163,6 @@ class RequestMaker:
             retention=retention,
             hint=ToolCalls(self.tokenizer) if looks else hint,
             multimodal=() if pictures is None else pictures.items,
-            cross_tokens=0 if source is None else source.num_tokens,
             together=() if pictures is None else pictures.together,
         )
         return NewRequest(generation, request)
@@ -209,6 +203,7 @@ class RequestMaker:
 _INSTEAD = {  # arguments of transformers' `generate`
     "assistant_model": "Engine(draft=...) takes a draft model, Engine(draft_tokens=...) drafts without one",
     "logits_processor": "write SamplingParams(logits_processors=[...])",
+    "audio": "it left in 0.3: transformers or vLLM run models that hear",
     "input_ids": "the first argument takes token ids",
     "pixel_values": "images=... takes images, and a prompt may be what the processor gave",
     "stopping_criteria": "SamplingParams has stop, stop_token_ids and max_new_tokens",
@@ -219,7 +214,7 @@ _INSTEAD = {  # arguments of transformers' `generate`
 
 def check_options(options: Mapping[str, object]) -> None:
     """Refuses options that requests do not have, and says where they belong."""
-    own = ("self", "tokens", "params", "pictures", "source", "private", "begins")
+    own = ("self", "tokens", "params", "pictures", "private", "begins")
     allowed = [name for name in inspect.signature(RequestMaker.make).parameters if name not in own]
     for name in options.keys() - set(allowed):
         if name in {each.name for each in fields(SamplingParams)}:
@@ -257,14 +252,14 @@ def list_of_prompts(prompts: object, params: object) -> list[tuple[Any, Any]]:
     return list(zip(chosen, each, strict=True))
 
 
-def of_prompts(name: str, given: object, num_prompts: int) -> list[Sequence[Any]]:
-    """The images or clips of each prompt."""
+def images_of_prompts(given: object, num_prompts: int) -> list[Sequence[Any]]:
+    """The images of each prompt."""
     if given is None:
         return [()] * num_prompts
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else None
     if each is None or len(each) != num_prompts or not all(isinstance(some, Sequence) for some in each):
         raise InvalidArgumentError(
-            f"{name} must be a list of {name} for each of the {num_prompts} prompts, got {show(given)}"
+            f"images must be a list of images for each of the {num_prompts} prompts, got {show(given)}"
         )
     return each
 

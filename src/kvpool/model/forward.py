@@ -1,4 +1,4 @@
-"""How steps call a model, whatever it is: with pictures, with layers that keep a state, or with an encoder."""
+"""How steps call a model, whatever it is: with pictures, or with layers that keep a state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.model.encoders import decode
 from kvpool.model.hook import Attend, attending
 from kvpool.model.positions import placed
 from kvpool.model.state_steps import StateStep, keeping_states
@@ -32,8 +31,6 @@ def forward(
     `keep` lists the tokens whose logits are wanted; None: all. `positions` are [axis, token] where a model has several for
     each token. `shown` are pictures behind placeholder tokens. Nothing waits for the device.
     """
-    if model.config.is_encoder_decoder:
-        return decode(model, input_ids, positions, keep, attend)
     tokens = {"input_ids": input_ids.unsqueeze(0)}
     if shown is not None:
         tokens = {"inputs_embeds": embedded(model, input_ids, shown).unsqueeze(0)}

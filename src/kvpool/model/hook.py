@@ -30,8 +30,6 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None  # learned logits [query head]
     slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
     chunk: int | None = None  # a query sees its own chunk of so many tokens
-    biases: Tensor | None = None  # learned ones by distance before the query [query head, distance]
-    across: bool = False  # keys and values are those of an encoder's tokens
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
@@ -123,8 +121,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls once per layer, with [1, head, token, dim]; it returns [1, token, head, dim]."""
-    across = getattr(module, "attends_across", None)  # of an encoder-decoder model
-    if attention_mask is not None or (position_bias is not None and across is None):
+    if attention_mask is not None or position_bias is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
         )
@@ -139,8 +136,6 @@ def _attention(
         softcap,
         s_aux,
         chunk=_chunk_of(module),
-        biases=None if position_bias is None or across else position_bias[0, :, 0],
-        across=bool(across),
     )
     return attend_to(call), None
 

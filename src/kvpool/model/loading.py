@@ -80,7 +80,7 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a language model of transformers: causal, with images beside text, or with an encoder.
+    """Loads a language model of transformers: causal, or with images beside text.
 
     `source` is one of: a directory with safetensors; a .gguf file (converted once, see `gguf_conversion`); a configuration
     (mapping, .json file or transformers object), which gets random weights drawn with `seed`; a loaded model, used as
@@ -238,19 +238,11 @@ def _with_random_weights(
 
 def _family_of(config: Any) -> Any:
     """The class that loads a model of this configuration. Raises UnsupportedModelError if it is no language model."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSpeechSeq2Seq,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     name = f"{type(config).__name__} (model_type {show(getattr(config, 'model_type', None))})"
     if getattr(config, "is_encoder_decoder", False):
-        for auto in (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq):
-            if type(config) in auto._model_mapping:
-                return auto
-        raise UnsupportedModelError(f"{name} is of an encoder-decoder model that generates no text")
+        raise UnsupportedModelError(f"{name} has an encoder beside its decoder, which only transformers or vLLM run")
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
     if remote or type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
@@ -354,10 +346,9 @@ def _pretrained(
 
 
 def load_processor(loaded: LoadedModel) -> Any:
-    """What makes inputs of texts, images and sound; None if the model came without it, or it cannot be loaded."""
+    """What makes inputs of texts and images; None if the model came without it, or it cannot be loaded."""
     info = loaded.info
-    takes_more = hasattr(loaded.model.config, "vision_config") or loaded.model.main_input_name == "input_features"
-    if not takes_more or info.origin not in ("directory", "hub"):
+    if not hasattr(loaded.model.config, "vision_config") or info.origin not in ("directory", "hub"):
         return None
     if info.path is not None and not any((info.path / name).is_file() for name in _PROCESSOR_FILES):
         return None

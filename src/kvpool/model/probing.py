@@ -48,8 +48,6 @@ class LayerShape:
     sinks: bool = False  # whether each query head has a learned sink logit
     slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
     chunk: int | None = None
-    biases: int = 0  # distances of a key before the query that have a learned bias
-    cross: bool = False  # whether it attends to the tokens of an encoder
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class ModelShape:
 
         Windowed and chunked layers do not count, because they read only their window or chunk.
         """
-        full = [each for each in self.layers if each.window is None and each.chunk is None and not each.cross]
+        full = [each for each in self.layers if each.window is None and each.chunk is None]
         pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in full)
         return pairs / (2 * max(num_parameters, 1))
 
@@ -89,7 +87,6 @@ class ModelShape:
                 window=layer.window,
                 chunk=layer.chunk,
                 dtype=dtype,
-                cross_attention=layer.cross,
             )
             for layer in self.layers
         ]
@@ -104,7 +101,6 @@ class ModelShape:
             soft_cap=shape.soft_cap,
             sink_logits=shape.sinks,
             slopes=shape.slopes,
-            biases=shape.biases,
             dtype=self.dtype,
         )
 
@@ -173,7 +169,9 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
     """Refuses a model by its configuration and code, before it runs."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{_name(model)} has an encoder: only kvpool.engine runs it")
+        raise UnsupportedModelError(
+            f"{_name(model)} has an encoder beside its decoder, which only transformers or vLLM run"
+        )
     if keeps_indexer(model):
         raise UnsupportedModelError(
             f"{_name(model)} keeps an indexer's keys per token, by which its attention chooses the tokens that it sees; the "
@@ -279,8 +277,6 @@ def layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         sinks=call.sinks is not None,
         slopes=call.slopes,
         chunk=call.chunk,
-        biases=0 if call.biases is None else call.biases.shape[-1],
-        cross=call.across,
     )
 
 

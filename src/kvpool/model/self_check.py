@@ -271,11 +271,8 @@ class ContiguousAttention:
         return attention(call, q, k, v, start)
 
 
-def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int = 0, *, causal: bool = True) -> Tensor:
-    """Attention of the last tokens of one sequence over all of it, which begins at position `start`.
-
-    If it is not `causal`, tokens attend to all keys.
-    """
+def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int = 0) -> Tensor:
+    """Attention of the last tokens of one sequence over all of it, which begins at position `start`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * call.scale
@@ -287,10 +284,7 @@ def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int =
     if call.slopes is not None:
         slopes = torch.tensor(call.slopes, device=q.device)[:, None, None]
         scores = scores + slopes * (key_position - query_position)
-    if call.biases is not None:
-        distance = (query_position - key_position).clamp(0, call.biases.shape[1] - 1)
-        scores = scores + call.biases.float()[:, distance]
-    hidden = (key_position > query_position) & causal
+    hidden = key_position > query_position
     if call.window is not None:
         hidden |= key_position <= query_position - call.window
     if call.chunk is not None:

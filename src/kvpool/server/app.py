@@ -46,7 +46,6 @@ from kvpool.server.schema import (
 )
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tracing import Tracing
-from kvpool.server.transcriptions import form_schema, read_form, transcribe
 from kvpool.version import __version__
 from kvpool.web import BodyLimit, LocalNames
 
@@ -312,12 +311,6 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def embeddings(body: Embeddings, caller: Caller = caller_of) -> dict[str, Any]:
         """A vector for each text, pooled from the model's hidden states."""
         return await embed(body, server.model(body.model), caller, server.gate)
-
-    @app.post("/v1/audio/transcriptions", responses=STREAMED, openapi_extra={"requestBody": form_schema()})
-    async def transcriptions(request: Request, caller: Caller = caller_of) -> Response:
-        """Writes what is said in a WAV file, as OpenAI's endpoint does."""
-        form = await read_form(request)
-        return await transcribe(request, form, server.model(form.fields.model), caller, server.context)
 
 
 def _add_cache(app: FastAPI, server: Server) -> None:
