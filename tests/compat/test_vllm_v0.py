@@ -75,6 +75,24 @@ def test_given_a_lookahead_when_asked_about_swapping_in_then_its_blocks_count() 
     assert blocks.can_swap_in(["away"], 25) is AllocStatus.NEVER
 
 
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_given_a_group_that_can_never_come_back_when_asked_then_it_is_never_whoever_is_there(
+    enable_caching: bool,
+) -> None:
+    blocks = BlockManager(4, 8, 8, watermark=0.0, enable_caching=enable_caching)
+    blocks.allocate("away", list(range(22)))
+    blocks.mark_blocks_as_computed("away", 22)
+    blocks.swap_out(["away"])
+    for others in (0, 2, 4):
+        if others:
+            blocks.allocate(f"others {others}", [100] * 8)
+        wanted = AllocStatus.OK if others < 4 else AllocStatus.LATER
+        assert blocks.can_swap_in(["away"], 2) is wanted
+        assert blocks.can_swap_in(["away"], 10) is (AllocStatus.LATER if others else AllocStatus.OK)
+        assert blocks.can_swap_in(["away"], 11) is AllocStatus.NEVER
+    blocks.manager.check()
+
+
 class Device(Enum):
     """V0's own."""
 

@@ -318,18 +318,24 @@ class BlockManager(Adapter):
         return bool(self.manager.can_swap_out(*self._handles(seq_ids, self._after_step)))
 
     def can_swap_in(self, seq_ids: Sequence[Hashable], num_lookahead_slots: int = 0) -> AllocStatus:
-        """Whether the GPU can take a group back, with so many more places behind each of its sequences."""
+        """Whether the GPU can take a group back, with so many more places behind each of its sequences.
+
+        NEVER follows from all blocks of the group, also those that the GPU still has cached.
+        """
         handles, lookahead = self._handles(seq_ids), as_count(num_lookahead_slots, "num_lookahead_slots")
-        admission, config = self.manager.can_swap_in(*handles), self.manager.config
-        if not admission or not lookahead:
-            return admission.status
-        ends = (ceil_div(handle.num_reserved + lookahead, config.block_size) - handle.num_blocks for handle in handles)
-        need = admission.blocks_needed[0] + sum(max(0, more) for more in ends)
+        admission, size = self.manager.can_swap_in(*handles), self.manager.config.block_size
+        on_host, num_behind, num_more = set[int](), 0, 0
+        for handle in handles:
+            assert handle.swapped is not None  # which `can_swap_in` has refused
+            on_host.update(*(ids[ids >= 0].tolist() for ids in handle.swapped.ids))
+            num_behind += handle.num_blocks - ceil_div(handle.num_written, size)
+            num_more += max(0, ceil_div(handle.num_reserved + lookahead, size) - handle.num_blocks)
         num_blocks = self.manager.inspect.num_blocks()
-        mark = config.watermark_blocks(0, num_blocks)
-        if need > num_blocks - mark:
+        mark = self.manager.config.watermark_blocks(0, num_blocks)
+        if len(on_host) + num_behind + num_more > num_blocks - mark:
             return AllocStatus.NEVER
-        return AllocStatus.OK if need <= admission.blocks_available[0] - mark else AllocStatus.LATER
+        need = admission.blocks_needed[0] + num_more
+        return AllocStatus.OK if need <= max(0, admission.blocks_available[0] - mark) else AllocStatus.LATER
 
     def swap_out(self, seq_ids: Sequence[Hashable]) -> Pairs:
         """(GPU block, CPU block) for every block to copy; forks swapped together stay shared."""
