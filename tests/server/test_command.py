@@ -28,7 +28,7 @@ from kvpool.server.auth import Access
 from kvpool.server.early_server import EarlyServer, bound
 from kvpool.server.limits import Gate, Limits
 from kvpool.server.running import _drain
-from kvpool.server.serve_settings import ServeSettings, step_limits
+from kvpool.server.serve_settings import ModelSettings, ServeSettings, step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -42,7 +42,7 @@ def test_given_loaded_models_then_the_garbage_collector_looks_at_them_no_more(
 ) -> None:
     frozen: list[int] = []
     monkeypatch.setattr(EarlyServer, "hand_over", lambda *_, **options: frozen.append(gc.get_freeze_count()))
-    options = SimpleNamespace(check_model=bool)
+    options = SimpleNamespace(check_model=bool, publish=None)
     model: Any = SimpleNamespace(name="tiny", options=options, make_engine=lambda: nullcontext(engine), tool_parser="")
     alive = len(gc.get_objects())
     try:
@@ -180,6 +180,35 @@ def test_given_a_port_in_use_then_it_is_said_before_a_model_is_loaded(capsys: py
     assert f"cannot listen at 127.0.0.1, port {port}: another program listens there" in capsys.readouterr().err
     assert main(["serve", "--host", "no.such.host.invalid", "--insecure", "nowhere"]) == 2
     assert "cannot listen at no.such.host.invalid, port 8000" in capsys.readouterr().err
+
+
+def test_given_a_port_of_events_in_use_then_both_are_said_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
+    monkeypatch.setattr(ModelSettings, "make_engine", lambda _: pytest.fail("a model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "--port", "0", "--publish", f"tcp://127.0.0.1:{port - 1}"]) == 2
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port - 1}'" in said
+    assert f"127.0.0.1:{port}'" in said
+
+
+def test_given_models_that_publish_at_neighbouring_ports_then_they_are_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
+    monkeypatch.setattr(ModelSettings, "make_engine", lambda _: pytest.fail("a model is loaded"))
+    (tmp_path / "config.json").write_text("{}")
+    tables = [
+        f"[[models]]\nname = '{port}'\nmodel = '{tmp_path}'\npublish = 'tcp://127.0.0.1:{port}'\n"
+        for port in (20_557, 20_558)
+    ]
+    file = tmp_path / "kvpool.toml"
+    file.write_text("[server]\nport = 0\n" + "".join(tables))
+    assert main(["serve", "--config", str(file)]) == 2
+    assert "where both ports are free" in capsys.readouterr().err
 
 
 def test_given_localhost_then_all_of_its_addresses_have_the_same_port() -> None:

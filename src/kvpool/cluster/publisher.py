@@ -82,12 +82,10 @@ class EventPublisher:
         self._zmq = _zmq()
         self._context = self._zmq.Context()
         try:
-            self._out = self._context.socket(self._zmq.PUB)
-            self._out.set(self._zmq.SNDHWM, _SEND_QUEUE)
-            self.endpoint = self._bind(self._out, endpoint)
-            self._asked = self._context.socket(self._zmq.ROUTER)
-            self._asked.set(self._zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
-            self.replay_endpoint = self._bind(self._asked, replay)
+            self._out, self._asked = _listening(self._zmq, self._context, endpoint, replay)
+            self.endpoint, self.replay_endpoint = (
+                str(each.get_string(self._zmq.LAST_ENDPOINT)) for each in (self._out, self._asked)
+            )
             self._subscription = manager.subscribe()
         except BaseException:
             self._context.destroy(linger=0)
@@ -98,16 +96,6 @@ class EventPublisher:
         ]
         for thread in self._threads:
             thread.start()
-
-    def _bind(self, socket: Any, endpoint: str) -> str:
-        socket.set(self._zmq.LINGER, 0)
-        try:
-            socket.bind(endpoint)
-        except self._zmq.ZMQError as error:
-            raise ConfigError(
-                f"events cannot be published at {show(endpoint)}: {error}; give tcp://HOST:PORT"
-            ) from None
-        return str(socket.get_string(self._zmq.LAST_ENDPOINT))
 
     # --- its two threads ---------------------------------------------------------------------------------------------
 
@@ -225,13 +213,40 @@ def _cut(events: Iterable[WireEvent]) -> Iterator[WireEvent]:
                 yield replace(event, hashes=event.hashes[part])
 
 
-def check_publishing(endpoint: object) -> None:
-    """Refuses a wrong endpoint of `publish=` before anything is opened. None means: publish nothing."""
-    if endpoint is not None:
-        if not isinstance(endpoint, str):
-            raise ConfigError(f"publish must be where to listen, as tcp://127.0.0.1:5557, got {show(endpoint)}")
-        port_above(endpoint)
-        _zmq()
+def check_publishing(*endpoints: object) -> None:
+    """Refuses wrong endpoints of `publish=`, and those where somebody listens, before a model is loaded. None means: publish
+    nothing.
+    """
+    wanted = [endpoint for endpoint in endpoints if endpoint is not None]
+    if not wanted:
+        return
+    zmq = _zmq()
+    context = zmq.Context()
+    listening: list[Any] = []
+    try:
+        for endpoint in wanted:
+            if not isinstance(endpoint, str):
+                raise ConfigError(f"publish must be where to listen, as tcp://127.0.0.1:5557, got {show(endpoint)}")
+            listening += _listening(zmq, context, endpoint, port_above(endpoint))  # all at once: no two at one port
+    finally:
+        context.destroy(linger=0)
+
+
+def _listening(zmq: Any, context: Any, endpoint: str, replay: str) -> tuple[Any, Any]:
+    """A socket for events and one for those that somebody missed."""
+    out, asked = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    out.set(zmq.SNDHWM, _SEND_QUEUE)
+    asked.set(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
+    try:
+        for socket, address in ((out, endpoint), (asked, replay)):
+            socket.set(zmq.LINGER, 0)
+            socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"events cannot be published at {show(endpoint)}, and at {show(replay)} for readers that missed some: {error}; "
+            f"give tcp://HOST:PORT where both ports are free"
+        ) from None
+    return out, asked
 
 
 def port_above(endpoint: str) -> str:

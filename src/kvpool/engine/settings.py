@@ -57,7 +57,8 @@ class EngineSettings:
     `adapters` are directories of LoRA adapters by name, for `generate(adapter=NAME)`. At most `max_adapters` are on the
     device at once: docs/adapters.md.
 
-    `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached: docs/cluster.md.
+    `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached; one port above they ask for what
+    they missed: docs/cluster.md.
     """
 
     _: KW_ONLY
@@ -98,7 +99,7 @@ class EngineSettings:
     tiers: Sequence[KeyedTier] | None = None
     tier_timeout: float = _shown(REQUEST_TIMEOUT, help_of("timeout"), float)
     tier_min_uses: int = 1
-    publish: str | None = _shown(None, "Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
+    publish: str | None = _shown(None, "Announce what is cached to routers at tcp://HOST:PORT and one port above.")
 
     def __post_init__(self) -> None:
         """Refuses wrong values, and settings that contradict each other, before a model is loaded."""

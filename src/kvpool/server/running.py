@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from kvpool.cluster.publisher import check_publishing
 from kvpool.engine.options import tell, tell_loading
 from kvpool.server.auth import Access
 from kvpool.server.early_server import GRACE_SECONDS, EarlyServer
@@ -27,6 +28,7 @@ def serve_models(settings: ServeSettings, models: Sequence[ModelSettings], acces
         model.options.check_model()
     with ExitStack() as stack:
         server = stack.enter_context(EarlyServer(settings, GRACE_SECONDS))
+        check_publishing(*(model.options.publish for model in models))
         engines = []
         for number, model in enumerate(models, 1):
             server.doing = f"it loads model {number} of {len(models)}"  # without its name, which not everybody may know
