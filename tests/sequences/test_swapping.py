@@ -235,6 +235,30 @@ def test_quotas_of_others_hold_when_a_request_comes_back() -> None:
     assert manager.can_swap_in(handle).status is AllocStatus.LATER
 
 
+def test_a_pin_on_what_a_request_finds_when_it_comes_back_protects_no_other_run_of_its_tenant_any_more() -> None:
+    """Then the rest of what is guaranteed to the tenant is no room for others."""
+    manager = make_manager(gpu_blocks=8)
+    ours = ReuseScope(tenant="t")
+    found, other = running(manager, "found", 16, scope=ours), running(manager, "other", 8, first=700)
+    manager.swap_out(found, other)
+    manager.cache.evict(8)
+    manager.swap_in(found)
+    manager.cache.pin(list(range(16)), scope=ours)
+    manager.swap_out(found)
+    manager.free(running(manager, "old", 12, first=500, scope=ours))
+    manager.cache.set_quota("t", guaranteed=4)
+    answer = manager.can_swap_in(found, other)
+    assert (answer.blocks_needed, answer.blocks_available) == ((2,), (1,))
+    with pytest.raises(OutOfBlocksError, match="swapping in 2 requests"):
+        manager.swap_in(found, other)
+    assert found.is_swapped
+    assert other.is_swapped
+    manager.check()
+    manager.cache.set_quota("t", guaranteed=2)
+    manager.swap_in(found, other)
+    manager.check()
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -50,9 +50,12 @@ class Quota:
         self.cached = [0] * len(guaranteed)
         self.pinned = [0] * len(guaranteed)  # of the cached ones
 
-    def protected(self, pool: int) -> int:
-        """How many of the tenant's unpinned cached blocks other tenants cannot evict."""
-        return _protected(self.cached[pool], self.guaranteed[pool], self.pinned[pool])
+    def protected(self, pool: int, num_reused: int = 0, num_pinned: int = 0) -> int:
+        """How many of the tenant's unpinned cached blocks other tenants cannot evict.
+
+        Once it reads `num_reused` of its cached blocks, of which `num_pinned` are pinned, they are idle no more.
+        """
+        return _protected(self.cached[pool] - num_reused, self.guaranteed[pool], self.pinned[pool] - num_pinned)
 
     def excess(self, pool: int) -> int:
         """How many blocks the tenant's idle cache is over its maximum."""

@@ -206,9 +206,14 @@ class CacheState:
             available = shared + sum(own)
             if total > available:
                 raise self.shortage(pool, total, available, what)
-        for pool, total in zip(self.gpu_pools, totals, strict=True):
-            missing = total - pool.num_free
-            for tenant, most in [(None, missing), *((t, n[pool.index]) for t, n in needs.items())]:
+        self.make_room_for_each(needs)
+
+    def make_room_for_each(self, needs: dict[str, list[int]]) -> None:
+        """Evicts until the needs of all tenants are free. The caller has checked that enough is evictable."""
+        for pool in self.gpu_pools:
+            missing = sum(of_tenant[pool.index] for of_tenant in needs.values()) - pool.num_free
+            of_tenants = [(tenant, of_tenant[pool.index]) for tenant, of_tenant in needs.items()]
+            for tenant, most in of_tenants if len(needs) == 1 else [(None, missing), *of_tenants]:
                 if missing > 0:
                     missing -= self.cache.evict(pool, min(missing, most), tenant, EvictionReason.CAPACITY)
 

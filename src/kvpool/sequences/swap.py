@@ -19,7 +19,7 @@ from kvpool.sequences.admission import AdmissionPlanner
 from kvpool.sequences.allocate import Allocator
 from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
 from kvpool.sequences.release import Releaser
-from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
+from kvpool.sequences.state import Admission, AllocStatus, CacheState
 
 
 class Swapper:
@@ -164,8 +164,9 @@ class Swapper:
         """OK, LATER or NEVER, with the watermark kept free."""
         _no_repeats(handles)
         matches = self._residents(handles)
-        needs = self._gpu_needs(handles, matches)
-        supply = self._gpu_supply(handles, matches)
+        of_tenants = self._gpu_needs(handles, matches)
+        needs = self._in_all(of_tenants)
+        supply = self._gpu_supply(of_tenants, matches)
         for index, pool in enumerate(self.state.gpu_pools):
             mark = self.state.watermark(index)
             if needs[index] > pool.num_blocks - mark:
@@ -246,22 +247,44 @@ class Swapper:
             columns = columns[(columns >= self.rows.window_start[group.index, row]) | (columns < group.sinks)]
         return columns
 
-    def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
-        needs = self._needs(self._missing(handles, [m.num_blocks for m in matches]))
-        for group in self.state.growing:
-            needs[group.pool] += sum(len(self._fresh(group, handle.row)) for handle in handles)
-        return needs
+    def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> dict[str, list[int]]:
+        """Blocks per pool that the requests of each tenant take. Only those of one tenant can share host blocks."""
+        of_tenants: dict[str, list[int]] = {}
+        for tenant in dict.fromkeys(handle.scope.tenant for handle in handles):
+            own = [i for i, handle in enumerate(handles) if handle.scope.tenant == tenant]
+            needs = self._needs(self._missing([handles[i] for i in own], [matches[i].num_blocks for i in own]))
+            for group in self.state.growing:
+                needs[group.pool] += sum(len(self._fresh(group, handles[i].row)) for i in own)
+            of_tenants[tenant] = needs
+        return of_tenants
 
-    def _gpu_supply(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
-        supply = self.state.supply(common_tenant(handles))
-        used: dict[Node, int] = {}
+    def _gpu_supply(self, needs: dict[str, list[int]], matches: list[Match]) -> list[int]:
+        """Blocks per pool that are free or may be evicted for all of them once they hold what they find.
+
+        A pinned run that they hold protects no other run of its tenant any more. What is guaranteed to a tenant gives way
+        to its own requests alone.
+        """
+        held: dict[Node, int] = {}
         for match in matches:
             for node in match.path:
-                if not node.active and not node.pins:
-                    used[node] = max(used.get(node, 0), min(node.end, match.num_blocks) - node.start)
-        for pool, per_position in self.context.full_per_pool:
-            supply[pool] -= sum(used.values()) * per_position
+                if not node.active:
+                    held[node] = max(held.get(node, 0), min(node.end, match.num_blocks) - node.start)
+        supply = self.state.supply(None)
+        per_position = dict(self.context.full_per_pool)
+        for index in range(len(supply)):
+            blocks = [(node, length * per_position.get(index, 0)) for node, length in held.items()]
+            supply[index] -= sum(count for node, count in blocks if not node.pins)
+            for tenant, quota in self.cache.orders.quotas.items():
+                own = [(node, count) for node, count in blocks if node.tenant == tenant]
+                num_held, num_pinned = sum(n for _, n in own), sum(n for node, n in own if node.pins)
+                kept = quota.protected(index, num_held, num_pinned)
+                supply[index] += quota.protected(index) - kept
+                if tenant in needs:
+                    supply[index] += kept if len(needs) == 1 else min(kept, needs[tenant][index])
         return supply
+
+    def _in_all(self, needs: dict[str, list[int]]) -> list[int]:
+        return [sum(of_tenant[pool.index] for of_tenant in needs.values()) for pool in self.state.gpu_pools]
 
     def swap_in(self, handles: Sequence[KVCacheHandle]) -> int:
         """Brings requests back; returns how many blocks are copied."""
@@ -269,12 +292,13 @@ class Swapper:
         _no_repeats(handles)
         row_list = [self._swapped_row(handle) for handle in handles]
         matches = self._residents(handles)
-        needs, supply = self._gpu_needs(handles, matches), self._gpu_supply(handles, matches)
-        state.refuse_shortage(needs, supply, f"swapping in {len(handles)} requests")
+        needs = self._gpu_needs(handles, matches)
+        state.refuse_shortage(
+            self._in_all(needs), self._gpu_supply(needs, matches), f"swapping in {len(handles)} requests"
+        )
         for handle, row, match in zip(handles, row_list, matches, strict=True):
             self._hold_resident(handle, row, match.num_blocks)
-        for pool, need in zip(state.gpu_pools, needs, strict=True):
-            self.cache.make_room(pool, need, common_tenant(handles))
+        state.make_room_for_each(needs)
         wanted = self._missing(handles, [m.num_blocks for m in matches])
         moved = 0
         for group, of_group in zip(state.groups, wanted, strict=True):
