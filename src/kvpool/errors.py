@@ -37,7 +37,7 @@ class DuplicateRequestError(KVPoolError, ValueError):
     """A request with this id is already live."""
 
 
-class OutOfBlocksError(KVPoolError):
+class OutOfBlocksError(KVPoolError, ValueError):
     """The pool cannot serve the operation now. Nothing was changed; try again after other requests are freed."""
 
 

@@ -56,7 +56,12 @@ TAKES: dict[str, Any] = {
     **{"block_size": is_int(1), "num_gpu_blocks": is_int(0), "num_cpu_blocks": is_int(0), "watermark": is_number},
     **{"sliding_window": is_int(1), "enable_caching": is_flag, "encoder_decoder": is_flag, "tokens": is_tokens},
     **{"num_lookahead_slots": is_int(0), "num_encoder_tokens": is_int(0), "seq_id": is_id, "request_id": is_id},
-    **{"encoder_key": lambda value: isinstance(value, str), "num_tokens": is_int(0), "child_seq_id": is_id},
+    **{
+        "encoder_key": lambda value: isinstance(value, str),
+        "lora_int_id": is_int(0),
+        "num_tokens": is_int(0),
+        "child_seq_id": is_id,
+    },
     "mark_blocks_as_computed.tokens": lambda value: value is None or is_tokens(value) or is_int(0)(value),
     **{
         "layer": is_int(0, 1),

@@ -118,6 +118,31 @@ def test_given_a_device_as_v0_names_it_then_the_cache_of_it_is_meant() -> None:
         blocks.reset_prefix_cache("tpu")
 
 
+def test_given_a_reset_then_the_hit_rate_begins_anew() -> None:
+    blocks = BlockManager(4, 16, 8, enable_caching=True)
+    for expected in (4 / 8, 4 / 8):
+        for name in ("a", "b"):
+            blocks.allocate(name, PROMPT)
+            blocks.mark_blocks_as_computed(name, None)
+            blocks.free(name)
+        assert blocks.get_prefix_cache_hit_rate() == blocks.get_prefix_cache_hit_rate("gpu") == expected
+        assert blocks.reset_prefix_cache("cpu")
+        assert blocks.get_prefix_cache_hit_rate("gpu") == expected
+        assert blocks.reset_prefix_cache()
+        assert blocks.get_prefix_cache_hit_rate() == blocks.get_prefix_cache_hit_rate(Device.GPU) == 0.0
+
+
+def test_given_the_same_tokens_under_another_lora_then_nothing_is_shared() -> None:
+    blocks = BlockManager(4, 32, enable_caching=True)
+    for name, lora, cached in (("a", 1, 0), ("b", 2, 0), ("c", 0, 0), ("d", 1, 15), ("e", 2, 15), ("f", 0, 15)):
+        blocks.allocate(name, PROMPT, lora_int_id=lora)
+        assert blocks.get_num_cached_tokens(name) == cached
+        blocks.mark_blocks_as_computed(name, None)
+    long = list(range(16)) + [7] * 68
+    assert blocks.can_allocate(long, lora_int_id=1) is AllocStatus.OK
+    assert blocks.can_allocate(long, lora_int_id=3) is AllocStatus.LATER
+
+
 def test_given_calls_of_v0_that_nobody_needs_then_the_error_says_why() -> None:
     blocks = BlockManager(4, 16)
     with pytest.raises(InvalidArgumentError, match="noted where it happens"):
@@ -462,6 +487,20 @@ def test_given_a_pair_that_cannot_be_copied_then_it_is_refused_and_the_engine_go
     assert engine.cpu_cache[0][0][3].unique().tolist() == [7.0]
 
 
+def test_given_pairs_in_a_tensor_as_v0s_worker_gets_them_then_they_are_carried_out() -> None:
+    blocks = BlockManager(4, 16, 8, layers=[LayerSpec(1, 4)], device="cpu")
+    engine = CacheEngine(blocks)
+    engine.gpu_cache[0][0][:] = torch.arange(16.0)[:, None, None, None]
+    engine.copy(torch.tensor([(0, 1), (2, 3)]))
+    engine.swap_out(torch.tensor([(3, 0)], dtype=torch.int64).view(-1, 2))
+    engine.swap_in(torch.tensor([(0, 5)]))
+    engine.swap_in(torch.tensor([], dtype=torch.int64).view(-1, 2))
+    assert engine.gpu_cache[0][0][[1, 3, 5], 0, 0, 0].tolist() == [0.0, 2.0, 2.0]
+    for wrong in (torch.tensor([0, 1]), torch.tensor([(0.0, 1.0)]), torch.tensor([(0, 1, 2)]), torch.tensor([(0, 99)])):
+        with pytest.raises(InvalidArgumentError):
+            engine.copy(wrong)
+
+
 def test_given_a_wrong_copy_when_the_data_plane_runs_it_then_it_is_not_kept() -> None:
     blocks = BlockManager(4, 16, layers=[LayerSpec(1, 4)], device="cpu")
     ids = (np.array([0], np.int32), np.array([99], np.int32))
@@ -515,8 +554,9 @@ def test_given_the_allocators_then_one_shares_prefixes_and_both_copy_on_write() 
         ):
             with pytest.raises(InvalidArgumentError, match=f"{name}: blocks belong to sequences here"):
                 getattr(allocator, name)()
-        with pytest.raises(OutOfBlocksError):
+        with pytest.raises(ValueError, match="has 16") as full:  # as V0's NoFreeBlocksError is one
             allocator.allocate("long", list(range(100)))
+        assert isinstance(full.value, OutOfBlocksError)
 
 
 def test_given_an_evictor_then_the_oldest_goes_first_and_of_equals_the_deepest() -> None:

@@ -118,6 +118,7 @@ class BlockManager(Adapter):
         self._samples: dict[
             Hashable, tuple[Hashable, int]
         ] = {}  # forked before their parent is computed: it, its length
+        self._at_reset: dict[Tier, tuple[int, int]] = {}  # hits in a tier and lookups before its cache was reset
 
     def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
         """The handle of a sequence; one that was forked before its parent was computed becomes a fork of it now."""
@@ -165,10 +166,14 @@ class BlockManager(Adapter):
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def can_allocate(self, tokens: Any, num_lookahead_slots: int = 0, *, num_encoder_tokens: int = 0) -> AllocStatus:
+    def can_allocate(
+        self, tokens: Any, num_lookahead_slots: int = 0, *, num_encoder_tokens: int = 0, lora_int_id: int = 0
+    ) -> AllocStatus:
         if tokens is None:
             raise InvalidArgumentError("tokens=None: V0's can_allocate takes the prompt's token ids")
-        return self.manager.can_allocate(tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens).status
+        return self.manager.can_allocate(
+            tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens, scope=_scope_of(lora_int_id)
+        ).status
 
     def allocate(
         self,
@@ -179,11 +184,12 @@ class BlockManager(Adapter):
         num_encoder_tokens: int = 0,
         encoder_key: str = "",
         request_id: Hashable = None,
+        lora_int_id: int = 0,
     ) -> None:
         """Blocks for a prompt, and for its encoder's tokens: their table is `request_id`'s (default: the sequence's id).
 
         `encoder_key` names the content of the encoder's input. Prompts with equal keys share blocks; without one an
-        encoder's request shares none.
+        encoder's request shares none. Prompts under different LoRAs share none either; 0 is no LoRA.
         """
         if tokens is None:
             raise InvalidArgumentError("tokens=None: V0's allocate takes the prompt's token ids")
@@ -194,7 +200,7 @@ class BlockManager(Adapter):
             raise DuplicateRequestError(
                 f"request {request!r} has a table of encoder blocks already; free_cross it first"
             )
-        scope = ReuseScope(encoder=encoder_key)
+        scope = _scope_of(lora_int_id, encoder_key)
         self.manager.allocate(
             seq_id, tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens, scope=scope
         )
@@ -373,7 +379,7 @@ class BlockManager(Adapter):
         return sum(pool.available for pool in pools)
 
     def reset_prefix_cache(self, device: object = None) -> bool:
-        """Forgets everything cached (of a `device`: there); False, changing nothing, while sequences are live.
+        """Forgets everything cached (of a `device`: there) and its hits; False, changing nothing, while sequences are live.
 
         The manager itself could do it then, too. What is forgotten on the GPU takes along what follows it on the CPU.
         """
@@ -384,15 +390,21 @@ class BlockManager(Adapter):
             self.manager.cache.reset()
         else:
             self.manager.cache.evict(self.manager.inspect.num_blocks(tier=tier), tier=tier)
+        stats = self.manager.stats()
+        for counted in Tier if device is None else (tier,):
+            self._at_reset[counted] = stats.hit_blocks[counted.name], stats.prompt_blocks
         return True
 
     def get_prefix_cache_hit_rate(self, device: object = None) -> float:
-        """Prompt blocks found (on a `device`: there), as a fraction of those looked up; -1 when caching is off."""
+        """Prompt blocks found (on a `device`: there) since the last reset, of those looked up; -1 when caching is off."""
         tiers = tuple(Tier) if device is None else (_tier_of(device),)
-        stats = self.manager.stats()
         if not self.manager.config.enable_prefix_caching:
             return -1.0
-        return sum(stats.hit_blocks[tier.name] for tier in tiers) / stats.prompt_blocks if stats.prompt_blocks else 0.0
+        stats = self.manager.stats()
+        before = [self._at_reset.get(tier, (0, 0)) for tier in tiers]
+        lookups = stats.prompt_blocks - min(at_reset for _, at_reset in before)
+        hits = sum(stats.hit_blocks[tier.name] for tier in tiers) - sum(hits for hits, _ in before)
+        return hits / lookups if lookups else 0.0
 
     # --- calls of V0 that nobody needs here --------------------------------------------------------------------------
 
@@ -405,6 +417,11 @@ class BlockManager(Adapter):
         raise InvalidArgumentError(
             "remove_seq_from_computed_blocks_tracker: free(seq_id) forgets everything of a sequence"
         )
+
+
+def _scope_of(lora_int_id: int, encoder_key: str = "") -> ReuseScope:
+    lora = as_count(lora_int_id, "lora_int_id")
+    return ReuseScope(adapter=str(lora) if lora else "", encoder=encoder_key)
 
 
 def _tier_of(device: object) -> Tier:

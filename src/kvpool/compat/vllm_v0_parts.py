@@ -69,8 +69,8 @@ class CacheEngine:
 
 
 def _as_pairs(pairs: Any) -> list[Any]:
-    if isinstance(pairs, np.ndarray) and pairs.ndim == 2:  # V0 handed its worker a tensor of pairs
-        return list(pairs)
+    if getattr(pairs, "ndim", None) == 2:  # V0 handed its worker a tensor of pairs; arrays will do
+        return list(pairs.tolist() if pairs.shape[1] == 2 else pairs)
     if not isinstance(pairs, (list, tuple)):
         raise InvalidArgumentError(f"src_to_dst must be a list of (source, destination), got {show(pairs)}")
     return list(pairs)
