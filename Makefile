@@ -265,8 +265,9 @@ bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 	$(PY) benchmarks/serve.py $(ARGS)
 	$(PY) benchmarks/cluster.py $(ARGS)
 
-bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart)
+bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart); the bar of memory
 	$(PY) benchmarks/control_plane.py --quick $(ARGS)
+	$(PY) benchmarks/control_plane.py --only metadata --check $(ARGS)
 	$(PY) benchmarks/data_plane.py --quick $(ARGS)
 	$(PY) benchmarks/engine.py --quick --only 15M $(ARGS)
 	$(PY) benchmarks/traffic.py --quick --only plain $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -279,3 +280,25 @@ def test_given_a_prompt_and_what_belongs_to_it_beside_it_then_the_call_is_refuse
 def test_given_a_prompt_that_cannot_be_one_then_it_is_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(InvalidArgumentError):
         Prompt(*arguments)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["tokens", "a prompt"])
+def test_given_a_request_that_came_and_went_then_nobody_holds_its_array_of_tokens(named: bool) -> None:
+    manager = make_manager()
+    array = np.arange(400, dtype=np.int32)
+    gone = weakref.ref(array)
+    tokens: Any = Prompt(array[:12], copy=False) if named else array[:12]
+    assert manager.can_allocate(tokens)
+    computed(manager, "a", tokens)
+    del array, tokens
+    assert gone() is None
+
+
+@pytest.mark.parametrize("ask", [KVCacheManager.match_prefix, KVCacheManager.can_allocate])
+def test_given_a_question_about_tokens_then_nobody_holds_their_array(ask: Callable[..., Any]) -> None:
+    manager = make_manager()
+    array = np.arange(400, dtype=np.int32)
+    gone = weakref.ref(array)
+    ask(manager, array[:12])
+    del array
+    assert gone() is None

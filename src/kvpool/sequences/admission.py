@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class AdmissionPlanner:
         self.in_flight = state.in_flight
         # What was found last, and when: the next question is often about the same prompt
         self._prompt: Prompt | None = None
-        self._match = Match(None, [], 0)
+        self._match = _NOTHING_FOUND
         self._version = -1
 
     # --- reuse -------------------------------------------------------------------------------------------------------
@@ -100,8 +100,13 @@ class AdmissionPlanner:
         else:
             match = self.best_match(tokens, prompt._scope)
         match.tokens, match.fresh = tokens, fresh
-        self._prompt, self._match, self._version = prompt, match, version
+        if prompt._outlives_call:
+            self._prompt, self._match, self._version = prompt, match, version
         return match
+
+    def forget(self) -> None:
+        """Drops what was found last, and with it the tokens of its prompt: it was admitted."""
+        self._prompt, self._match = None, _NOTHING_FOUND
 
     def best_match(self, tokens: Int32Array, scope: ReuseScope) -> Match:
         """The reusable part of a prompt, and its stored logits if all of it is.
@@ -368,3 +373,6 @@ class AdmissionPlanner:
             if need and need > have - self.state.watermark(index):
                 return index
         return None
+
+
+_NOTHING_FOUND: Final = Match(None, [], 0)

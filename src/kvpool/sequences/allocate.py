@@ -102,6 +102,7 @@ class Allocator:
                 state.keep_symbols(found.fresh)
         state.counters.requests += not handle.is_lease
         state.requests[handle.request_id] = handle
+        self.admissions.forget()
         return found
 
     def _make_room(self, plan: AdmissionPlan, tip: Node, copies: bool, tenant: str) -> Held:

@@ -36,7 +36,7 @@ class Prompt:
     (True, 5)
     """
 
-    __slots__ = ("_cross_tokens", "_items", "_scope", "_tokens")
+    __slots__ = ("_cross_tokens", "_items", "_outlives_call", "_scope", "_tokens")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Prompt:
         if type(cross_tokens) is not int or cross_tokens:
             cross_tokens = as_count(cross_tokens, "cross_tokens")
         self._cross_tokens = cross_tokens
+        self._outlives_call = True  # somebody may ask about it again
 
     @property
     def tokens(self) -> Int32Array | None:
@@ -97,7 +98,9 @@ def as_prompt(
 ) -> Prompt:
     """What a verb was given as a prompt: one already, or tokens and what belongs to them. It lives as long as the call."""
     if not isinstance(tokens, Prompt):
-        return Prompt(tokens, scope, multimodal, cross_tokens, False, may_be_cut)
+        prompt = Prompt(tokens, scope, multimodal, cross_tokens, False, may_be_cut)
+        prompt._outlives_call = False
+        return prompt
     if scope is not DEFAULT_SCOPE or multimodal is not None or cross_tokens != 0:
         raise InvalidArgumentError(
             "a Prompt has its scope, multimodal items and cross_tokens already: give them to Prompt, not beside it"
