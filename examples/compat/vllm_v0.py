@@ -6,11 +6,13 @@ from kvpool import AllocStatus, LayerSpec
 from kvpool.compat import BlockManager, CacheEngine
 
 layers = [LayerSpec(kv_heads=2, head_dim=32)] * 2
-blocks = BlockManager(block_size=16, num_gpu_blocks=32, num_cpu_blocks=16, watermark=0.01, layers=layers, device="cpu")
+blocks = BlockManager(
+    block_size=16, num_gpu_blocks=32, num_cpu_blocks=16, watermark=0.1, enable_caching=True, layers=layers, device="cpu"
+)
 engine = CacheEngine(blocks)
 print("a block takes", CacheEngine.get_cache_block_size(16, layers), "bytes")
 
-# OK now, LATER when others have finished, NEVER in this pool. The watermark is at least one block.
+# OK now, LATER when others have finished, NEVER in this pool. The watermark is rounded down to whole blocks.
 for num_tokens in (40, 32 * 16):
     print("admission of", num_tokens, "tokens:", blocks.can_allocate(list(range(num_tokens))).name)
 

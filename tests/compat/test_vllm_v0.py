@@ -27,6 +27,20 @@ PROMPT = list(range(16))
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compat-vllm-v0.md").read_text(encoding="utf-8")
 
 
+def test_given_the_defaults_then_they_are_v0s() -> None:
+    blocks = BlockManager(4, 99)
+    assert blocks.get_prefix_cache_hit_rate() == -1.0
+    assert PrefixCachingBlockAllocator(16, 4).get_prefix_cache_hit_rate() == 0.0
+
+
+@pytest.mark.parametrize(("watermark", "num_blocks", "kept"), [(0.01, 99, 0), (0.01, 100, 1), (0.3, 3, 0), (0.5, 5, 2)])
+def test_given_a_watermark_then_its_blocks_are_rounded_down(watermark: float, num_blocks: int, kept: int) -> None:
+    blocks = BlockManager(4, num_blocks, watermark=watermark)
+    fits = 4 * (num_blocks - kept)
+    assert blocks.can_allocate([1] * fits) is AllocStatus.OK
+    assert blocks.can_allocate([1] * (fits + 1)) is AllocStatus.NEVER
+
+
 def test_given_a_fork_when_both_write_then_one_block_is_copied_once() -> None:
     blocks = BlockManager(4, 16, 8)
     blocks.allocate("a", [1, 2, 3, 4, 5])
@@ -42,7 +56,7 @@ def test_given_a_fork_when_both_write_then_one_block_is_copied_once() -> None:
 def test_given_lookahead_slots_when_appending_then_drafts_get_places_of_their_own() -> None:
     blocks = BlockManager(4, 16)
     assert blocks.can_allocate([1] * 60) is AllocStatus.OK
-    assert blocks.can_allocate([1] * 60, num_lookahead_slots=4) is AllocStatus.NEVER
+    assert blocks.can_allocate([1] * 60, num_lookahead_slots=5) is AllocStatus.NEVER
     blocks.allocate("a", [1, 2, 3, 4], num_lookahead_slots=1)
     assert len(blocks.get_block_table("a")) == 2
     blocks.append_slots("a", num_tokens=1, num_lookahead_slots=8)
@@ -101,7 +115,7 @@ class Device(Enum):
 
 
 def test_given_a_device_as_v0_names_it_then_the_cache_of_it_is_meant() -> None:
-    blocks = BlockManager(4, 16, 8)
+    blocks = BlockManager(4, 16, 8, enable_caching=True)
     for name in ("a", "b"):
         blocks.allocate(name, PROMPT)
         blocks.mark_blocks_as_computed(name, None)
@@ -185,7 +199,7 @@ def test_given_a_sliding_window_when_a_sequence_grows_then_the_blocks_before_it_
 
 
 def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() -> None:
-    blocks = BlockManager(4, 16)
+    blocks = BlockManager(4, 16, enable_caching=True)
     blocks.allocate("a", PROMPT)
     blocks.mark_blocks_as_computed("a", 16)
     assert blocks.reset_prefix_cache() is False
@@ -225,7 +239,7 @@ def test_given_blocks_that_left_the_table_then_the_common_ones_end_before_them(
 def test_given_an_encoder_then_its_table_belongs_to_the_request_until_free_cross() -> None:
     blocks = BlockManager(4, 16, encoder_decoder=True)
     assert blocks.can_allocate(PROMPT, num_encoder_tokens=9) is AllocStatus.OK
-    assert blocks.can_allocate(PROMPT, num_encoder_tokens=48) is AllocStatus.NEVER
+    assert blocks.can_allocate(PROMPT, num_encoder_tokens=49) is AllocStatus.NEVER
     blocks.allocate("s0", PROMPT, num_encoder_tokens=9, request_id="request")
     blocks.mark_blocks_as_computed("s0", 16)
     table = blocks.get_cross_block_table("request")
@@ -268,7 +282,7 @@ def test_given_a_swapped_sequence_when_it_is_freed_then_its_encoders_table_keeps
 
 
 def test_given_encoder_inputs_then_only_decoders_with_equal_keys_share() -> None:
-    blocks = BlockManager(4, 64, encoder_decoder=True)
+    blocks = BlockManager(4, 64, enable_caching=True, encoder_decoder=True)
     for name, key, cached in (("a", "", 0), ("b", "", 0), ("c", "audio", 0), ("d", "audio", 15), ("e", "song", 0)):
         blocks.allocate(name, PROMPT, num_encoder_tokens=4, encoder_key=key)
         assert blocks.get_num_cached_tokens(name) == cached

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from kvpool.checks import as_count, check_bool, check_int, show
+from kvpool.checks import as_count, check_bool, check_int, check_number, show
 from kvpool.compat.adapter import Adapter, knows_settings
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, ceil_div
@@ -70,7 +70,7 @@ class BlockManager(Adapter):
         num_cpu_blocks: int = 0,
         watermark: float = 0.01,
         sliding_window: int | None = None,
-        enable_caching: bool = True,
+        enable_caching: bool = False,
         *,
         eviction_policy: str | Callable[[], EvictionPolicy] | None = "lru",
         encoder_decoder: bool = False,
@@ -81,6 +81,9 @@ class BlockManager(Adapter):
         check_bool(encoder_decoder, "encoder_decoder")
         check_int(num_gpu_blocks, "num_gpu_blocks", 0, MAX_BLOCKS)
         check_int(num_cpu_blocks, "num_cpu_blocks", 0, MAX_BLOCKS)
+        watermark = check_number(watermark, "watermark", "in [0, 1)")
+        if 0 < watermark * num_gpu_blocks < 1:
+            watermark = 0.0  # V0 rounds down; the configuration would make one block of it
         if manager is None:
             if layers is None:  # V0's manager knew no shapes, only ids
                 layers = [LayerSpec(kv_heads=1, head_dim=1, window=sliding_window)]

@@ -116,14 +116,14 @@ class NaiveBlockAllocator(_BlockAllocator):
     """Blocks with reference counts and copy-on-write, without a prefix cache."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(block_size, num_blocks, watermark=0.0, enable_caching=False)
+        super().__init__(block_size, num_blocks, watermark=0.0)
 
 
 class PrefixCachingBlockAllocator(_BlockAllocator):
     """The same with a prefix cache; `eviction_policy` is a name, a class or a function that makes one."""
 
     def __init__(self, num_blocks: int, block_size: int, eviction_policy: Any = "lru") -> None:
-        super().__init__(block_size, num_blocks, watermark=0.0, eviction_policy=eviction_policy)
+        super().__init__(block_size, num_blocks, watermark=0.0, enable_caching=True, eviction_policy=eviction_policy)
 
 
 class Evictor:
