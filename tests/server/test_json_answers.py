@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import openai
 import pytest
 from letters import letters_tokenizer
-from live import Live, openai_client
+from live import Live, access, openai_client, refusal, until
 from models import tiny_model
 from pydantic import BaseModel, Field
 
 from kvpool.engine import Engine
+from kvpool.errors import InvalidArgumentError
 from kvpool.server import ServedModel, create_app
 
 TALK: Any = [{"role": "user", "content": "Who was it?"}]
@@ -179,4 +182,40 @@ def _nested(depth: int) -> dict[str, Any]:
 def test_given_a_schema_without_an_end_then_it_is_refused(writer: Any, schema: Any) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="no answer can be held to this JSON schema"):
+        writer.chat.completions.create(model="tiny", messages=TALK, response_format=form)
+
+
+def test_given_a_key_with_many_forms_then_others_wait_for_none_and_one_of_its_own_is_compiled_at_a_time(
+    serve: Callable[..., Live], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = serve(access=access("a", "b"))
+    go, compiled = threading.Event(), []
+
+    def slow(schema: Any) -> Any:
+        compiled.append(schema["title"])
+        assert schema["title"] != "a" or go.wait(30)
+        raise InvalidArgumentError("no form")
+
+    monkeypatch.setattr(engine, "json_grammar", slow)
+
+    def ask(tenant: str) -> int:
+        body = {"prompt": "w5", "max_tokens": 1, "response_format": by_schema(title=tenant)}
+        return refusal(live, "/v1/completions", body, f"sk-{tenant}")[0]
+
+    with ThreadPoolExecutor(40) as threads:
+        of_a = [threads.submit(ask, "a") for _ in range(40)]  # more than the threads that all requests share
+        try:
+            until(lambda: len(live.app.state.server.gate.grammars._waiting.get("a", ())) == 39)
+            long = {"prompt": "w5 " * 1000, "max_tokens": 1}  # is read in a thread
+            assert refusal(live, "/v1/completions", long, "sk-b")[1]["code"] == "context_length_exceeded"
+            assert ask("b") == 400
+            assert compiled == ["a", "b"]
+        finally:
+            go.set()
+        assert {each.result(30) for each in of_a} == {400}
+
+
+def test_given_a_form_over_the_limit_then_it_is_refused_before_it_is_compiled(writer: Any) -> None:
+    form: Any = by_schema(enum=["x" * (1 << 18)])
+    with pytest.raises(openai.BadRequestError, match="the limit is 262144"):
         writer.chat.completions.create(model="tiny", messages=TALK, response_format=form)

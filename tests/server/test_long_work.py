@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from kvpool.server.errors import Problem
-from kvpool.server.long_work import LongWork
+from kvpool.server.long_work import LongWork, in_thread
 
 
 class Desk:
@@ -138,3 +139,25 @@ def test_given_as_many_that_wait_as_a_key_may_have_then_the_next_is_refused() ->
         assert desk.begun == ["a1", "a2"]
 
     run(1, 1, story, waiting=1)
+
+
+def test_given_a_request_that_ends_while_a_thread_works_then_its_turn_ends_with_the_thread() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def story(desk: Desk) -> None:
+        async def works() -> None:
+            async with desk.work.turn("a"):
+                await in_thread(lambda: begun.set() or go_on.wait(30))
+
+        task = asyncio.create_task(works())
+        assert await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        await desk.ask("b1")
+        assert desk.begun == []
+        go_on.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await settled()
+        assert desk.begun == ["b1"]
+
+    run(1, 1, story)

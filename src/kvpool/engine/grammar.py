@@ -53,6 +53,7 @@ def num_words(vocabulary: int) -> int:
 # Between two parts of a JSON text: at most a line break and an indentation. Without a limit, a confused model could write
 # spaces until it has used all its tokens.
 _WHITESPACE = r"\n? {0,8}"
+MOST_CHARACTERS = 1 << 18  # of a schema or of rules; so many take about half a second
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -79,13 +80,15 @@ class Grammars:
             raise InvalidArgumentError(f"this is no JSON schema: {error}") from None
         refuse_unkept(json.loads(text))
         options = {"whitespace_pattern": _WHITESPACE}
-        return self._compiled("JSON schema", lambda made: made.grammar_from_json_schema(text, overrides=options))
+        return self._compiled("JSON schema", text, lambda made: made.grammar_from_json_schema(text, overrides=options))
 
     def from_rules(self, rules: str) -> Grammar:
         """A grammar from rules as llguidance takes them: Lark's, with `%json` for JSON schemas. It begins with `start`."""
-        return self._compiled("grammar", lambda made: made.grammar_from_lark(rules))
+        return self._compiled("grammar", rules, lambda made: made.grammar_from_lark(rules))
 
-    def _compiled(self, what: str, grammar: Callable[[Any], str]) -> Grammar:
+    def _compiled(self, what: str, text: str, grammar: Callable[[Any], str]) -> Grammar:
+        if len(text) > MOST_CHARACTERS:
+            raise InvalidArgumentError(f"this {what} has {len(text)} characters, and the limit is {MOST_CHARACTERS}")
         library, tokenizer = self._library()
         try:
             compiled = _Compiled(library.LLMatcher(tokenizer, grammar(library.LLMatcher), log_level=0))

@@ -45,7 +45,7 @@ async def complete(
             param="prompt",
         )
     prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in given))
-    params = await sampling_params(body, model, context.gate.limits, max(1, body.max_tokens), body.logprobs)
+    params = await sampling_params(body, model, caller, context.gate, max(1, body.max_tokens), body.logprobs)
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     decoder = model.decoder() if body.echo or body.logprobs is not None else None
@@ -64,7 +64,7 @@ async def chat(
     begun = await dialogue(model, body.messages, use, reading, template, continues=body.continue_final_message)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    params = await sampling_params(body, model, context.gate.limits, most, wanted, begun)
+    params = await sampling_params(body, model, caller, context.gate, most, wanted, begun)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun), model.bytes_of)
     exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from kvpool.server.long_work import LongWork
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+_GRAMMARS = 2  # that are compiled at once
 AT_ONCE = 2  # requests that begin at one turn of the event loop
 
 
@@ -57,6 +59,8 @@ class Gate:
         self.is_draining = False
         self.under_way = 0
         self.images = LongWork(PROMPT_PIXELS, PROMPT_PIXELS // 2, limits.requests_per_key)  # sizes are pixels
+        self.grammars = LongWork(_GRAMMARS, 1, limits.requests_per_key)
+        self.grammar_threads = ThreadPoolExecutor(_GRAMMARS, "kvpool-grammar")
         self._by_key: Counter[str] = Counter()
         self._image_bytes: Counter[str] = Counter()
         self._cuts: set[Callable[[], None]] = set()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvpool.server.errors import Problem
 
 WorkTurn = Callable[[int], AbstractAsyncContextManager[None]]  # of one key, for a piece of work of that size
+
+
+_T = TypeVar("_T")
 
 
 class _Piece(NamedTuple):
@@ -84,3 +88,13 @@ class LongWork:
 
 def _fits(held: int, size: int, limit: int) -> bool:
     return not held or held + size <= limit
+
+
+async def in_thread(work: Callable[[], _T], threads: Executor | None = None) -> _T:
+    """The result of work in a thread. A caller that is cancelled waits for its end, so that a turn ends no sooner."""
+    working = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise

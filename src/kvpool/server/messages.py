@@ -146,7 +146,7 @@ async def converse(
         body.stop = body.stop_sequences
     reading = context.gate.images.of(caller.key)
     talk = await _conversation(body, model, reading)
-    params = await sampling_params(body, model, context.gate.limits, body.max_tokens, dialogue=talk.begun)
+    params = await sampling_params(body, model, caller, context.gate, body.max_tokens, dialogue=talk.begun)
     retention = await _retention(talk, model, reading)
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvpool.engine.grammar import Grammar
@@ -13,7 +13,8 @@ from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import ReuseHint
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
-from kvpool.server.limits import Limits
+from kvpool.server.limits import Gate
+from kvpool.server.long_work import in_thread
 from kvpool.server.schema import KeptTokens, ResponseFormat, Sampling
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.server.tools import Dialogue
@@ -25,17 +26,18 @@ MAX_NAME = 256  # characters, as of the field `session_id`
 async def sampling_params(
     body: Sampling,
     model: ServedModel,
-    limits: Limits,
+    caller: Caller,
+    gate: Gate,
     max_new_tokens: int,
     logprobs: int | None = None,
     dialogue: Dialogue | None = None,
 ) -> SamplingParams:
     """How the tokens of an answer are chosen. That of a dialogue may call tools."""
-    if body.n > limits.samples:
+    if body.n > gate.limits.samples:
         raise Problem(
-            400, f"n={body.n} is over this server's limit of {limits.samples}", code="invalid_value", param="n"
+            400, f"n={body.n} is over this server's limit of {gate.limits.samples}", code="invalid_value", param="n"
         )
-    grammar = await _grammar(body, model, dialogue)
+    grammar = await _grammar(body, model, caller, gate, dialogue)
     if body.min_tokens > max_new_tokens:
         words = f"min_tokens={body.min_tokens} is over the {max_new_tokens} tokens that the answer may have; lower it"
         raise Problem(400, words, code="invalid_value", param="min_tokens")
@@ -66,8 +68,10 @@ async def sampling_params(
         raise problem_of(error) from error
 
 
-async def _grammar(body: Sampling, model: ServedModel, dialogue: Dialogue | None) -> Grammar | None:
-    """The grammar for the form of the answer. It is compiled in a thread, because the first one takes a second."""
+async def _grammar(
+    body: Sampling, model: ServedModel, caller: Caller, gate: Gate, dialogue: Dialogue | None
+) -> Grammar | None:
+    """The grammar for the form of the answer. It is compiled in a turn of the caller, because it may take a second."""
     wanted, rules, where = body.response_format or ResponseFormat(), None, "response_format"
     if body.structured_outputs is not None:
         if wanted.type != "text":
@@ -92,9 +96,10 @@ async def _grammar(body: Sampling, model: ServedModel, dialogue: Dialogue | None
     if rules is None and wanted.type == "text":
         return None
     try:
-        if rules is not None:
-            return await asyncio.to_thread(model.engine.grammar, rules)
-        return await asyncio.to_thread(model.engine.json_grammar, schema)
+        async with gate.grammars.turn(caller.key):
+            if rules is not None:
+                return await in_thread(partial(model.engine.grammar, rules), gate.grammar_threads)
+            return await in_thread(partial(model.engine.json_grammar, schema), gate.grammar_threads)
     except InvalidArgumentError as error:
         raise Problem(400, str(error), code="invalid_json_schema", param=where) from error
     except KVPoolError as error:

@@ -118,7 +118,7 @@ async def respond(
     use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
     begun = await dialogue(model, turns, use, context.gate.images.of(caller.key))
     most = body.max_output_tokens or FILL_CONTEXT
-    params = await sampling_params(body, model, context.gate.limits, most, dialogue=begun)
+    params = await sampling_params(body, model, caller, context.gate, most, dialogue=begun)
     answer = ResponseAnswer(model.name, body, model.answers.reader(begun))
     exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))

@@ -22,7 +22,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.images import ImageSource
-from kvpool.server.long_work import WorkTurn
+from kvpool.server.long_work import WorkTurn, in_thread
 from kvpool.server.tools import AnswerForm
 from kvpool.view.frames import request_name
 
@@ -216,6 +216,6 @@ def scope_for_tenant(tenant: str, salt: str) -> ReuseScope:
 async def _of_library(length: int, work: Callable[[], _T]) -> _T:
     """The result of work on a text. Long texts are handled in a thread; for short ones, that would take longer."""
     try:
-        return work() if length < _SHORT else await asyncio.to_thread(work)
+        return work() if length < _SHORT else await in_thread(work)
     except KVPoolError as error:
         raise problem_of(error) from error
