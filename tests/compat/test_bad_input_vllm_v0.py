@@ -8,7 +8,7 @@ import numpy as np
 from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_number, is_tokens, kinds_in
 
 from kvpool import LayerSpec
-from kvpool.compat import vllm_v0, vllm_v0_parts
+from kvpool.compat import vllm_v0, vllm_v0_evictor, vllm_v0_parts, vllm_v0_utils
 
 MODULES = ("kvpool.compat.vllm_v0", "kvpool.compat.adapter")
 KNOWN_FAILURES: dict[str, str] = {}
@@ -30,8 +30,8 @@ def new_engine() -> vllm_v0_parts.CacheEngine:
     return vllm_v0_parts.CacheEngine(new_blocks())
 
 
-def new_evictor() -> vllm_v0_parts.Evictor:
-    evictor = vllm_v0_parts.Evictor()
+def new_evictor() -> vllm_v0_evictor.Evictor:
+    evictor = vllm_v0_evictor.Evictor()
     evictor.add(0, 100, 16, 1.0)
     return evictor
 
@@ -50,6 +50,8 @@ GOOD: dict[str, Any] = {
         "get_cache_block_size.layers": [LayerSpec(1, 4)],
         "block_id": 0,
     },
+    **{"parent_block_hash": None, "token_ids": [1, 2], "layers": [LayerSpec(1, 4)], "available_memory": 2**20},
+    **{"config": lambda _: new_blocks().manager.config, "max_model_len": 20},
     **{"add.block_id": 1, "content_hash": 7, "num_hashed_tokens": 16, "last_accessed": 2.0},
 }
 TAKES: dict[str, Any] = {
@@ -73,13 +75,17 @@ TAKES: dict[str, Any] = {
     **{"content_hash": lambda value: type(value) is int, "num_hashed_tokens": is_int(0), "last_accessed": is_number},
     **{"seq_ids": lambda value: value in ((), []) if isinstance(value, (list, tuple)) else False},
     **{"src_to_dst": lambda value: value in ((), []) if isinstance(value, (list, tuple)) else False},
+    **{"token_ids": is_tokens, "available_memory": is_int(0), "max_model_len": is_int(0, 128)},
+    **{"get_max_concurrency.max_model_len": is_int(1)},
+    "parent_block_hash": lambda value: value is None,
     **{"eviction_policy": lambda value: value is None},
 }
 SUBJECTS = [
     Subject(vllm_v0.BlockManager, new_blocks, GOOD, TAKES),
     Subject(vllm_v0_parts.CacheEngine, new_engine, GOOD, TAKES),
     *(Subject(kind, takes=TAKES, good=GOOD) for kind in ALLOCATORS),
-    Subject(vllm_v0_parts.Evictor, new_evictor, GOOD, TAKES),
+    Subject(vllm_v0_evictor.Evictor, new_evictor, GOOD, TAKES),
+    Subject(vllm_v0_utils.KVCacheUtils, vllm_v0_utils.KVCacheUtils, GOOD, TAKES),
 ]
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, Tier
-from kvpool.compat import BlockManager, CacheEngine, Evictor, NaiveBlockAllocator, PrefixCachingBlockAllocator
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, Tier, compat
+from kvpool.compat import (
+    BlockManager,
+    CacheEngine,
+    Device,
+    Evictor,
+    KVCacheUtils,
+    NaiveBlockAllocator,
+    PrefixCachingBlockAllocator,
+)
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -18,8 +25,11 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
+from kvpool.events import Stored
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.pools.pool import CopyKind, CopyOp
+from kvpool.scheduling import Scheduler
+from kvpool.sequences.handle import BlockTable
 
 torch = pytest.importorskip("torch")
 
@@ -105,13 +115,6 @@ def test_given_a_group_that_can_never_come_back_when_asked_then_it_is_never_whoe
         assert blocks.can_swap_in(["away"], 10) is (AllocStatus.LATER if others else AllocStatus.OK)
         assert blocks.can_swap_in(["away"], 11) is AllocStatus.NEVER
     blocks.manager.check()
-
-
-class Device(Enum):
-    """V0's own."""
-
-    GPU = 1
-    CPU = 2
 
 
 def test_given_a_device_as_v0_names_it_then_the_cache_of_it_is_meant() -> None:
@@ -544,6 +547,16 @@ def test_given_an_eviction_policy_then_the_manager_evicts_by_it() -> None:
 
     BlockManager(4, 16, eviction_policy=make)
     assert made
+    blocks = BlockManager(4, 16, enable_caching=True, eviction_policy=Evictor)
+    for number in range(3):
+        blocks.allocate(number, [number] * 16)
+        blocks.mark_blocks_as_computed(number, None)
+        blocks.free(number)
+    blocks.allocate("again", [0] * 16)
+    blocks.free("again")
+    blocks.allocate("new", [7] * 24)
+    kept = {number: blocks.manager.match_prefix([number] * 16).num_tokens for number in range(3)}
+    assert kept == {0: 15, 1: 8, 2: 15}
     for wrong, message in (("nobody", "nobody"), (len, "cannot be called without arguments")):
         with pytest.raises((ConfigError, InvalidArgumentError), match=message):
             BlockManager(4, 16, eviction_policy=wrong)  # type: ignore[arg-type]
@@ -586,6 +599,31 @@ def test_given_an_evictor_then_the_oldest_goes_first_and_of_equals_the_deepest()
             wrong()
 
 
+def test_given_the_helpers_then_they_say_what_events_and_configurations_say() -> None:
+    blocks = BlockManager(4, 16, enable_caching=True)
+    listener = blocks.manager.subscribe()
+    blocks.allocate("a", PROMPT, lora_int_id=3)
+    blocks.mark_blocks_as_computed("a", None)
+    [stored] = [event for event in listener.poll().events if isinstance(event, Stored)]
+    digests = KVCacheUtils.hash_request_tokens(4, [*PROMPT, 99], lora_int_id=3)
+    assert list(stored.digests) == digests
+    assert KVCacheUtils.hash_block_tokens(digests[0], PROMPT[4:8]) == digests[1]
+    assert KVCacheUtils.hash_block_tokens(None, PROMPT[:4], lora_int_id=4) != digests[0]
+    layers = [LayerSpec(2, 8)] * 2
+    assert KVCacheUtils.get_num_blocks(4, layers, 10 * CacheEngine.get_cache_block_size(4, layers) + 1) == 10
+    config = blocks.manager.config
+    assert KVCacheUtils.estimate_max_model_len(config) == 64
+    assert KVCacheUtils.get_max_concurrency(config, 20) == 3
+    KVCacheUtils.check_enough_kv_cache_memory(config, 64)
+    with pytest.raises(ValueError, match="the longest that fits has 64 tokens"):
+        KVCacheUtils.check_enough_kv_cache_memory(config, 65)
+
+
+def test_given_v0s_names_then_they_are_there_and_are_what_this_package_has() -> None:
+    assert [compat.AllocStatus, compat.Scheduler, compat.BlockTable] == [AllocStatus, Scheduler, BlockTable]
+    assert {device.name for device in compat.Device} == {"GPU", "CPU"}
+
+
 DOCUMENT = [
     "BlockManager",
     "BlockTable",
@@ -601,9 +639,10 @@ DOCUMENT = [
 @pytest.mark.parametrize("name", DOCUMENT)
 def test_given_a_component_of_the_document_then_the_page_says_what_it_is_here(name: str) -> None:
     assert f"\n| `{name}` |" in PAGE
+    assert name in compat.__all__
 
 
-@pytest.mark.parametrize("kind", [BlockManager, CacheEngine, Evictor])
+@pytest.mark.parametrize("kind", [BlockManager, CacheEngine, Evictor, KVCacheUtils])
 def test_given_the_calls_then_the_page_names_each(kind: type) -> None:
     ours = {"handle", "table", "commit_known", "plane", "write", "read", "close"}  # of every adapter
     calls = [name for name in dir(kind) if not name.startswith("_") and name not in ours]

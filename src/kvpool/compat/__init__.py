@@ -2,8 +2,9 @@
 
 Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
 `plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors
-of `kvpool.errors`. `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are PyAgent's here. All names of a system
-are in `compat.pyagent`, `compat.vllm_v0` and `compat.vllm_v0_parts`, `compat.ferrum` and `compat.trtllm`.
+of `kvpool.errors`. `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are PyAgent's here, `Device` and
+`BlockTable` vLLM V0's. All names of a system are in `compat.pyagent`, `compat.ferrum`, `compat.trtllm`, and the
+modules `compat.vllm_v0*`.
 """
 
 from kvpool.compat.ferrum import (
@@ -38,18 +39,26 @@ from kvpool.compat.trtllm import (
     TrtLlmKVCacheManager,
 )
 from kvpool.compat.vllm_v0 import BlockManager
-from kvpool.compat.vllm_v0_parts import CacheEngine, Evictor, NaiveBlockAllocator, PrefixCachingBlockAllocator
+from kvpool.compat.vllm_v0_evictor import Evictor
+from kvpool.compat.vllm_v0_parts import CacheEngine, NaiveBlockAllocator, PrefixCachingBlockAllocator
+from kvpool.compat.vllm_v0_utils import Device, KVCacheUtils
+from kvpool.scheduling import Scheduler
+from kvpool.sequences.handle import BlockTable
+from kvpool.sequences.state import AllocStatus
 
 __all__ = [
+    "AllocStatus",
     "AllocationRequest",
     "BlockManager",
+    "BlockTable",
     "CacheEngine",
     "CacheGcStats",
     "CacheHandleStats",
     "CacheManagerStats",
-    "Evictor",
     "DType",
+    "Device",
     "DeviceType",
+    "Evictor",
     "FerrumKVCacheManager",
     "FoundPrefix",
     "KVCacheAllocator",
@@ -58,6 +67,7 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheManager",
     "KVCacheTransfer",
+    "KVCacheUtils",
     "KvCacheRetentionConfig",
     "KvCacheStats",
     "NaiveBlockAllocator",
@@ -68,6 +78,7 @@ __all__ = [
     "PrefixCacheStats",
     "PrefixCachingBlockAllocator",
     "Priority",
+    "Scheduler",
     "TokenRangeRetentionConfig",
     "TrtLlmKVCacheManager",
     "create_kv_cache_manager",

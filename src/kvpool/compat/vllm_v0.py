@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from kvpool.checks import as_count, check_bool, check_int, check_number, show
 from kvpool.compat.adapter import Adapter, knows_settings
+from kvpool.compat.vllm_v0_evictor import Evictor
+from kvpool.compat.vllm_v0_utils import check_sizes, scope_of, tier_of
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, ceil_div
 from kvpool.errors import (
@@ -28,7 +30,6 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.manager import KVCacheManager
 from kvpool.manager.arguments import is_among
 from kvpool.pools.groups import kind_of
-from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import AllocStatus
 
@@ -72,7 +73,7 @@ class BlockManager(Adapter):
         sliding_window: int | None = None,
         enable_caching: bool = False,
         *,
-        eviction_policy: str | Callable[[], EvictionPolicy] | None = "lru",
+        eviction_policy: str | Callable[[], EvictionPolicy] | type[Evictor] | None = "lru",
         encoder_decoder: bool = False,
         layers: Sequence[LayerSpec] | None = None,
         manager: KVCacheManager | None = None,
@@ -93,6 +94,9 @@ class BlockManager(Adapter):
                 raise ConfigError(
                     "give sliding_window and encoder_decoder as fields of the layers: window, cross_attention"
                 )
+            policy: Any = (
+                "lru" if eviction_policy is Evictor else eviction_policy
+            )  # Evictor orders blocks by themselves
             manager = KVCacheManager(
                 KVCacheConfig(
                     layers,
@@ -104,10 +108,10 @@ class BlockManager(Adapter):
                     partial_match=False,
                     offload_on_evict=False,
                 ),
-                policy=eviction_policy,
+                policy=policy,
             )
         super().__init__(manager, device=device)
-        _check_sizes(manager.config, block_size, num_gpu_blocks, num_cpu_blocks)
+        check_sizes(manager.config, block_size, num_gpu_blocks, num_cpu_blocks)
         config = manager.config
         tables = [group.index for group in config.groups if kind_of(group).grows]
         if len(tables) > 1 or len(config.pools) > 1 or config.partial_match or config.offload_on_evict:
@@ -175,7 +179,7 @@ class BlockManager(Adapter):
         if tokens is None:
             raise InvalidArgumentError("tokens=None: V0's can_allocate takes the prompt's token ids")
         return self.manager.can_allocate(
-            tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens, scope=_scope_of(lora_int_id)
+            tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens, scope=scope_of(lora_int_id)
         ).status
 
     def allocate(
@@ -203,7 +207,7 @@ class BlockManager(Adapter):
             raise DuplicateRequestError(
                 f"request {request!r} has a table of encoder blocks already; free_cross it first"
             )
-        scope = _scope_of(lora_int_id, encoder_key)
+        scope = scope_of(lora_int_id, encoder_key)
         self.manager.allocate(
             seq_id, tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens, scope=scope
         )
@@ -386,7 +390,7 @@ class BlockManager(Adapter):
 
         The manager itself could do it then, too. What is forgotten on the GPU takes along what follows it on the CPU.
         """
-        tier = Tier.GPU if device is None else _tier_of(device)
+        tier = Tier.GPU if device is None else tier_of(device)
         if self.manager.handles:
             return False
         if tier is Tier.GPU:
@@ -400,7 +404,7 @@ class BlockManager(Adapter):
 
     def get_prefix_cache_hit_rate(self, device: object = None) -> float:
         """Prompt blocks found (on a `device`: there) since the last reset, of those looked up; -1 when caching is off."""
-        tiers = tuple(Tier) if device is None else (_tier_of(device),)
+        tiers = tuple(Tier) if device is None else (tier_of(device),)
         if not self.manager.config.enable_prefix_caching:
             return -1.0
         stats = self.manager.stats()
@@ -420,28 +424,3 @@ class BlockManager(Adapter):
         raise InvalidArgumentError(
             "remove_seq_from_computed_blocks_tracker: free(seq_id) forgets everything of a sequence"
         )
-
-
-def _scope_of(lora_int_id: int, encoder_key: str = "") -> ReuseScope:
-    lora = as_count(lora_int_id, "lora_int_id")
-    return ReuseScope(adapter=str(lora) if lora else "", encoder=encoder_key)
-
-
-def _tier_of(device: object) -> Tier:
-    """The tier that V0's `Device.GPU` and `Device.CPU` mean, or their names."""
-    name = str(getattr(device, "name", device)).upper()
-    if name not in ("GPU", "CPU"):
-        raise InvalidArgumentError(f"device={show(device)} must be V0's Device.GPU or Device.CPU, or 'gpu' or 'cpu'")
-    return Tier.GPU if name == "GPU" else Tier.HOST
-
-
-def _check_sizes(config: KVCacheConfig, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-    """Refuses sizes that contradict those of a manager that exists already."""
-    [pool] = config.pools if len(config.pools) == 1 else [None]
-    given = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
-    if pool is None:
-        return  # which is refused for other reasons
-    there = [config.block_size, pool.num_blocks[Tier.GPU], pool.num_blocks[Tier.HOST] if num_cpu_blocks else 0]
-    for (name, value), actual in zip(given.items(), there, strict=True):
-        if value != actual:
-            raise ConfigError(f"{name}={value}, but the manager has {actual}")
