@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 INSTEAD = {
     "tensor_parallel": "a model that needs several GPUs runs in vLLM or SGLang with kvpool's connector",
+    "draft": "draft_tokens guesses from the text before; vLLM and SGLang run draft models",
 }
 
 

@@ -91,8 +91,6 @@ def test_given_rows_of_several_adapters_and_of_none_then_one_batch_answers_all(a
         assert mixed_answers(engine, names) == [adapters.expected(name) for name in names]
         assert mixed_answers(engine, names) == [adapters.expected(name) for name in names]  # now from the cache
         engine.manager.check()
-    with adapters.engine(draft=adapters.model) as engine:  # which has none of them
-        assert mixed_answers(engine, names) == [adapters.expected(name) for name in names]
 
 
 def test_given_joined_projections_then_each_part_gets_what_its_adapter_adds(

@@ -127,19 +127,6 @@ def test_given_an_engine_that_closes_then_its_thread_ends_before_the_next_attent
     assert "kvpool-layers" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_given_a_draft_then_its_layers_and_the_models_take_over_together(compiler: Compiler) -> None:
-    with make_engine(draft=tiny_model("llama"), draft_tokens=2) as engine:
-        expected = tokens(engine)
-        assert not compiler.callers
-        compiler.may_go.set()
-        wait_for_layers(engine)
-        drafts = engine._loop.drafts
-        assert drafts is not None
-        assert not engine._loop.runner.is_uncompiled
-        assert not drafts.runner.is_uncompiled
-        assert tokens(engine) == expected
-
-
 def engine_with_graphs(recorder: FakeRecorder) -> Engine:
     """An engine on a CPU whose steps run from graphs of plain layers, which must be there, until others are compiled."""
     engine = Engine(tiny_model("llama"), kv_blocks=64)
@@ -156,7 +143,7 @@ def engine_with_graphs(recorder: FakeRecorder) -> Engine:
     )
     runner.warm_up()
     engine._loop.runner = runner
-    engine._loop.layers = BackgroundLayers([runner], engine._thread._inbox, {})
+    engine._loop.layers = BackgroundLayers(runner, engine._thread._inbox, {})
     return engine
 
 

@@ -75,30 +75,25 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 def crowded_engine(model: Any, rng: random.Random) -> Engine:
     drafts = rng.choice([0, 0, 3])
-    draft = rng.choice([None, model]) if drafts else None
     limits = SchedulerConfig(
         max_tokens_per_step=rng.choice([8, 16, 64]),
         max_sequences=rng.randint(3, 8),
         preemption=rng.choice(["auto", "swap", "recompute"]),
         capacity=rng.choice(["max_utilisation", "max_utilisation", "guaranteed"]),
     )
-    engine = in_this_thread(
+    return in_this_thread(
         Engine(
             model,
             tokenizer=Letters(),
             kv_blocks=rng.choice([16, 24, 48]),
             block_size=4,
             host_bytes=rng.choice([0, 2**18]),
-            overlap=(draft is not None or not drafts) and rng.random() < 0.6,
-            draft=draft,
+            overlap=not drafts and rng.random() < 0.6,
             draft_tokens=drafts,
             scheduler=limits,
             cache={"watermark": 0.0},
         )
     )
-    if engine._loop.drafts is not None:  # not by the clock, so that every run is the same
-        engine._loop.drafts.length.choose = lambda num_sequences: rng.choice([0, 1, 3])  # type: ignore[method-assign]
-    return engine
 
 
 def run_crowd(engine: Engine, rng: random.Random) -> tuple[list[Watched], list[Any]]:

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 
 from kvpool.engine.params import SamplingParams  # noqa: E402
 from kvpool.engine.sampling import (  # noqa: E402
-    Guesses,
     SamplingRows,
     StepSampler,
     TokenCounts,
@@ -153,25 +152,6 @@ def test_given_the_largest_uniform_then_a_token_with_probability_is_drawn() -> N
     rows = SamplingRows([SamplingParams(temperature=1.0)], CPU)
     for uniform in (0.0, 1.0 - 2.0**-24):
         assert sample(logits, rows, torch.tensor([uniform])).tokens.item() == 3
-
-
-@pytest.mark.parametrize(
-    ("given", "chance", "token"),
-    [
-        ([0.5, 0.5, 0.0], 0.7, 0),  # kept with probability 0.4 / 0.5
-        ([0.5, 0.5, 0.0], 0.9, 2),  # only token 2 is likelier than the draft thought
-        ([float("nan")] * 3, 0.3, 0),  # a guess that nothing stands for: kept with probability 0.4
-        ([float("nan")] * 3, 0.5, 1),
-    ],
-)
-def test_given_a_guess_then_it_is_kept_as_often_as_the_model_would_draw_it(
-    given: list[float], chance: float, token: int
-) -> None:
-    logits = torch.tensor([[0.4, 0.35, 0.25], [1.0, 0.0, 0.0]]).log().index_select(0, torch.tensor([1, 0]))
-    guesses = Guesses(np.array([1]), torch.tensor([0]), torch.tensor([given]))
-    rows, chances = SamplingRows([SamplingParams(temperature=1.0)] * 2, CPU), torch.tensor([[chance], [0.1]])
-    drawn = sample(logits, rows, torch.tensor([0.5, 0.99]), guesses=guesses, chances=chances)
-    assert drawn.tokens.tolist() == [0, token]
 
 
 def test_given_a_seed_then_its_numbers_depend_on_nothing_but_seed_sample_and_step() -> None:

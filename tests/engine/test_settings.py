@@ -50,8 +50,7 @@ ALLOWED: tuple[dict[str, Any], ...] = (
     *({"memory_fraction": 1}, {"memory_fraction": 0.01}, {"kv_blocks": 5}, {"kv_bytes": 2**62}),
     *({name: value} for name in ("cuda_graphs", "overlap") for value in (True, False, None)),
     *({name: value} for name in ("compile", "model_defaults") for value in (True, False)),
-    *({"draft": "mtp"}, {"draft": "some/model"}, {"draft": "some/model", "draft_tokens": 1}, {"draft_tokens": 0}),
-    *({"overlap": True, "draft_tokens": 0}, {"overlap": True, "draft": "some/model", "draft_tokens": 2}),
+    *({"draft_tokens": 0}, {"overlap": True, "draft_tokens": 0}),
     *({"overlap": False, "draft_tokens": 2}, {"record": "trace"}, {"record": Path("trace")}, {"max_adapters": 2**16}),
     *({"adapters": {}, "compile": True}, {"adapters": {"a": "b"}}, {"cache": {"watermark": 0.1}}, {"cache": {}}),
 )
@@ -59,13 +58,10 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"kv_bytes": 1, "kv_blocks": 1}, "give the memory of the cache once"),
     ({"kv_bytes": 1, "memory_fraction": 0.5}, "give the memory of the cache once"),
     ({"kv_bytes": 2**62 + 1}, "kv_bytes"),
-    *(({name: None}, name) for name in ("host_bytes", "block_size", "encoder_bytes")),
+    *(({name: None}, name) for name in ("host_bytes", "block_size", "draft_tokens", "encoder_bytes")),
     *(({"memory_fraction": value}, "over 0, at most 1") for value in (0, 1.01, -0.5)),
     *(({name: 1}, f"{name} must be True or False, or None to choose, got 1") for name in ("cuda_graphs", "overlap")),
     *(({name: None}, f"{name} must be True or False, got None") for name in ("compile", "model_defaults")),
-    *(({"draft": draft, "draft_tokens": 0}, "guesses nothing") for draft in ("some/model", "mtp")),
-    *(({"draft": draft}, "write draft='mtp'") for draft in ("MTP", "nextn", "Next-N")),
-    *(({"draft": draft}, "no such heads") for draft in ("eagle", "EAGLE-3", "medusa")),
     ({"overlap": True, "draft_tokens": 1}, "overlap=True with draft_tokens"),
     ({"attention": None}, "attention must be the name of a backend, got None"),
     ({"record": 7}, "record must be the path of a file, got 7"),
@@ -91,8 +87,8 @@ def test_given_settings_that_are_wrong_or_contradict_each_other_then_they_are_re
         EngineSettings(**settings)
 
 
-def test_given_a_draft_then_a_step_has_room_for_as_many_tokens_as_it_guesses() -> None:
-    for settings, number in (({}, 0), ({"draft": "some/model"}, 5), ({"draft": "mtp"}, 3), ({"draft_tokens": 2}, 2)):
+def test_given_draft_tokens_then_a_step_has_room_for_as_many_tokens_as_it_guesses() -> None:
+    for settings, number in (({}, 0), ({"draft_tokens": 2}, 2)):
         for scheduler in (None, SchedulerConfig(max_sequences=9)):
             limits = as_settings({**settings, "scheduler": scheduler}).limits()
             assert (limits.max_draft_tokens, limits.max_sequences == 9) == (number, scheduler is not None)

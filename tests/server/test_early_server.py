@@ -108,7 +108,7 @@ for words in json.loads(sys.argv[1]):
 def test_given_what_is_wrong_then_it_is_said_without_torch() -> None:
     calls = {
         "there is no file or directory /no/such/model": ["serve", "--port", "0", "/no/such/model"],
-        "transformers has no such heads": ["serve", "--port", "0", "--draft", "eagle"],
+        "--draft left in 0.3": ["serve", "--port", "0", "--draft", "eagle"],
         "--record is for one engine": ["serve", "--port", "0", "--data-parallel", "2", "--record", "x"],
         "no directory with an adapter_config.json": ["serve", "--port", "0", "--adapter", "a=/no/such"],
         "draft-tokens=-1 must be at least 0": ["generate", "--draft-tokens=-1", "Hello"],

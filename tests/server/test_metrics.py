@@ -40,12 +40,12 @@ PARTS = {name: f"tiering_{name}_" for name in ("decisions", "fetches", "stores",
 
 @pytest.fixture
 def tiered(tmp_path: Path) -> Iterator[Live]:
-    """A server whose model has a disk tier and a draft."""
+    """A server whose model has a disk tier."""
     from kvpool.engine import Engine
     from kvpool.server import ServedModel, create_app
 
     model, options = tiny_model("llama"), {"kv_blocks": 32, "block_size": 4, "disk": str(tmp_path)}
-    with Engine(model, tokenizer=word_tokenizer(), device="cpu", draft=model, **options) as engine:
+    with Engine(model, tokenizer=word_tokenizer(), device="cpu", **options) as engine:
         live = Live(create_app([ServedModel("tiny", engine)]))
         yield live
         live.stop()
@@ -59,7 +59,7 @@ def test_given_an_engine_with_tiers_then_every_number_of_its_statistics_is_a_met
     wanted |= {f"tiering_{name}" for name in TieringStats._fields if name not in PARTS}
     # `holders` of a node are many; the node itself tells of them.
     told = {f"tier_{field.name}" for field in fields(TierStats)} - {"tier_name", "tier_problem", "tier_holders"}
-    wanted |= told | {"tier_works", "draft_length", "draft_acceptance"}
+    wanted |= told | {"tier_works"}
     assert {f"kvpool_{name}" for name in wanted} - names == set()
     assert {
         part for part, start in PARTS.items() if not any(name.startswith(f"kvpool_{start}") for name in names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.runner import ModelRunner
@@ -15,13 +15,13 @@ log = logging.getLogger("kvpool")
 
 
 class BackgroundLayers:
-    """The layers of one engine and of its draft, until both run compiled. The engine's thread calls its methods.
+    """The layers of one engine, until they run compiled. The engine's thread calls its methods.
 
-    The thread puts a call into the `inbox` when all are compiled, so steps use them between two steps, and all at once.
+    The thread puts a call into the `inbox` when they are compiled, so steps use them from one step to the next.
     """
 
-    def __init__(self, runners: Sequence[ModelRunner], inbox: Inbox, seconds: MutableMapping[str, float]) -> None:
-        self._runners = [runner for runner in runners if runner.is_uncompiled]
+    def __init__(self, runner: ModelRunner, inbox: Inbox, seconds: MutableMapping[str, float]) -> None:
+        self._runner = runner if runner.is_uncompiled else None
         self._inbox = inbox
         self._seconds = seconds
         self._thread: threading.Thread | None = None
@@ -31,7 +31,7 @@ class BackgroundLayers:
     @property
     def are_left(self) -> bool:
         """Whether steps run by plain layers that are to be replaced."""
-        return bool(self._runners)
+        return self._runner is not None
 
     @property
     def can_begin(self) -> bool:
@@ -66,17 +66,18 @@ class BackgroundLayers:
     def _compile(self) -> None:
         began = time.perf_counter()
         try:
-            for runner in self._runners:
-                runner.compile(self._stopped.is_set)
+            if self._runner is not None:
+                self._runner.compile(self._stopped.is_set)
         except Exception as error:
             self._failure = error
         self._seconds["compiling layers, beside requests"] = time.perf_counter() - began
         self._inbox.put_or_fail(self._take_over, lambda error: None)
 
     def _take_over(self) -> None:
-        runners, self._runners = self._runners, []
-        if self._failure is not None and runners:
-            log.error("layers are not compiled, steps go on without: %s", self._failure)
+        runner, self._runner = self._runner, None
+        if runner is None:
             return
-        for runner in runners:
+        if self._failure is not None:
+            log.error("layers are not compiled, steps go on without: %s", self._failure)
+        else:
             runner.use_compiled()

@@ -15,7 +15,7 @@ from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch
 from kvpool.config import LayerGroup, LayerSpec
 from kvpool.config.layers import DType
 from kvpool.engine.adapters import EngineAdapters
-from kvpool.engine.embedding import hidden_of, source_of
+from kvpool.engine.embedding import source_of
 from kvpool.engine.spans import Span, SpannedPlan
 from kvpool.errors import UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -66,7 +66,6 @@ class EagerRunner:
         backend: AttentionBackend,
         adapters: EngineAdapters,
         num_axes: int,
-        first_layer: int,
     ) -> None:
         self.model = model
         self.num_axes = num_axes  # of positions; images give tokens one each for time, height and width
@@ -75,9 +74,9 @@ class EagerRunner:
         self.adapters = adapters
         self.device = plane.device
         config = plane.config
-        # Layers of the cache, by their numbers in the model; those of another model may stand before them
-        self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending, first_layer)}
-        states = dict(enumerate(shape.states, first_layer + len(shape.layers)))
+        # Layers of the cache, by their numbers in the model
+        self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending)}
+        states = dict(enumerate(shape.states, len(shape.layers)))
         self.states = plane.state_slots(states) if states else None
         self.kinds: list[AttentionKind] = []  # distinct ones
         self.kind_of_layer: dict[int, int] = {}
@@ -91,7 +90,6 @@ class EagerRunner:
         self._rotations = [_rotations(kind.spec, self.device) for kind in self.kinds]
         self._kernels: list[Future[None]] = []  # that are being compiled
         self._hidden_source: torch.nn.Module | None = None
-        self.hidden = self.previous = torch.empty(0)  # where steps leave and read such states: see `keep_hidden`
 
     def _run_plan(
         self,
@@ -178,24 +176,6 @@ class EagerRunner:
         if self._hidden_source is None:
             self._hidden_source = source_of(self.model)
         return self._hidden_source
-
-    def keep_hidden(self, states: Tensor, previous: Tensor | None = None) -> None:
-        """Leaves the hidden states of each step in `states` [token, size], also of those from graphs captured from now on.
-
-        An MTP layer reads what was computed for the token before each of a step in `previous` [token, size].
-        """
-        self.hidden = states
-        if previous is not None:
-            self.previous = self.model.previous = previous
-        source = self.hidden_source()
-        source.register_forward_hook(lambda module, inputs, output: self._keep(hidden_of(output)))
-
-    def _keep(self, states: Tensor) -> None:
-        self.hidden[: len(states)] = states
-
-    def states_at(self, tokens: Int64Array) -> Tensor:
-        """The hidden states of some tokens of the last step; those of token -1 are the last row of the memory for them."""
-        return self.hidden.index_select(0, self.upload(np.where(tokens < 0, len(self.hidden) - 1, tokens)))
 
     def layer_of(self, call: AttentionCall) -> int:
         """The layer of the cache that a layer of the model attends over."""

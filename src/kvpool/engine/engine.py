@@ -27,7 +27,7 @@ from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
-from kvpool.engine.engine_parts import assemble, load_draft
+from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, tokens_by_tier, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, Grammars
@@ -87,7 +87,6 @@ class Engine:
     def _build(self, model: Any, chosen: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> None:
         self._start.stage("loading the model")
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
-        draft = load_draft(chosen, loaded)
         self.model = loaded.model
         self.processor = chosen.processor if chosen.processor is not None else load_processor(loaded)
         own = loaded.tokenizer if loaded.tokenizer is not None else getattr(self.processor, "tokenizer", None)
@@ -100,7 +99,7 @@ class Engine:
             words = ", ".join(f"{name}={value}" for name, value in asked.items())
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         with_text = self.tokenizer, self.processor
-        parts = assemble(self.model, chosen, limits, model_tiers, draft, *with_text, self._start)
+        parts = assemble(self.model, chosen, limits, model_tiers, *with_text, self._start)
         self.shape, self._loop, inbox, self._prompts = parts
         self._tiers, self.plane = self._loop.tiers, self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
@@ -609,8 +608,7 @@ class Engine:
             if self._tiers is not None:
                 self._tiers.close()
             self.plane.close()
-            for runner in self._loop.runners:
-                runner.close()
+            self._loop.runner.close()
             self._loop.runner.adapters.close()
 
     def __enter__(self) -> Engine:

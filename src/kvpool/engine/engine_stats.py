@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvpool.config import Tier
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats
-from kvpool.engine.speculation import DraftStats
 from kvpool.scheduling import SchedulerStats
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.stats import CacheStats
@@ -27,7 +26,6 @@ class EngineStats(NamedTuple):
     num_swapped: int
     tiers: TieringStats | None = None
     encoder: EncoderStats | None = None  # of models that take images
-    drafts: DraftStats | None = None  # of a draft model
 
 
 class WaitingRequest(NamedTuple):
@@ -50,7 +48,6 @@ def engine_stats(loop: EngineLoop) -> EngineStats:
         scheduler.num_swapped,
         None if loop.tiers is None else loop.tiers.stats(),
         None if loop.pictures is None else loop.pictures.cache.stats(),
-        None if loop.drafts is None else loop.drafts.stats(),
     )
 
 

@@ -340,18 +340,7 @@ class DecodeGraphs(StepGraphs):
         """Whether each sequence of a step computes one token and samples: it decodes, or all but one token was cached."""
         if plan.states is not None and (plan.states.sources < 0).any():  # no state to go on from
             return False
-        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and self.has_room(plan.num_tokens)
-
-    def has_room(self, num_rows: int) -> bool:
-        """Whether one of the graphs has so many rows."""
-        return num_rows <= self._sizes[-1]
-
-    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, batches: Sequence[PagedBatch]) -> Tensor:
-        """The logits of one token for each row; the next step of the same size overwrites them."""
-        count = len(token_ids)
-        captured = self._graph(self._sizes[bisect_left(self._sizes, count)], batches, adapted=False)
-        self._replay(captured, token_ids, positions, slots, batches)
-        return captured.recorded.output[:count]
+        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
 
     def max_sequences(self, size: int) -> int:
         """As many as tokens."""

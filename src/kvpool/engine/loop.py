@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from os import PathLike
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.beams import StepBeams
-from kvpool.engine.drafts import DraftModel
 from kvpool.engine.embedding import pooling
 from kvpool.engine.generation import Generation
 from kvpool.engine.pictures import StepPictures
@@ -52,7 +50,6 @@ class _Launched(NamedTuple):
     sampled: Sampled | None = None
     beams: StepBeams = StepBeams(())
     ready: Any = None
-    token_ids: Tensor | None = None  # of a step whose drafts came from a model
 
 
 class _PlannedCopies:
@@ -98,16 +95,14 @@ class EngineLoop:
         layers: BackgroundLayers,
         *,
         num_draft_tokens: int = 0,
-        drafts: DraftModel | None = None,
         overlap: bool | None = None,
         tiers: TierLink | None = None,
         pictures: StepPictures | None = None,
-        weights: Sequence[SharedWeights] = (),
+        weights: SharedWeights | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.num_draft_tokens = num_draft_tokens  # of one sequence in one step, at most
-        self.drafts = drafts  # None: drafts come from the text before
         max_sequences = scheduler.config.max_sequences
         self._sampler = StepSampler(vocabulary, max_sequences, runner.device, requests.generations)
         self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
@@ -118,7 +113,7 @@ class EngineLoop:
         self._last_finish = 0.0
         self._num_graphs = -1  # when the last step was over
         on_gpu = runner.device.type == "cuda"
-        self.overlap = on_gpu and (drafts is not None or not num_draft_tokens) if overlap is None else overlap
+        self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
         self.tiers = tiers
         self.pictures = pictures  # None: the model reads text only
         self.captures_when_idle = False  # CUDA graphs, before a step needs them
@@ -147,32 +142,25 @@ class EngineLoop:
         self._requests.admit_waiting()
 
     @property
-    def runners(self) -> list[ModelRunner]:
-        """That of the model, and those of its draft."""
-        return [self.runner, *(() if self.drafts is None else self.drafts.runners)]
-
-    @property
-    def _unfinished(self) -> ModelRunner | None:
-        """A runner with graphs left to capture: none until layers are compiled, because all are captured again then."""
-        if self.layers.are_left:
-            return None
-        return next((runner for runner in self.runners if runner.captures_more), None)
+    def _captures_more(self) -> bool:
+        """Whether graphs are left to capture: none until layers are compiled, because all are captured again then."""
+        return not self.layers.are_left and self.runner.captures_more
 
     @property
     def has_idle_work(self) -> bool:
         """Whether something is left to do while no request is there."""
-        return self.captures_when_idle and (self.layers.can_begin or self._unfinished is not None)
+        return self.captures_when_idle and (self.layers.can_begin or self._captures_more)
 
     def use_idle_time(self) -> None:
         """Begins to compile layers, or captures one more CUDA graph, which takes about a tenth of a second."""
         self.layers.begin()
-        if (runner := self._unfinished) is not None:
-            runner.capture_next()
+        if self._captures_more:
+            self.runner.capture_next()
 
     def finish_start(self) -> None:
         """Has steps run by compiled layers, if they are to, and captures all CUDA graphs that are left."""
         self.layers.finish()
-        while self._unfinished is not None:
+        while self._captures_more:
             self.use_idle_time()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -191,7 +179,7 @@ class EngineLoop:
         if self._weights_checked:
             return
         compare = not self.has_work  # comparing numbers waits for the device
-        if any(weights.changed(compare=compare) for weights in self._weights):
+        if self._weights is not None and self._weights.changed(compare=compare):
             log.warning("the weights of the model have changed: cached prefixes are forgotten")
             self.forget(remove=False)
             if self.pictures is not None:
@@ -268,15 +256,13 @@ class EngineLoop:
             self.tiers.planned(plan)
         try:
             launched = self._launch(plan)
-            if self.drafts is not None:
-                self.drafts.after(plan)
         except Exception as error:
             self._give_up(plan, error)
             return
         self._flying.append(launched)
         # Beams sit out the step that overlaps with theirs. If most rows are beams, waiting for their tokens is faster.
         mostly_beams = 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
-        wait = not self.overlap or plan.is_empty or mostly_beams or plan.num_drafts.any()
+        wait = not self.overlap or plan.is_empty or mostly_beams
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
         for done in plan.finished:  # now: the scheduler does not know them any more when the plan is completed
@@ -310,23 +296,19 @@ class EngineLoop:
             self._track(sequence)
         if plan.is_empty:
             return _Launched(plan, began)
-        token_ids, guesses = self._inputs(plan), None
-        if self.drafts is not None:
-            token_ids, guesses = self.drafts.run(plan, token_ids)
-        logits = self._logits(plan, token_ids)
+        logits = self._logits(plan, self._inputs(plan))
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
-        sampled = self._sampler.sample(plan, logits, self._catch_up, guesses)
+        sampled = self._sampler.sample(plan, logits, self._catch_up)
         self._remember(plan, sampled.tokens)
         beams = StepBeams.rank(plan, logits, self._requests.searches)  # now: the next step overwrites the logits
-        guessed = token_ids if self.drafts is not None and plan.num_drafts.any() else None
         if self.runner.device.type == "cpu":
-            return _Launched(plan, began, sampled, beams, None, guessed)
-        parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in (*sampled, guessed)]
-        on_host, beams = Sampled(*parts[:-1]), beams.to_host()
+            return _Launched(plan, began, sampled, beams)
+        parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
+        on_host, beams = Sampled(*parts), beams.to_host()
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, began, on_host, beams, ready, parts[-1])
+        return _Launched(plan, began, on_host, beams, ready)
 
     def _logits(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Runs the model, scores and pools prompts on the way, and returns the logits that tokens are sampled from."""
@@ -358,7 +340,7 @@ class EngineLoop:
         if not self.overlap:
             return
         rows = plan.sampling_rows
-        if len(tokens) > len(rows):  # the next plan leaves out rows with several samples or drafts: any token will do
+        if len(tokens) > len(rows):  # the next plan leaves out rows with several samples: any token will do
             tokens = tokens.index_select(0, self.runner.upload(plan.first_samples))
         self._last_token.index_copy_(0, self.runner.upload(plan.lanes[rows]), tokens)
 
@@ -368,8 +350,6 @@ class EngineLoop:
         plan = launched.plan
         if launched.ready is not None:
             launched.ready.synchronize()
-        if launched.token_ids is not None:
-            plan.token_ids = launched.token_ids.numpy().astype(np.int32)
         self._observe(launched)
         if self.tiers is not None:
             self.tiers.collect(plan)
@@ -389,16 +369,13 @@ class EngineLoop:
         A step during which a graph was captured took much longer than others like it will.
         """
         now = time.perf_counter()
-        num_graphs = sum(runner.captured.num_graphs for runner in self.runners)
+        num_graphs = self.runner.captured.num_graphs
         captured, self._num_graphs = num_graphs != self._num_graphs, num_graphs
         if launched.sampled is not None and not launched.plan.copies and not captured:
             seconds = now - max(launched.began, self._last_finish)
             self.scheduler.observe(launched.plan, seconds)
             if self.tiers is not None:
                 self.tiers.observe(launched.plan, seconds)
-            if self.drafts is not None and not launched.plan.num_prefill_tokens:
-                drafts = int(launched.plan.num_drafts.max(initial=0))  # the device waits for the host before these
-                self.drafts.length.observe(len(launched.plan.sequences), drafts, now - self._last_finish)
         self._last_finish = now
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
@@ -412,10 +389,7 @@ class EngineLoop:
         if not drafts.any() and not plan.is_steered.any():
             return tokens, counts, np.arange(len(tokens))
         if plan.num_drafts.any():
-            accepted = num_accepted(plan, tokens)
-            if self.drafts is not None:
-                self.drafts.length.verified(int((accepted - 1).sum()), int(np.minimum(accepted, drafts).sum()))
-            counts = np.where(drafts > 0, accepted, counts)
+            counts = np.where(drafts > 0, num_accepted(plan, tokens), counts)
         samples_at = np.repeat(plan.first_samples, counts) + within(counts)
         if not plan.is_steered.any():
             return tokens[samples_at], counts, samples_at
@@ -520,19 +494,11 @@ class EngineLoop:
         generation.end(failure)
 
     def _propose(self) -> None:
-        """Proposes drafts for all sequences that decode. Those of a draft model come when the step has places for them."""
-        number = self.num_draft_tokens
-        if self.drafts is not None:
-            number = self.drafts.choose(len(self.scheduler.decoding))
-            if not number:
-                return
-            self._catch_up()
+        """Proposes drafts from the text before for all sequences that decode."""
         for sequence in self.scheduler.decoding:
             generation = self._generation(sequence)
             if generation is None or generation.params.needs_each_token:
                 continue
-            guess = np.zeros(number, np.int32)
-            if self.drafts is None:
-                guess = propose(self.scheduler.token_ids(sequence), number)
+            guess = propose(self.scheduler.token_ids(sequence), self.num_draft_tokens)
             with suppress(SequenceStateError):  # its sample is in flight
                 self.scheduler.propose(sequence, guess)

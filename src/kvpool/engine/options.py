@@ -111,6 +111,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
         if not keyed_tiers:
             tiers = {name: value for name, value in tiers.items() if name in ("host_bytes", "cache")}
         shown = {each.name: getattr(self, name) for name, each in SHOWN.items() if each.name not in COMMAND_OPTIONS}
+        shown = {name: value for name, value in shown.items() if value is not None}
         if self.memory is not None:
             shown["kv_bytes"] = parse_bytes(self.memory, "--memory")
         fields_of_cache = {**tiers.get("cache", {}), **self._objective(), **(cache or {})}
@@ -177,7 +178,7 @@ _OPTIONS = {
     "host_bytes": "--host-memory",
     "model_defaults=False": "--no-model-defaults",
     "n": "-n",
-    **{name: f"--{name}" for name in ("temperature", "seed", "stop", "dtype", "device", "draft")},
+    **{name: f"--{name}" for name in ("temperature", "seed", "stop", "dtype", "device")},
     **{
         name: f"--{name.replace('_', '-')}"
         for name in ("top_p", "kv_dtype", "draft_tokens", "disk_bytes", "tier_timeout")

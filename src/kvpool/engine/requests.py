@@ -201,7 +201,7 @@ class RequestMaker:
 
 
 _INSTEAD = {  # arguments of transformers' `generate`
-    "assistant_model": "Engine(draft=...) takes a draft model, Engine(draft_tokens=...) drafts without one",
+    "assistant_model": "Engine(draft_tokens=...) drafts without one",
     "logits_processor": "write SamplingParams(logits_processors=[...])",
     "audio": "it left in 0.3: transformers or vLLM run models that hear",
     "input_ids": "the first argument takes token ids",

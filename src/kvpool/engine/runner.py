@@ -82,7 +82,6 @@ class ModelRunner(EagerRunner):
         max_tokens: int = 2048,
         compile_layers: bool = False,
         num_axes: int = 1,
-        first_layer: int = 0,
         max_drafts: int = 0,
         recorder: CudaRecorder | None = None,
     ) -> None:
@@ -92,7 +91,7 @@ class ModelRunner(EagerRunner):
             if not shape.states:
                 plain, self._uncompiled = plain_copy(model), model
         adapters = EngineAdapters(model) if adapters is None else adapters
-        super().__init__(plain, shape, plane, backend, adapters, num_axes, first_layer)
+        super().__init__(plain, shape, plane, backend, adapters, num_axes)
         self.max_tokens = max_tokens
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
@@ -220,8 +219,6 @@ class ModelRunner(EagerRunner):
         had_graphs = self.graphs is not None
         self.close()
         self.model, self._uncompiled, self._hidden_source = self._uncompiled, None, None
-        if len(self.hidden):
-            self.keep_hidden(self.hidden, self.previous if len(self.previous) else None)
         if had_graphs:
             self._make_graphs()
         try:
@@ -308,16 +305,3 @@ class ModelRunner(EagerRunner):
                     self._go_on_without(error)
                     break
         return self._run_plan(plan, token_ids, where, shown, spans, keep, adapter_slots)
-
-    def decode(self, token_ids: Tensor, positions: Tensor, slots: Tensor, batches: Sequence[PagedBatch]) -> Tensor:
-        """Logits of one token for each row, all on the device; `slots` are prepared, `batches` say which keys a row sees.
-
-        The next step of the same size overwrites them. Several rows may be tokens of one sequence.
-        """
-        if self.graphs is not None and self.graphs.has_room(len(token_ids)):
-            try:
-                return self.graphs.decode(token_ids, positions, slots, batches)
-            except (CaptureError, torch.OutOfMemoryError) as error:
-                self._go_on_without(error)
-        keep = torch.arange(len(token_ids), device=self.device)
-        return self._run(token_ids, positions, keep, StepSlots(slots), batches, None)

@@ -37,14 +37,6 @@ class Sampled(NamedTuple):
     top_tokens: Tensor | None = None
 
 
-class Guesses(NamedTuple):
-    """Drafts that were drawn at random and need not be those of a seed, and what they were drawn from."""
-
-    samples: Int64Array  # [draft]: the sample of the step that each stands for
-    tokens: Tensor  # [draft]
-    distributions: Tensor  # [draft, vocabulary]
-
-
 class SamplingRows:
     """The parameters of a batch's rows as tensors. They are made when the batch changes, and used for many steps.
 
@@ -132,15 +124,13 @@ def sample(
     counts: TokenCounts | None = None,
     count_rows: Tensor | None = None,
     mask: TokenMask | None = None,
-    guesses: Guesses | None = None,
-    chances: Tensor | None = None,
     process: Callable[[Tensor], Tensor] | None = None,
 ) -> Sampled:
     """One token for each row of `logits` [rows, vocabulary].
 
     `uniforms` [rows] come from `uniforms_for`; they may be None if every row is greedy. If a row has penalties, `counts` has
-    its counts, and `count_rows` says where. `mask` is for rows that may not choose every token. The rows of `guesses` take
-    these where they can, and need two more uniforms for each: `chances` [2, draft]. `process` are logits processors.
+    its counts, and `count_rows` says where. `mask` is for rows that may not choose every token. `process` are logits
+    processors.
     """
     scores = logits
     changed = rows.penalised or rows.bias_at is not None or process is not None
@@ -156,9 +146,7 @@ def sample(
         scores = process(scores)
     if mask is not None:
         scores = mask.applied(scores)
-    tokens, distributions = _choose(scores, rows, uniforms)
-    if guesses is not None and chances is not None and distributions is not None:
-        tokens = _verified(tokens, distributions, guesses, chances)
+    tokens = _choose(scores, rows, uniforms)
     if rows.num_logprobs is None:
         return Sampled(tokens)
     logprobs = raw.log_softmax(-1)
@@ -183,36 +171,20 @@ def _penalise(scores: Tensor, rows: SamplingRows, counts: TokenCounts, count_row
     return scores - rows.presence * produced - rows.frequency * output
 
 
-def _choose(scores: Tensor, rows: SamplingRows, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The token of each row, and the distributions over what the filters leave; None if every row is greedy."""
+def _choose(scores: Tensor, rows: SamplingRows, uniforms: Tensor | None) -> Tensor:
+    """The token of each row, drawn from what the filters leave."""
     likeliest = _likeliest(scores)
     if rows.greedy:
-        return likeliest, None
+        return likeliest
     assert uniforms is not None
     scores = scores / rows.temperature
     if rows.filtered:
         scores = scores.masked_fill(scores < _lowest_kept(scores, rows), -torch.inf)
-    distributions = scores.softmax(-1)
-    return torch.where(rows.is_greedy, likeliest, _drawn(distributions, uniforms)), distributions
-
-
-def _verified(tokens: Tensor, distributions: Tensor, guesses: Guesses, chances: Tensor) -> Tensor:
-    """The tokens, with guesses in their rows where these are kept (speculative sampling).
-
-    A guess is kept with probability p / q, where q drew it. Otherwise what p has more than q draws the token. Together that
-    draws from p, and keeps as many guesses as possible. Where a draft computed no numbers, q is certain of its guess.
-    """
-    rows = upload(guesses.samples, tokens.device)
-    wanted, guess = distributions.index_select(0, rows), guesses.tokens.unsqueeze(1)
-    broken = guesses.distributions[:, :1].isnan()
-    given = guesses.distributions.masked_fill(broken, 0.0).scatter_add(1, guess, broken.to(wanted.dtype))
-    right = chances[0] * given.gather(1, guess).squeeze(1) < wanted.gather(1, guess).squeeze(1)
-    rest = (wanted - given).clamp_(min=0)
-    return tokens.index_copy(0, rows, torch.where(right, guesses.tokens, _drawn(rest, chances[1])))
+    return torch.where(rows.is_greedy, likeliest, _drawn(scores.softmax(-1), uniforms))
 
 
 def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution at `uniforms`; `weights` need not add up to one.
+    """Inverse of the cumulative distribution at `uniforms`.
 
     It sums in the order of the vocabulary, not of the sorted scores: a row's token must not depend on whether another row of
     the batch has a filter.
@@ -236,7 +208,6 @@ def _lowest_kept(scores: Tensor, rows: SamplingRows) -> Tensor:
 # --- randomness ------------------------------------------------------------------------------------------------------
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SALTS = np.array([0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7], np.uint64)  # for further numbers of the same seed and step
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -277,21 +248,6 @@ class _Rows(NamedTuple):
     lanes: Tensor
     masked: tuple[_Watched, ...]  # by a grammar
     processed: tuple[_Watched, ...]  # by logits processors
-
-
-class Drawing(NamedTuple):
-    """How a draft guesses for some rows, several steps ahead."""
-
-    params: SamplingRows
-    uniforms: Tensor | None  # [step, row]; None if every row is greedy
-
-    def guess(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
-        """A token for each row of the logits of a step, and what they are drawn from; None if every row is greedy."""
-        biased = self.params.bias_at
-        scores = logits if self.params.greedy and biased is None else logits.float()
-        if biased is not None:
-            scores = scores.index_put(biased, self.params.bias, accumulate=True)
-        return _choose(scores, self.params, None if self.uniforms is None else self.uniforms[step])
 
 
 def _processed(processed: Sequence[_Watched], scores: Tensor) -> Tensor:
@@ -340,13 +296,7 @@ class StepSampler:
         length = len(generation.prompt)
         self._counts.start(sequence.lane, tokens[:length], tokens[length:])
 
-    def sample(
-        self,
-        plan: BatchPlan,
-        logits: Tensor,
-        catch_up: Callable[[], None],
-        guesses: Guesses | None = None,
-    ) -> Sampled:
+    def sample(self, plan: BatchPlan, logits: Tensor, catch_up: Callable[[], None]) -> Sampled:
         """One token per sample of the plan, and one behind each draft.
 
         A grammar and logits processors need all earlier tokens on the host. So `catch_up` is called first if there are any,
@@ -359,46 +309,21 @@ class StepSampler:
         process = partial(_processed, rows.processed) if rows.processed else None
         if rows.source is not None:
             logits = logits.index_select(0, upload(rows.source, self._device))
-        uniforms = chances = None
+        uniforms = None
         if not rows.params.greedy:
-            steps = self._steps(plan, rows)
-            uniforms = upload(uniforms_for(rows.seeds, steps), self._device)
-            if guesses is not None:
-                seeds, steps = rows.seeds[guesses.samples], steps[guesses.samples]
-                chances = upload(np.stack([uniforms_for(seeds ^ salt, steps) for salt in _SALTS]), self._device)
-        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes, mask, guesses, chances, process)
+            uniforms = upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
+        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes, mask, process)
         if self._counts is not None and rows.params.penalised:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
 
-    def drawing(self, plan: BatchPlan, rows: Int64Array, positions: Int64Array) -> Drawing:
-        """How a draft guesses behind `positions` [step, row] of some rows of a plan.
-
-        A guess has the random number of the token that it stands for. Rows have neither penalties nor a grammar.
-        """
-        sequences = tuple(plan.sequences[row] for row in rows.tolist())
-        ones = np.ones(len(rows), np.int64)
-        found = self._rows(sequences, plan.lanes[rows], ones, 0 * ones)
-        if found.params.greedy:
-            return Drawing(found.params, None)
-        steps = positions + 1 - found.prompt_lengths
-        return Drawing(found.params, upload(uniforms_for(found.seeds, steps), self._device))
-
     def _rows_of(self, plan: BatchPlan) -> _Rows:
+        """The rows of the sequences that sample. While these stay the same, so do their rows."""
         chosen = plan.sampling_rows
         sequences = plan.sequences
         if len(chosen) < len(sequences):
             sequences = tuple(sequences[row] for row in chosen.tolist())
-        return self._rows(sequences, plan.lanes[chosen], plan.num_samples[chosen], plan.num_drafts[chosen])
-
-    def _rows(
-        self,
-        sequences: tuple[ScheduledSequence, ...],
-        lanes: Int64Array,
-        num_samples: Int64Array,
-        drafts: Int64Array,
-    ) -> _Rows:
-        """The rows of these sequences. While they stay the same, so do their rows."""
+        lanes, num_samples, drafts = plan.lanes[chosen], plan.num_samples[chosen], plan.num_drafts[chosen]
         key = sequences, lanes.tobytes(), num_samples.tobytes(), drafts.tobytes()
         if self._cached is not None and self._cached[0] == key:
             return self._cached[1]

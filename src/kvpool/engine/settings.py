@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from kvpool.tiers.model_tiers import ModelTiers
 
 _MOST_BYTES = 2**62
-DRAFT_TOKENS = 5  # of a draft model, at most
-MTP, MTP_TOKENS = "mtp", 3  # the layers that come with a model for it, and their drafts, at most
-DRAFT_HEADS = ("mtp", "nextn", "eagle", "eagle3", "medusa")
 
 
 def _shown(default: Any, help: str, kind: type = str, option: str = "", key: str = "") -> Any:
@@ -37,9 +34,7 @@ class EngineSettings:
     Memory for keys and values: `kv_bytes`, or `kv_blocks`, or `memory_fraction` of what is free once the model is loaded
     (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to.
 
-    `draft` is a smaller model with the same vocabulary, in any form that `model` has. It guesses up to `draft_tokens` tokens
-    (5) ahead, and one step of the model verifies them. With `draft="mtp"`, layers that come with the model guess (3). Without
-    a draft, `draft_tokens` copies guesses from the text before.
+    `draft_tokens` guesses up to so many tokens ahead, copied from the text before, and one step verifies them.
 
     `compile` lets torch.compile fuse the small operations of each layer, beside the first requests: faster steps. `cache`
     holds further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to
@@ -79,12 +74,7 @@ class EngineSettings:
     compile: bool = _shown(
         False, "torch.compile each layer, beside the first requests: faster steps.", bool, "compile_layers", "compile"
     )
-    draft: Any = _shown(
-        None, "A smaller model with the same vocabulary, or mtp: guesses tokens ahead; output unchanged."
-    )
-    draft_tokens: int | None = _shown(
-        None, "Guess up to so many tokens ahead, without a draft model from the text before; output unchanged.", int
-    )
+    draft_tokens: int = _shown(0, "Guess up to so many tokens ahead, from the text before; output unchanged.", int)
     processor: Any = None
     encoder_bytes: int = 2**28
     adapters: Mapping[str, str | Path] | None = None
@@ -110,8 +100,7 @@ class EngineSettings:
                 raise ConfigError(
                     f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}"
                 )
-        self._check_drafts()
-        if self.overlap and self.draft_tokens and self.draft is None:
+        if self.overlap and self.draft_tokens:
             raise ConfigError(
                 "overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know"
             )
@@ -150,33 +139,12 @@ class EngineSettings:
             ("encoder_bytes", 0),
         ):
             value = getattr(self, name)
-            if not (value is None and name in ("kv_bytes", "kv_blocks", "draft_tokens")):
+            if not (value is None and name in ("kv_bytes", "kv_blocks")):
                 check_int(value, name, low, _MOST_BYTES)
         if self.memory_fraction is not None:
             share = "a number over 0, at most 1"
             if not 0 < check_number(self.memory_fraction, "memory_fraction", share) <= 1:
                 raise ConfigError(f"memory_fraction={self.memory_fraction} must be {share}")
-
-    def _check_drafts(self) -> None:
-        if self.draft is not None and self.draft_tokens == 0:
-            raise ConfigError("draft with draft_tokens=0 guesses nothing; drop one of them")
-        if not isinstance(self.draft, str) or self.draft == MTP:
-            return
-        name = self.draft.lower().replace("-", "")
-        if name in (MTP, "nextn"):
-            raise ConfigError(f"draft={self.draft!r}: write draft='mtp' for the MTP layers of the model")
-        if name in DRAFT_HEADS:
-            raise ConfigError(
-                f"draft={self.draft!r}: transformers has no such heads; give a smaller model with the vocabulary of the "
-                "model, or draft='mtp' if it has MTP layers"
-            )
-
-    @property
-    def num_drafts(self) -> int:
-        """The most tokens that a step drafts for a sequence."""
-        if self.draft_tokens is None:
-            return 0 if self.draft is None else MTP_TOKENS if self.draft == MTP else DRAFT_TOKENS
-        return self.draft_tokens
 
     def model_tiers(self) -> ModelTiers:
         """Which tiers it has, checked."""
@@ -189,14 +157,14 @@ class EngineSettings:
         """The limits of a step, with room for the drafts."""
         given = self.scheduler
         if given is None:
-            return SchedulerConfig(max_draft_tokens=self.num_drafts)
+            return SchedulerConfig(max_draft_tokens=self.draft_tokens)
         if not isinstance(given, SchedulerConfig):
             raise ConfigError(f"scheduler must be a SchedulerConfig, got {show(given)}")
-        if given.max_draft_tokens and not self.num_drafts:
+        if given.max_draft_tokens and not self.draft_tokens:
             raise ConfigError(
                 f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything"
             )
-        return replace(given, max_draft_tokens=self.num_drafts)
+        return replace(given, max_draft_tokens=self.draft_tokens)
 
     def cache_fields(self, max_positions: int | None) -> dict[str, Any]:
         """Fields of KVCacheConfig: those that were given, `max_seq_len` and host memory.

@@ -179,11 +179,6 @@ def _scheduler(looks: Looks) -> Iterator[Metric]:
     for field in fields(SchedulerStats):
         name = f"scheduler_{field.name}"
         yield _total(name, _in_words(field.name), [], looks, _one(f"scheduler.{field.name}"))
-    for name, words in (
-        ("length", "Tokens that the draft guesses for a sequence in a step."),
-        ("acceptance", "How likely a draft is right if those before it are."),
-    ):
-        yield _gauge(f"draft_{name}", words, [], [each for each in looks if each[1].drafts], _one(f"drafts.{name}"))
 
 
 def _tiers(looks: Looks) -> Iterator[Metric]:

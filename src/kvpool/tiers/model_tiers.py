@@ -75,11 +75,10 @@ class ModelTiers:
         self,
         model: Any,
         config: KVCacheConfig,
-        draft: Any = None,
         *,
         are_rotated: bool = False,
     ) -> OpenedTiers | None:
-        """Opens the tiers for the keys and values of a model, and of its draft model; None if there are none.
+        """Opens the tiers for the keys and values of a model, or returns None if there are none.
 
         Keys and values that are rotated before they are stored have other names than those that are not.
         """
@@ -87,11 +86,9 @@ class ModelTiers:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
-        models = [model] if draft is None else [model, draft]
-        _check_hooks(models)
-        names = [*map(model_id, models), *(["with rotated keys and values"] if are_rotated else [])]
-        weights = " ".join(map(weights_id, models))
-        space = KeySpace(Fingerprint.of(config, " ".join(names), weights))
+        _check_hooks(model)
+        name = model_id(model) + " with rotated keys and values" * are_rotated
+        space = KeySpace(Fingerprint.of(config, name, weights_id(model)))
         opened = open_tiers((self.disk, self.remote), space)
         for tier in self.given:
             tier.introduce(space)
@@ -163,14 +160,13 @@ def _package(hook: Any) -> str:
     return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0]
 
 
-def _check_hooks(models: Sequence[Any]) -> None:
-    for model in models:
-        for hook in foreign_hooks(model):
-            raise ConfigError(
-                f"{type(model).__name__} has the forward hook {show(hook)}: nobody can tell what it does to keys and values, "
-                "so that its blocks in tiers could not be told from another model's; remove it, or leave disk, remote and "
-                "tiers out"
-            )
+def _check_hooks(model: Any) -> None:
+    for hook in foreign_hooks(model):
+        raise ConfigError(
+            f"{type(model).__name__} has the forward hook {show(hook)}: nobody can tell what it does to keys and values, "
+            "so that its blocks in tiers could not be told from another model's; remove it, or leave disk, remote and "
+            "tiers out"
+        )
 
 
 @torch.no_grad()
