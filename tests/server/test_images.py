@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import threading
@@ -15,11 +16,13 @@ import openai
 import pytest
 from live import access, call, openai_client, refusal, until
 
+from kvpool.errors import ConfigError
 from kvpool.server import Limits, ServedModel, create_app, images
 from kvpool.server.errors import Problem
-from kvpool.server.images import ImageSource
+from kvpool.server.images import ImageSource, image_places
 from kvpool.server.limits import Gate
 from kvpool.server.long_work import LongWork
+from kvpool.server.serve_settings import ServeSettings
 from live_app import Live
 
 image_library = pytest.importorskip("PIL.Image")
@@ -253,7 +256,7 @@ def test_given_hosts_that_may_be_asked_then_images_are_fetched_within_limits(
         return answers[-1]
 
     monkeypatch.setattr(http.client.HTTPConnection, "getresponse", noted)
-    live = Live(create_app([ServedModel("tiny", seeing, image_hosts=["127.0.0.1"])]))
+    live = Live(create_app([ServedModel("tiny", seeing, image_hosts=[host.removeprefix("http://")])]))
     try:
         with openai_client(live) as client:
 
@@ -275,4 +278,33 @@ def test_given_hosts_that_may_be_asked_then_images_are_fetched_within_limits(
 
 
 def test_given_a_name_with_other_letters_then_it_is_the_same_host() -> None:
-    assert ImageSource([" Example.COM ", ""])._hosts == {"example.com"}
+    assert image_places([" Example.COM "]) == {("example.com", 80), ("example.com", 443)}
+
+
+def test_given_a_host_then_its_usual_ports_may_be_asked_and_no_other(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def refuse(connection: http.client.HTTPConnection, *_: Any) -> None:
+        asked.append((connection.host, connection.port))
+        raise OSError("nobody is there")
+
+    def fetch(source: ImageSource, *urls: str) -> None:
+        for url in urls:
+            with pytest.raises(Problem):
+                asyncio.run(source.content([{"type": "image_url", "image_url": {"url": url}}], 0))
+
+    monkeypatch.setattr(http.client.HTTPConnection, "request", refuse)
+    usual, given = ImageSource(["127.0.0.1"]), ImageSource(["127.0.0.1:81", "[::1]:82"])
+    fetch(usual, f"{host}/red.png", "http://127.0.0.1:6379/", "http://127.0.0.1/", "https://127.0.0.1:443/")
+    assert asked == [("127.0.0.1", 80), ("127.0.0.1", 443)]
+    asked.clear()
+    fetch(given, "http://127.0.0.1/", "https://127.0.0.1:81/", "http://[::1]:82/", "http://[::1]:81/")
+    assert asked == [("127.0.0.1", 81), ("::1", 82)]
+
+
+@pytest.mark.parametrize("host", ["", "http://example.com", "example.com:port", "example.com/images", "me@example.com"])
+def test_given_something_else_for_an_image_host_then_it_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        ServeSettings(image_hosts=(host,))

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from kvpool.checks import show
+from kvpool.errors import ConfigError
 from kvpool.server.errors import Problem
 
 MAX_BYTES = 16 << 20  # of one image that is fetched
@@ -21,10 +22,13 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 class ImageSource:
-    """Reads the images of messages. `hosts` may be asked over HTTP, all others are refused; redirects are not followed."""
+    """Reads the images of messages. `hosts` may be asked over HTTP, all others are refused; redirects are not followed.
+
+    A host may be asked at ports 80 and 443. One that is written `HOST:PORT` may be asked at that port only.
+    """
 
     def __init__(self, hosts: Sequence[str] = ()) -> None:
-        self._hosts = frozenset(host.strip().lower() for host in hosts if host.strip())
+        self._places = image_places(hosts)
 
     async def content(self, content: str | list[dict[str, Any]] | None, number: int) -> str | list[dict[str, Any]]:
         """What a message says: a text, whose parts are joined, or parts of text and images as chat templates read them."""
@@ -65,9 +69,11 @@ class ImageSource:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError("images come as data:image/png;base64,...")
-        if parts.hostname not in self._hosts:
-            raise ValueError("this server fetches no image from that host; send it as data:image/png;base64,...")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        if (parts.hostname, parts.port or kind.default_port) not in self._places:
+            raise ValueError(
+                "this server fetches no image from that host and port; send it as data:image/png;base64,..."
+            )
         deadline = time.monotonic() + MAX_SECONDS
         connection = kind(parts.hostname, parts.port, timeout=MAX_SECONDS)
         try:
@@ -85,6 +91,25 @@ class ImageSource:
                 return bytes(found)
         finally:
             connection.close()
+
+
+def image_places(hosts: Sequence[str]) -> frozenset[tuple[str, int]]:
+    """The hosts and ports that may be asked for images.
+
+    >>> sorted(image_places(["example.com", "127.0.0.1:8080"]))
+    [('127.0.0.1', 8080), ('example.com', 80), ('example.com', 443)]
+    """
+    places: set[tuple[str, int]] = set()
+    for host in hosts:
+        try:
+            parts = urlsplit(f"//{host.strip()}")
+            name, port = parts.hostname, parts.port
+        except ValueError:
+            name, port = None, None
+        if name is None or parts.netloc != host.strip() or "@" in host:
+            raise ConfigError(f"image_hosts are names of hosts, or HOST:PORT, got {show(host)}")
+        places |= {(name, each) for each in ((80, 443) if port is None else (port,))}
+    return frozenset(places)
 
 
 def _of_data_url(url: str) -> bytes:

@@ -75,7 +75,10 @@ class ServerOptions:
     log_level: Annotated[str | None, typer.Option(help="warning; debug, info and error are the others.")] = None
     image_hosts: Annotated[
         list[str] | None,
-        typer.Option("--image-host", help="A host that images in messages may be fetched from; data URLs need none."),
+        typer.Option(
+            "--image-host",
+            help="A host that images in messages may be fetched from, at ports 80 and 443 or as HOST:PORT.",
+        ),
     ] = None
     data_parallel: Annotated[
         int | None,

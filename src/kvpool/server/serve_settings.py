@@ -26,6 +26,7 @@ from kvpool.engine.options import limits as engine_limits
 from kvpool.errors import ConfigError
 from kvpool.removed import instead_of
 from kvpool.scheduling import SchedulerConfig
+from kvpool.server.images import image_places
 from kvpool.server.limits import Limits
 from kvpool.server.tool_forms import check_tool_parser
 from kvpool.tiers.settings import read_toml
@@ -150,6 +151,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if wrong := [host for host in self.image_hosts if not isinstance(host, str)]:
             raise ConfigError(f"image_hosts are names of hosts, got {show(wrong[0])}")
+        image_places(self.image_hosts)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level={show(self.log_level)} is unknown; known: {', '.join(LOG_LEVELS)}")
         if (self.tls_cert is None) != (self.tls_key is None):
