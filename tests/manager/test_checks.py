@@ -402,6 +402,18 @@ def write_behind_a_host_copy(manager: KVCacheManager) -> None:
     next(iter(manager._state.context.host_copies.nodes)).tier = Tier.HOST
 
 
+def give_a_run_that_is_written_a_host_copy(manager: KVCacheManager) -> None:
+    writer = manager.allocate("writer", [7] * 8)
+    manager.commit(writer)
+    assert writer.row == 0
+    written, copies = manager._state.rows.tips[0], manager._state.context.host_copies
+    assert written is not None
+    assert written.open_row == 0
+    copied = next(iter(copies.nodes))
+    written.host_copy, copied.host_copy = copied.host_copy, None
+    copies.nodes[written] = copies.nodes.pop(copied)
+
+
 def shorten_a_host_copy(manager: KVCacheManager) -> None:
     host_copies_of(manager)[0][0] = host_copies_of(manager)[0][0][:1]
 
@@ -436,6 +448,7 @@ def miscount_host_copies(manager: KVCacheManager) -> None:
     [
         (lose_sight_of_a_host_copy, "other runs than those that have one"),
         (write_behind_a_host_copy, "its run is on HOST"),
+        (give_a_run_that_is_written_a_host_copy, "detached or still written"),
         (shorten_a_host_copy, "1 ids in group 0 for 2 blocks"),
         (leave_a_hole_in_a_host_copy, "host copy of the node at block 0: group 0 has"),
         (share_a_host_copy, "is another's too"),

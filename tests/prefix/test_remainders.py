@@ -227,3 +227,24 @@ def test_a_remainder_moves_with_its_pool() -> None:
     manager.cache.resize(2)
     manager.check()
     assert manager.match_prefix([*range(10), 99]).num_tokens == 10
+
+
+@pytest.mark.parametrize("look", ["pin", "onboard"])
+def test_given_a_prompt_that_ends_with_a_remainder_then_its_whole_blocks_are_found_and_the_remainder_stays_whole(
+    look: str,
+) -> None:
+    manager = make_manager(host_blocks=32)
+    prompt = list(range(20))
+    serve(manager, "a", prompt)
+    if look == "pin":
+        pin = manager.cache.pin(prompt)
+        assert pin.num_tokens == 16
+        manager.check()
+        manager.cache.unpin(pin)
+    else:
+        manager.cache.offload(3)
+        assert manager.cache.onboard(prompt) == 2
+    manager.check()
+    assert manager.match_prefix([*prompt, 0]).num_tokens == 20
+    assert manager.cache.evict(32) == (3 if look == "pin" else 2)  # the remainder was left on the host
+    manager.check()

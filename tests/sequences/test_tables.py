@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import CopyKind, KVCacheHandle, KVCacheManager
+from kvpool import CopyKind, KVCacheHandle, KVCacheManager, LayerSpec
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
-from managers import FULL, commit_all, computed, make_manager, manager_of_pairs, manager_with
+from managers import FULL, commit_all, computed, make_manager, manager_of_pairs, manager_with, running
+
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 
 
 def slots_of_step(manager: KVCacheManager, handle: KVCacheHandle, slots: Any) -> None:
@@ -108,6 +110,20 @@ def test_a_table_longer_than_its_row_grows_and_loses_nothing() -> None:
     for _ in range(500):
         manager.extend(handle)
     assert len(set(handle.block_ids().tolist())) == handle.num_blocks == 501
+
+
+def test_given_a_batch_of_which_one_grows_past_the_columns_of_two_tables_then_both_hold_it_whole() -> None:
+    manager = make_manager(FULL, SLIDING, block_size=1, gpu_blocks=700)
+    long, short = running(manager, "long", 126), running(manager, "short", 3, first=900)
+    for count in (1, 9, 30):  # up to 166 blocks; there are 128 columns at first
+        slots = manager.extend_batch([long, short], [count, 1])
+        assert slots.shape == (2, count + 1)
+        assert (slots >= 0).all()
+        manager.commit_batch([long, short], range(500, 501 + count), [count, 1])
+        manager.check()
+    assert (long.num_blocks, short.num_blocks) == (166, 6)
+    assert len(set(long.block_ids(0).tolist()) | set(short.block_ids(0).tolist())) == 172
+    assert long.block_ids(1).tolist()[-8:] == manager.slot_mapping([long], 158, 166)[1].tolist()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9])

@@ -211,6 +211,29 @@ def test_given_a_transfer_under_way_then_it_is_not_done_and_its_callback_comes_w
     cache.close()
 
 
+def test_given_transfers_of_other_blocks_to_disk_then_they_run_one_after_the_other() -> None:
+    cache, inside, most, second = Cache("cpu"), 0, 0, threading.Event()
+    write = cache.disk.write
+
+    def count(*arguments: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        if inside == 2:
+            second.set()
+        second.wait(0.2)  # so long the other one may come in, if it can
+        write(*arguments)
+        inside -= 1
+
+    cache.disk.write = count  # type: ignore[method-assign]
+    for block in (1, 2):
+        cache.engine.submit([op(HOST, DISK, [block], [block])])
+    cache.engine.wait_for(cache.disk)
+    assert most == 1
+    assert cache.values(DISK)[1:3] == [16 + 1, 16 + 2]
+    cache.close()
+
+
 def test_given_a_transfer_that_is_done_then_a_callback_is_called_at_once_and_may_fail(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

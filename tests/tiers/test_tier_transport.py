@@ -55,6 +55,15 @@ def test_given_a_prefix_in_a_tier_then_another_cache_gets_every_byte_of_it(layer
         assert one.transport.stats().blocks_waiting == 0
 
 
+def test_given_a_prompt_that_fills_its_blocks_then_the_blocks_that_its_last_token_reads_are_taken_in() -> None:
+    """That token is computed again: its window reaches a block further back than that of the one behind it."""
+    tier, prompt = MemoryTier(2**20), PROMPT[:28]
+    with sides((tier,), (tier,), layers=(FULL, LayerSpec(kv_heads=1, head_dim=8, window=5))) as (one, other):
+        one.store(one.compute(prompt[:27]))  # while its window reaches there
+        one.store(one.compute(prompt, "b"))
+        assert other.take_in(prompt, other.fetch(prompt)) == 27
+
+
 def test_given_blocks_that_the_cache_has_already_then_only_those_behind_them_are_loaded() -> None:
     tier = MemoryTier(2**20)
     with sides((tier,), (tier,)) as (one, other):

@@ -158,7 +158,7 @@ class Importer:
         while handle.num_reserved < end:
             self._manager.narrow(handle, position)
             self._manager.extend(handle, min(CHUNK_BLOCKS * self._size, end - handle.num_reserved))
-        self._manager.narrow(handle, min(position, end))
+        self._manager.narrow(handle, position)
 
     def _write(self, handle: KVCacheHandle, fetch: Fetch, waits: list[Callable[[], None]]) -> None:
         """Writes the blocks that were not cached. They must be exactly those that the lease holds there."""
