@@ -547,6 +547,56 @@ def test_given_callbacks_of_either_kind_then_both_are_called_and_others_are_refu
     assert len(heard) == 3
 
 
+def test_given_an_allocation_that_fails_then_the_callbacks_hear_of_it_and_may_make_room() -> None:
+    cache = make_cache(8)
+    cache.allocate("a", 16)
+    cache.allocate("b", 12)
+    heard: list[Any] = []
+    cache.on_memory_pressure(lambda: heard.append("no argument"))
+    cache.on_memory_pressure(lambda change: heard.append((change.level, change.reason[:20])))
+    for call in (lambda: cache.allocate("c", 8), lambda: cache.extend("b", 8)):
+        with pytest.raises(OutOfBlocksError):
+            call()
+        assert heard == ["no argument", (MemoryPressure.CRITICAL, "an allocation failed")]
+        heard.clear()
+    cache.on_memory_pressure(lambda: cache.free("a"))
+    with pytest.raises(OutOfBlocksError):
+        cache.allocate("c", 8)
+    assert cache.allocate("c", 8).num_blocks == 2
+
+
+def test_given_no_tokens_then_they_fit_always_and_places_may_follow() -> None:
+    cache = make_cache(2)
+    cache.allocate("full", 8)
+    assert cache.can_allocate(0) is True
+    assert cache.allocate("none", 0).num_blocks == 0
+    assert cache.get_block_table("none", 0) == []
+    cache.free("full")
+    assert cache.extend("none", 5).num_blocks == 2
+    for wrong in (-1, True, 0.0):
+        with pytest.raises(InvalidArgumentError):
+            cache.can_allocate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError):
+        cache.allocate("chunk", 0, reserve=1)
+
+
+def test_given_what_the_document_lists_as_methods_then_it_is_a_number_and_can_be_called() -> None:
+    config = small()
+    cache, allocator = pyagent.KVCacheManager(config), KVCacheAllocator(config)
+    blocks = cache.allocate("a", 6)
+    allocator.allocate_gpu_block(0)
+    for number, expected in (
+        (config.kv_size_per_token, 2 * 2 * 2 * 8 * 2),
+        (config.block_size_bytes, 4 * 2 * 2 * 2 * 8 * 2),
+        (cache.usage, 2 / 8),
+        (cache.paged_cache.usage, 2 / 8),
+        (allocator.usage, 1 / 16),
+        (blocks.num_blocks, 2),
+    ):
+        assert number == number() == expected
+        assert type(number()) in (int, float)
+
+
 def test_given_a_full_gpu_when_cpu_blocks_are_free_then_the_error_names_the_way_to_them() -> None:
     cache = pyagent.KVCacheManager(small(num_cpu_blocks=4))
     cache.allocate("a", 32)

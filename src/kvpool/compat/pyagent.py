@@ -14,7 +14,7 @@ from typing import Any
 from kvpool.checks import as_count, check_int, show
 from kvpool.compat.adapter import Adapter, knows_settings
 from kvpool.compat.pyagent_blocks import KVCacheAllocator, KVCacheBlock, KVCacheBlocks, KVCacheTransfer
-from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, KVCacheConfig, check_config
+from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, Fraction, KVCacheConfig, check_config
 from kvpool.config import Tier
 from kvpool.config.layers import DType as StoredType
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError
@@ -61,8 +61,9 @@ class PagedKVCache(Adapter):
         """
         if reserve is not None and not self.config.enable_chunked_prefill:
             raise ConfigError(f"reserve={show(reserve)} makes chunks of a prompt, but enable_chunked_prefill is False")
+        places, reserve = _places(num_tokens, reserve)
         with self._named_host_blocks():
-            self.manager.allocate(request_id, tokens, num_tokens=num_tokens, reserve=reserve)
+            self.manager.allocate(request_id, tokens, num_tokens=places, reserve=reserve)
         return self.get_blocks(request_id)
 
     def extend_allocation(self, request_id: Hashable, additional_tokens: int = 1) -> KVCacheBlocks:
@@ -115,9 +116,9 @@ class PagedKVCache(Adapter):
         self.manager.commit(self.handle(request_id), tokens)
 
     @property
-    def usage(self) -> float:
+    def usage(self) -> Fraction:
         """The fraction of the GPU blocks that live requests hold."""
-        return self.manager.inspect.usage
+        return Fraction(self.manager.inspect.usage)
 
     def get_num_free_blocks(self) -> int:
         """Free GPU blocks, those that eviction could free included."""
@@ -167,13 +168,14 @@ class KVCacheManager(PagedKVCache):
 
     def can_allocate(self, num_tokens: int | None = None, *, tokens: Any = None) -> bool:
         """Whether `allocate` would succeed now; `manager.can_allocate` tells LATER from NEVER."""
-        return bool(self.manager.can_allocate(tokens, num_tokens=num_tokens))
+        places, reserve = _places(num_tokens, None)
+        return bool(self.manager.can_allocate(tokens, num_tokens=places, reserve=reserve))
 
     def on_memory_pressure(self, callback: PressureCallback) -> Callable[[], None]:
         """Calls back under pressure; returns a function that stops it.
 
         A callback without parameters, as PyAgent's are, is called when the level rises to CRITICAL. One that takes an
-        argument gets every change of the level, in both directions.
+        argument gets every change of the level, in both directions. An allocation that fails calls all of them.
         """
         call = _as_listener(callback)
         stop_listening = self.manager.on_memory_pressure(call)
@@ -186,13 +188,30 @@ class KVCacheManager(PagedKVCache):
 
         return stop
 
+    @contextmanager
+    def _named_host_blocks(self) -> Iterator[None]:
+        try:
+            with super()._named_host_blocks():
+                yield
+        except OutOfBlocksError as error:
+            self._call_back(f"an allocation failed: {error}")
+            raise
+
     def _trigger_memory_pressure(self) -> None:
         """Calls every callback as if the level had risen to CRITICAL now."""
-        change = PressureChange(
-            MemoryPressure.CRITICAL, self.manager.inspect.pressure, self.usage, 0, "triggered by a call"
-        )
+        self._call_back("triggered by a call")
+
+    def _call_back(self, reason: str) -> None:
+        change = PressureChange(MemoryPressure.CRITICAL, self.manager.inspect.pressure, self.usage, 0, reason)
         for callback in list(self._pressure_callbacks):
             contain(lambda call=callback: call(change))  # type: ignore[misc]
+
+
+def _places(num_tokens: int | None, reserve: int | None) -> tuple[int | None, int | None]:
+    """The same numbers as kvpool takes them: a request for no tokens is one whose places are not reserved yet."""
+    if num_tokens is None or as_count(num_tokens, "num_tokens") or reserve:
+        return num_tokens, reserve
+    return 1, 0
 
 
 def _as_listener(callback: Any) -> Callable[[PressureChange], None]:

@@ -16,7 +16,16 @@ import numpy as np
 
 from kvpool.checks import as_count, check_int, show
 from kvpool.compat.adapter import checked_settings, import_torch, layer_index
-from kvpool.compat.pyagent_config import DeviceType, DType, KVCacheConfig, as_device, check_config, stored_type
+from kvpool.compat.pyagent_config import (
+    Count,
+    DeviceType,
+    DType,
+    Fraction,
+    KVCacheConfig,
+    as_device,
+    check_config,
+    stored_type,
+)
 from kvpool.config import LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCK_SIZE
 from kvpool.errors import ConfigError, InvalidArgumentError
@@ -147,8 +156,8 @@ class KVCacheBlocks:
             setattr(self, name, [as_count(block, name) for block in given])
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.gpu_blocks) + len(self.cpu_blocks)
+    def num_blocks(self) -> Count:
+        return Count(len(self.gpu_blocks) + len(self.cpu_blocks))
 
     def append_gpu(self, block_id: int) -> None:
         self.gpu_blocks.append(as_count(block_id, "block_id"))
@@ -244,11 +253,11 @@ class KVCacheAllocator:
             return min(pool.num_free for (_, at), pool in self._pools.items() if at == tier)
 
     @property
-    def usage(self) -> float:
+    def usage(self) -> Fraction:
         """The fraction of the GPU blocks of all layers that is taken."""
         with self._lock:
             pools = [pool for (_, tier), pool in self._pools.items() if tier == Tier.GPU]
-            return 1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools)
+            return Fraction(1 - sum(pool.num_free for pool in pools) / sum(pool.num_blocks for pool in pools))
 
 
 class KVCacheTransfer:

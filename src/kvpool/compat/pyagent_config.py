@@ -40,6 +40,20 @@ class DType(str, Enum):
     FP8 = "fp8"
 
 
+class Count(int):
+    """A number that may also be called: PyAgent's document lists as methods what its source has as properties."""
+
+    def __call__(self) -> int:
+        return int(self)
+
+
+class Fraction(float):
+    """The same with a fraction."""
+
+    def __call__(self) -> float:
+        return float(self)
+
+
 def stored_type(dtype: Any) -> StoredType:
     """kvpool's element type for a name, either enum, or a numpy type."""
     if isinstance(dtype, type):
@@ -130,14 +144,14 @@ class KVCacheConfig:
         return LayerSpec(kv_heads=self.num_heads, head_dim=self.head_dim, dtype=stored_type(self.dtype))
 
     @property
-    def kv_size_per_token(self) -> int:
+    def kv_size_per_token(self) -> Count:
         """Bytes of one token's K and V over all layers, scales included."""
-        return self.num_layers * self.layer.bytes_per_token
+        return Count(self.num_layers * self.layer.bytes_per_token)
 
     @property
-    def block_size_bytes(self) -> int:
+    def block_size_bytes(self) -> Count:
         """Bytes of one block over all layers: exactly what is allocated for it."""
-        return self.block_size * self.kv_size_per_token
+        return Count(self.block_size * self.kv_size_per_token)
 
     @cached_property
     def cache_config(self) -> CacheConfig:
