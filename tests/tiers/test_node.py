@@ -795,6 +795,23 @@ def test_given_a_client_that_holds_a_lease_and_is_silent_then_it_is_cut_off(fold
         sound(server)
 
 
+def test_given_a_client_that_holds_leases_and_goes_on_talking_then_it_is_cut_off_all_the_same(folder: Path) -> None:
+    with node_thread(folder, held_seconds=0.5) as server, tier_of(folder) as tier:
+        store(tier, [1])
+        busy, hoarder = RawClient(folder, b"busy"), RawClient(folder, b"hoarder")
+        lease = wire.message(Verb.LEASE, 1, 1000, wire.with_numbers([key(1)], [VALUE_BYTES]))
+        hoarder.ask(lease)
+
+        def ask() -> bool:
+            """One takes a lease, too, and gives it back; the other one asks for nothing."""
+            busy.socket.send(wire.message(Verb.RELEASE, 0, busy.ask(lease).number))
+            return hoarder.ask(wire.message(Verb.FIND, 1, 1000, key(2))).verb == Verb.REFUSED
+
+        eventually(ask, "it is cut off")
+        assert busy.ask(wire.message(Verb.FIND, 1, 1000, key(1))).verb == Verb.FIND
+        sound(server)
+
+
 def test_given_a_client_that_asks_and_reads_no_answers_then_it_is_cut_off_alone(folder: Path) -> None:
     with node_thread(folder) as server, tier_of(folder) as tier:
         flood = RawClient(folder)

@@ -130,8 +130,13 @@ class NodeIndex:
         if not hits:
             return 0, 0
         number = self.hold(spans)
+        self._begin_holding(holder)
         holder.leases.add(number)
         return number, hits
+
+    def _begin_holding(self, holder: Holder) -> None:
+        if not holder:
+            holder.since = self._clock()
 
     def hold(self, spans: Sequence[Span]) -> int:
         """Keeps values where they are until `let_go`."""
@@ -210,6 +215,7 @@ class NodeIndex:
         taken = [slot for slot in slots if slot is not None]
         self._last_reservation = number = self._last_reservation + 1
         if taken:
+            self._begin_holding(holder)
             holder.reservations[number] = taken
         return number, slots
 

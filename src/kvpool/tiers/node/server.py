@@ -32,6 +32,8 @@ from kvpool.tiers.node.wire import Verb, WireError
 
 SILENCE_SECONDS = 30.0
 """That a client may say nothing while it holds leases or reservations; a call of a tier takes seconds at most."""
+HELD_SECONDS = 60.0
+"""That a client may hold leases or reservations without a break; others can neither evict nor write to what it holds."""
 TICK_SECONDS = 1.0
 MAX_CLIENTS = 512  # a process may usually have 1,024 files open
 MAX_OF_PROCESS = 128
@@ -65,10 +67,11 @@ class NodeServer:
         quotas: Quotas | None = None,
         tiers: Sequence[KeyedTier] = (),
         silence_seconds: float = SILENCE_SECONDS,
+        held_seconds: float = HELD_SECONDS,
     ) -> None:
         check_int(num_bytes, "bytes", MIN_BYTES, MAX_BYTES, ConfigError)
         self.directory = directory
-        self._silence = silence_seconds
+        self._silence, self._held = silence_seconds, held_seconds
         with contextlib.ExitStack() as after_errors:
             self._lock = _locked(directory)
             after_errors.callback(os.close, self._lock)
@@ -153,11 +156,13 @@ class NodeServer:
                 _log.exception("node: what tiers behind it brought was not used")
 
     def _tick(self) -> None:
-        """Once a second: clients that hold something and are silent go, and records learn of uses."""
-        before = time.monotonic() - self._silence
+        """Once a second: clients that hold something and are silent or hold it too long go, and records learn of uses."""
+        now = time.monotonic()
         for peer in list(self._peers.values()):
-            if peer.heard < before and not peer.is_busy and (peer.holder or not peer.name):
+            if peer.heard < now - self._silence and not peer.is_busy and (peer.holder or not peer.name):
                 self._cut_off(peer, f"it was silent for {self._silence:g} s while it held leases or reservations")
+            elif peer.holder and peer.holder.since < now - self._held:
+                self._cut_off(peer, f"it held leases or reservations for {self._held:g} s without a break")
         self.index.count_uses()
 
     # --- connections -------------------------------------------------------------------------------------------------

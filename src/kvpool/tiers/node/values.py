@@ -189,6 +189,8 @@ class Holder:
         self.leases: set[int] = set()
         self.reservations: dict[int, list[Slot]] = {}
         self.reserved_bytes = 0
+        self.since = 0.0
+        """When it began to hold something, if it does: it has not been without anything since."""
 
     def __bool__(self) -> bool:
         return bool(self.leases or self.reservations)
