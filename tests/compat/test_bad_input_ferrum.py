@@ -115,7 +115,7 @@ SUBJECTS = [
         PrefixCache,
         lambda: new_manager().prefix_cache(),
         GOOD,
-        {**TAKES, "max_prefixes": lambda value: value is None or is_int(1)(value)},
+        {**TAKES, "max_prefixes": lambda value: value is None or is_int(0)(value)},
     ),
     Subject(RequestId, lambda: RequestId(), GOOD, TAKES),
 ]

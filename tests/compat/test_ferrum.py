@@ -180,6 +180,37 @@ def limited(**limits: Any) -> FerrumKVCacheManager:
     return FerrumKVCacheManager(KVCacheManager(KVCacheConfig([LayerSpec(2, 8)], 4, gpu_blocks=32)), **limits)
 
 
+def test_given_no_prefixes_to_keep_then_none_is_stored() -> None:
+    cache = limited(max_prefixes=0)
+    handle = cache.allocate("a", tokens=PROMPT)
+    assert not cache.store_prefix(PROMPT, handle)
+    assert (handle.num_committed, stats_of(cache).active_prefixes) == (0, 0)
+
+
+def test_given_prefixes_that_are_found_then_they_count_as_hits_and_what_is_not_as_misses() -> None:
+    cache = limited(min_prefix_length=4)
+    store(cache, "a", PROMPT)  # 4 blocks are looked for in vain
+    assert cache.find_prefix([*PROMPT, 1, 2, 3, 4]) is not None  # 4 of 5 blocks
+    assert cache.find_prefix([99] * 8) is None
+    stats = stats_of(cache)
+    assert (stats.hits, stats.misses, stats.hit_rate) == (4, 4 + 1 + 2, 4 / 11)
+    assert cache.stats().cache_hit_rate == 4 / 11
+
+
+@pytest.mark.parametrize("into_handle", [True, False])
+def test_given_a_found_prefix_when_it_is_shared_then_that_is_one_allocation_and_no_lookup(into_handle: bool) -> None:
+    manager = paged(min_prefix_length=4)
+    source = manager.allocate(request("a", 8, tokens=list(range(8))))
+    assert manager.store_prefix(list(range(8)), source)
+    found = manager.find_prefix([*range(8), 9])
+    assert found is not None
+    target = manager.allocate(request("b", 9)) if into_handle else "b"
+    before = stats_of(manager)
+    manager.share_prefix_blocks(found.kv_handle, target, 2)
+    assert stats_of(manager)[:2] == before[:2] == (2, 2)
+    assert (manager.stats().allocation_count, manager.stats().active_caches) == (2, 2)
+
+
 def test_given_a_live_request_when_its_prefix_is_stored_then_the_statistics_count_its_tokens_at_once() -> None:
     cache = limited()
     store(cache, "a", PROMPT, keep_live=True)
@@ -254,7 +285,7 @@ def test_given_a_prefix_that_fills_no_block_then_it_is_not_kept_and_drives_no_ot
     assert stats_of(cache).active_prefixes == 1
 
 
-@pytest.mark.parametrize("limits", [dict(max_prefixes=0), dict(max_prefixes=1.5), dict(min_prefix_length=-1)])
+@pytest.mark.parametrize("limits", [dict(max_prefixes=-1), dict(max_prefixes=1.5), dict(min_prefix_length=-1)])
 def test_given_limits_that_make_no_sense_then_the_error_names_them(limits: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):
         limited(**limits)
@@ -446,7 +477,7 @@ def test_given_a_swapped_request_when_read_then_its_bytes_come_from_the_host() -
     ("settings", "message"),
     [
         (dict(low_watermark=0.1, high_watermark=0.3), "high_watermark=0.3 <= low_watermark=0.1"),
-        (dict(high_watermark=0.0), "0 < high_watermark=0.0"),
+        (dict(high_watermark=-0.1), "0 <= high_watermark=-0.1"),
         (dict(high_watermark="low"), "high_watermark='low'"),
         (dict(enable_cow=1), "enable_cow=1"),
         (dict(max_prefixs=3), "no setting 'max_prefixs'; the nearest: max_prefixes"),

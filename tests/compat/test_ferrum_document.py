@@ -317,7 +317,8 @@ def test_a_found_prefix_is_shared_into_the_request_that_asked_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "low", "high"), [(8, 0.5, 0.25), (10, 0.3, 0.1), (10, 0.9, 0.7), (7, 1.0, 0.01), (3, 0.5, 0.5)]
+    ("blocks", "low", "high"),
+    [(8, 0.5, 0.25), (10, 0.3, 0.1), (10, 0.9, 0.7), (7, 1.0, 0.01), (3, 0.5, 0.5), (4, 0.5, 0.0), (4, 0.0, 0.0)],
 )
 def test_pressure_has_the_borders_of_the_document(blocks: int, low: float, high: float) -> None:
     manager = small(max_gpu_blocks=blocks, low_watermark=low, high_watermark=high)
@@ -437,8 +438,11 @@ def test_a_gap_in_writes_is_refused_and_what_is_not_written_cannot_be_read() -> 
     write(manager, handle, 0, 2)
     with pytest.raises(SequenceStateError, match="write position 2 before 4"):
         write(manager, handle, 4, 5)
-    with pytest.raises(InvalidArgumentError):
-        manager.read_kv(handle, 0, 0, 3)
+    for start, count, stop in ((0, 3, 3), (2, 1, 3), (4, 0, 4)):
+        with pytest.raises(
+            InvalidArgumentError, match=f"has 2 written tokens; those up to {stop} cannot be read before"
+        ):
+            manager.read_kv(handle, 0, start, count)
     assert keys(manager, handle, 2) == [0.0, 1.0]
 
 

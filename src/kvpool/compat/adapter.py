@@ -192,7 +192,16 @@ class Adapter:
         self, request: Hashable | KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Keys and values of written tokens of one layer, [token, head, element], wherever their blocks are now."""
-        return self.plane.read(self.handle(request), layer, start, num_tokens)
+        handle, group = self.handle(request), self.manager.config.groups[self._group(layer)]
+        first = as_count(start, "start")
+        stop = first if num_tokens is None else first + as_count(num_tokens, "num_tokens")
+        length = kind_of(group).follows(handle.num_written, handle.encoder_tokens)
+        if stop > length:
+            raise InvalidArgumentError(
+                f"request {handle.request_id!r} has {length} written tokens; those up to {stop} cannot be read before they "
+                f"are written (start={show(start)}, num_tokens={show(num_tokens)})"
+            )
+        return self.plane.read(handle, layer, first, num_tokens)
 
     def _group(self, layer: int, name: str = "layer") -> int:
         groups = self.manager.config.group_of_layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -79,6 +80,8 @@ class FerrumCalls(Adapter):
         super().__init__(manager, device=device)
         self._prefixes = PrefixCache(self, max_prefixes, min_prefix_length)
         self._callback: Callable[[MemoryPressure], None] | None = None
+        self._counting = threading.Lock()
+        self._begun_by_sharing = 0  # requests that a fork began, where nothing was allocated
 
     def handle(self, request: Any) -> KVCacheHandle:
         refuse_prefix(request)
@@ -144,6 +147,12 @@ class FerrumCalls(Adapter):
         return (
             source.held(("prefix of", target)) if isinstance(source, CachedPrefix) else nullcontext(self.handle(source))
         )
+
+    def _share_prefix_with_new(self, source: KVCacheHandle, target: Hashable, num_tokens: int) -> KVCacheHandle:
+        child = self._share_prefix(source, target, num_tokens)
+        with self._counting:
+            self._begun_by_sharing += 1
+        return child
 
     def _share_prefix(self, source: KVCacheHandle, target: Hashable, num_tokens: int) -> KVCacheHandle:
         as_count(num_tokens, "num_tokens", minimum=1)
@@ -251,16 +260,16 @@ class FerrumCalls(Adapter):
     def stats(self) -> CacheManagerStats:
         stats = self.manager.stats()
         pools = [pool for pool in stats.pools if pool.tier == Tier.GPU]
-        hits = sum(stats.hit_blocks.values())
+        hits, lookups = self._prefixes.hits_and_lookups()
         return CacheManagerStats(
             sum(pool.total * pool.block_bytes for pool in pools),
             sum(pool.referenced * pool.block_bytes for pool in pools),
             stats.num_sequences,
             sum(pool.total for pool in pools),
             sum(pool.available for pool in pools),
-            hits / stats.prompt_blocks if stats.prompt_blocks else 0.0,
+            hits / lookups if lookups else 0.0,
             sum(stats.evictions.values()),
-            stats.requests,
+            stats.requests + self._begun_by_sharing,
             stats.allocation_failures + stats.extend_failures,
         )
 
@@ -294,12 +303,12 @@ class FerrumKVCacheManager(FerrumCalls, CountingAdapter):
     def share_prefix(self, source: Any, target: Hashable, num_tokens: int) -> KVCacheHandle:
         """A new request `target` that starts with the first `num_tokens` written tokens of `source`, in its blocks."""
         with self._source(source, target) as parent:
-            return self._share_prefix(parent, target, num_tokens)
+            return self._share_prefix_with_new(parent, target, num_tokens)
 
     def share_prefix_blocks(self, source: Any, target: Hashable, num_prefix_blocks: int) -> KVCacheHandle:
         """`share_prefix` by whole blocks, at most as many as `source` has written."""
         with self._source(source, target) as parent:
-            return self._share_prefix(parent, target, self._tokens_in(parent, num_prefix_blocks))
+            return self._share_prefix_with_new(parent, target, self._tokens_in(parent, num_prefix_blocks))
 
 
 def _takes_one(callback: Callable[..., Any]) -> bool:

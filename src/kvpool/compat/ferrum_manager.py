@@ -22,6 +22,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError,
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.stats import MemoryPressure
 
 
 @checked_settings
@@ -29,7 +30,8 @@ from kvpool.sequences.handle import KVCacheHandle
 class PagedKvCacheConfig:
     """ferrum's configuration, with its defaults. The watermarks are fractions of free blocks.
 
-    While less than `low_watermark` of the blocks are free, pressure is HIGH; while less than `high_watermark`, CRITICAL.
+    While less than `low_watermark` of the blocks are free, pressure is HIGH; while less than `high_watermark`, CRITICAL:
+    with 0.0 never.
     Idle cached blocks count as free. `num_heads` are KV heads; `dtype` is what is stored.
     """
 
@@ -51,16 +53,16 @@ class PagedKvCacheConfig:
     def __post_init__(self) -> None:
         for name in ("enable_cow", "enable_swapping", "enable_prefix_cache"):
             check_bool(getattr(self, name), name)
-        for name in ("block_size", "max_gpu_blocks", "num_heads", "head_dim", "max_prefixes"):
+        for name in ("block_size", "max_gpu_blocks", "num_heads", "head_dim"):
             check_int(getattr(self, name), name, 1, MAX_BLOCKS)
-        for name in ("max_cpu_blocks", "min_prefix_length"):
+        for name in ("max_cpu_blocks", "max_prefixes", "min_prefix_length"):
             check_int(getattr(self, name), name, 0, MAX_BLOCKS)
         check_int(self.num_layers, "num_layers", 1, 2**16)
         low = check_number(self.low_watermark, "low_watermark", "a fraction of free blocks")
         high = check_number(self.high_watermark, "high_watermark", "a fraction of free blocks")
-        if not 0 < high <= low <= 1:
+        if not 0 <= high <= low <= 1:
             raise ConfigError(
-                f"watermarks are fractions of free blocks: 0 < high_watermark={high} <= low_watermark={low} <= 1"
+                f"watermarks are fractions of free blocks: 0 <= high_watermark={high} <= low_watermark={low} <= 1"
             )
         self.cache_config  # noqa: B018 - what it does not take is refused here, before a manager is made
 
@@ -85,7 +87,8 @@ class PagedKvCacheConfig:
         """The smallest fraction of used blocks at which less than `watermark` of them are free."""
         blocks = self.max_gpu_blocks
         free = int(watermark * blocks) + 1  # rounding may leave it one off, either way
-        return next((blocks - n) / blocks for n in range(min(free, blocks), -1, -1) if n / blocks < watermark)
+        below = ((blocks - n) / blocks for n in range(min(free, blocks), -1, -1) if n / blocks < watermark)
+        return next(below, 1.0)  # nothing is below 0.0: `check_pressure` knows
 
 
 class PagedKvCacheManager(FerrumCalls):
@@ -297,6 +300,12 @@ class PagedKvCacheManager(FerrumCalls):
         if not self.config.enable_swapping:
             raise ConfigError("enable_swapping is False: there are no host blocks to swap to")
 
+    def check_pressure(self) -> MemoryPressure:
+        level = super().check_pressure()
+        if level is MemoryPressure.CRITICAL and not self.config.high_watermark:
+            level = MemoryPressure.HIGH
+        return MemoryPressure.LOW if level is MemoryPressure.HIGH and not self.config.low_watermark else level
+
     # --- sharing -----------------------------------------------------------------------------------------------------
 
     def _num_sharing(self, handle: PagedKvCacheHandle) -> int:
@@ -339,7 +348,7 @@ class PagedKvCacheManager(FerrumCalls):
             known = self._handles.get(parent.request_id)
             return self._register(
                 self._new_handle(target),
-                self._share_prefix(parent, target, num_tokens),
+                self._share_prefix_with_new(parent, target, num_tokens),
                 None if known is None else known.limit,
             )
         handle, fresh = self._begun(target)

@@ -120,7 +120,7 @@ class CachedPrefix:
     def held(self, request_id: Hashable) -> Iterator[KVCacheHandle]:
         """A request that holds what is still cached, for as long as the block of code runs."""
         manager = self._adapter.manager
-        handle = manager.allocate(request_id, self._tokens, reserve=0)
+        handle = manager.allocate(request_id, self._tokens, reserve=0, lease=True)
         try:
             yield handle
         finally:
@@ -160,7 +160,7 @@ class PrefixCache:
                 f"a prefix cache belongs to a manager, whose prefix_cache() it is, got {show(adapter)}"
             )
         if max_prefixes is not None:
-            check_int(max_prefixes, "max_prefixes", 1, 2**31)
+            check_int(max_prefixes, "max_prefixes", 0, 2**31)
         check_int(min_length, "min_prefix_length", 0, 2**31)
         self._adapter = adapter
         self.manager = adapter.manager
@@ -169,15 +169,19 @@ class PrefixCache:
         self._lock = threading.Lock()  # of the names: nobody asks the manager under it
         self._tokens: OrderedDict[bytes, Int32Array] = OrderedDict()
         self._lengths: Counter[int] = Counter()
+        self._lookups = self._hits = 0  # of `find_prefix`, in blocks; the manager counts those of allocations
 
     def find_prefix(self, tokens: Any) -> FoundPrefix | None:
         """The longest cached beginning of `tokens`; `allocate(..., tokens=tokens)` reuses it."""
         ids = as_token_array(tokens).copy()
-        match = self.manager.match_prefix(ids)
-        if not match.num_tokens or match.num_tokens < self.min_length:
+        match, size = self.manager.match_prefix(ids), self.manager.config.block_size
+        found = match.num_tokens > 0 and match.num_tokens >= self.min_length
+        with self._lock:
+            self._lookups += len(ids) // size
+            self._hits += match.num_blocks * found
+        if not found:
             return None
         self._touch(ids)
-        size = self.manager.config.block_size
         digests = chain_digests(root_digest(ReuseScope()), ids[: match.num_blocks * size], size)
         handle = CachedPrefix(self._adapter, ids, match.num_tokens)
         return FoundPrefix(digests[-1] if digests else None, handle, match.last_logits, match.num_tokens)
@@ -185,12 +189,12 @@ class PrefixCache:
     def store_prefix(self, tokens: Any, kv_handle: Hashable | KVCacheHandle, last_logits: Any = None) -> bool:
         """The keys and values of `tokens` are written in the blocks of `kv_handle`: others may reuse them from now on.
 
-        The cache owns the blocks, so they outlive the request. False when the prefix is shorter than `min_length` (then
-        nothing happens), when it fills no block, when the request publishes nothing because what it began with was evicted,
-        and when the logits could not be kept.
+        The cache owns the blocks, so they outlive the request. False when the prefix is shorter than `min_length` or none
+        is kept (then nothing happens), when it fills no block, when the request publishes nothing because what it began with
+        was evicted, and when the logits could not be kept.
         """
         found, ids = self._adapter.handle(kv_handle), as_token_array(tokens)
-        if len(ids) < self.min_length:
+        if len(ids) < self.min_length or self.max_prefixes == 0:
             return False
         self._adapter.commit_known(found, ids)
         size = self.manager.config.block_size
@@ -200,11 +204,16 @@ class PrefixCache:
         return last_logits is None or self.manager.store_last_logits(found, last_logits, len(ids))
 
     def stats(self) -> PrefixCacheStats:
+        (hits, lookups), cached = self.hits_and_lookups(), self._cached_lengths()
+        evictions = sum(self.manager.stats().evictions.values())
+        rate = hits / lookups if lookups else 0.0
+        return PrefixCacheStats(hits, lookups - hits, evictions, len(cached), sum(cached), rate)
+
+    def hits_and_lookups(self) -> tuple[int, int]:
+        """Blocks of prompts that were found, and all that were looked for: by allocations, and by `find_prefix`."""
         stats = self.manager.stats()
-        hits, misses = sum(stats.hit_blocks.values()), stats.miss_blocks
-        cached = self._cached_lengths()
-        rate = hits / (hits + misses) if hits + misses else 0.0
-        return PrefixCacheStats(hits, misses, sum(stats.evictions.values()), len(cached), sum(cached), rate)
+        with self._lock:
+            return sum(stats.hit_blocks.values()) + self._hits, stats.prompt_blocks + self._lookups
 
     def evict_n(self, count: int) -> int:
         """Forgets up to `count` prefixes, those not used for longest first, with the blocks that no other one starts with.
