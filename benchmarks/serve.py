@@ -7,7 +7,7 @@ that a busy machine does not change it much. "overhead" is what a load of stream
 cost the engine by itself, in percent: HTTP, JSON, templates, tokens of prompts and events. "tokens a second" is how many
 streamed tokens one core's second of CPU time brings, with a model so small that the rest counts. The soak mixes streams with
 clients that leave and requests that are nonsense or too large: nothing but the intended may come, and nothing may stay.
-"start" is the CPU time of a new process until /health answers, until it is ready, and until its first token has come.
+"start" is the CPU time of a new process until it is ready, and until its first token has come.
 
 "beside vLLM" starts `kvpool serve` and vLLM's OpenAI server, each in processes of its own, with the same
 weights, and sends both the same load in turns. Rates and first tokens are wall time: on a busy machine read the CPU time.
@@ -107,10 +107,8 @@ def cases(quick: bool) -> list[Case]:
         Case("overhead, SmolLM2-135M, 32 streams", "%", "lower", smol, (10.0,), repeats=3, quick_repeats=1, warmups=0),
         Case("overhead, 6-layer Llama, 32 streams", "%", "lower", small, repeats=3),
         Case("tokens a second, tiny Llama, 64 streams", "/s", "higher", tiny, (3000.0,), repeats=3),
-        Case("start, SmolLM2-135M, until /health", "CPU-s", "lower", starting("health_seconds"), (0.6,), **once),
         Case("start, SmolLM2-135M, until /ready", "CPU-s", "lower", starting("ready_seconds"), **once),
         Case("start, SmolLM2-135M, first token", "CPU-s", "lower", starting("first_token_seconds"), **once),
-        Case("start, SmolLM2-135M, p99 of /health", "ms", "lower", starting("health_p99_ms"), (500.0,), **once),
         Case(f"{soak_of}, unintended", "", "lower", unintended, (0.0,), **once),
         Case(f"{soak_of}, left over", "", "lower", stayed, (0.0,), **once),
         Case(f"{soak_of}, memory grown", "MiB", "lower", grown, () if quick else (64.0,), **once),

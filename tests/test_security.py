@@ -32,7 +32,6 @@ EXCEPTIONS = {
         "replay/runs.py",
         "import multiprocessing",
     ): "its pickles go to processes that it started, to nobody else",
-    ("server/engine_process.py", "import subprocess"): "it starts engines of this package, which read JSON from it",
 }
 
 

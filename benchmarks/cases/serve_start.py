@@ -1,4 +1,4 @@
-"""The start of `kvpool serve` as a process: when it answers /health, when it is ready, and when the first token comes."""
+"""The start of `kvpool serve` as a process: when it is ready, and when the first token comes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 _LOOK_SECONDS = 0.02  # between questions
 
 
 class Started(NamedTuple):
-    """CPU time of the process until something came, and how long questions for /health took before it was ready."""
+    """CPU time of the process until something came."""
 
-    health_seconds: float
     ready_seconds: float
     first_token_seconds: float
-    health_p99_ms: float
 
 
 def start(*options: str) -> Started:
@@ -36,22 +32,14 @@ def start(*options: str) -> Started:
         env=environment | {"OMP_NUM_THREADS": "1"},
     )
     try:
-        while _status(port, "/health") != 200:
+        while _status(port, "/ready") != 200:
             if process.poll() is not None:
                 raise RuntimeError(f"the server ended with status {process.returncode}")
-            time.sleep(_LOOK_SECONDS / 4)
-        health, milliseconds = _cpu_seconds(process.pid), []
-        while _status(port, "/ready") != 200:
-            before = time.perf_counter()
-            if _status(port, "/health") != 200:
-                raise RuntimeError("/health did not answer while the model was loaded")
-            milliseconds.append(1e3 * (time.perf_counter() - before))
             time.sleep(_LOOK_SECONDS)
         ready = _cpu_seconds(process.pid)
         if _status(port, "/v1/completions", {"prompt": "Hello", "max_tokens": 1}) != 200:
             raise RuntimeError("the first request failed")
-        first = _cpu_seconds(process.pid)
-        return Started(health, ready, first, float(np.percentile(milliseconds, 99)))
+        return Started(ready, _cpu_seconds(process.pid))
     finally:
         process.terminate()
         process.wait()

@@ -25,9 +25,8 @@ import pytest
 from kvpool.cli import main
 from kvpool.server import running
 from kvpool.server.auth import Access
-from kvpool.server.early_server import EarlyServer, bound
 from kvpool.server.limits import Gate, Limits
-from kvpool.server.running import _drain
+from kvpool.server.running import ModelServer, _drain, bound
 from kvpool.server.serve_settings import ModelSettings, ServeSettings, step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
@@ -41,7 +40,7 @@ def test_given_loaded_models_then_the_garbage_collector_looks_at_them_no_more(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen: list[int] = []
-    monkeypatch.setattr(EarlyServer, "hand_over", lambda *_, **options: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(ModelServer, "run", lambda *_: frozen.append(gc.get_freeze_count()))
     options = SimpleNamespace(check_model=bool, publish=None)
     model: Any = SimpleNamespace(name="tiny", options=options, make_engine=lambda: nullcontext(engine), tool_parser="")
     alive = len(gc.get_objects())
@@ -94,16 +93,17 @@ from kvpool.server import serve_settings
 running.GRACE_SECONDS = 3
 load = serve_settings.ModelSettings.make_engine
 def late(settings):
-    while not Path(sys.argv[1]).exists():
+    Path(sys.argv[1]).touch()
+    while not Path(sys.argv[2]).exists():
         time.sleep(0.02)
     return load(settings)
 serve_settings.ModelSettings.make_engine = late
-sys.exit(main(sys.argv[2:]))
+sys.exit(main(sys.argv[3:]))
 """
 
 
 @pytest.mark.slow
-def test_given_a_process_then_it_lives_while_it_loads_and_its_cut_streams_end_with_a_word(tmp_path: Path) -> None:
+def test_given_a_process_then_it_listens_when_it_is_ready_and_its_cut_streams_end_with_a_word(tmp_path: Path) -> None:
     from live import word_tokenizer
     from models import tiny_model
 
@@ -111,17 +111,16 @@ def test_given_a_process_then_it_lives_while_it_loads_and_its_cut_streams_end_wi
     tiny_model("llama", max_position_embeddings=2**17).save_pretrained(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    url, go = f"http://127.0.0.1:{port}", tmp_path / "go"
+    url, loads, go = f"http://127.0.0.1:{port}", tmp_path / "loads", tmp_path / "go"
     options = ["serve", str(tmp_path), "--port", str(port), "--device", "cpu", "--memory", "64MiB"]
     environment = {**os.environ, "PYTHONPATH": SRC, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", SLOW, str(go), *options], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(loads), str(go), *options], env=environment)
     try:
-        until(lambda: status(f"{url}/health") == 200)
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{url}/ready", timeout=60)
-        assert (refused.value.code, json.load(refused.value)["error"]["code"]) == (503, "loading")
+        until(lambda: loads.exists() or process.poll() is not None)
+        assert status(f"{url}/health") == 0
         go.touch()
-        until(lambda: status(f"{url}/ready") == 200)
+        until(lambda: status(f"{url}/health") == 200)
+        assert status(f"{url}/ready") == 200
         body = {"prompt": "w5 w6", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}

@@ -57,10 +57,10 @@ def test_given_the_dashboard_then_no_panels_overlap_and_each_has_an_id() -> None
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def parsed(words: Sequence[str]) -> dict[str, Any]:
+def parsed(words: Sequence[str], name: str = "serve") -> dict[str, Any]:
     """What `kvpool serve` makes of a command line; an unknown option or a wrong value raises."""
-    command = typer.main.get_command(build_app(["serve"]))
-    return command.commands["serve"].make_context("serve", list(words)).params  # type: ignore[attr-defined, no-any-return]
+    command = typer.main.get_command(build_app([name]))
+    return command.commands[name].make_context(name, list(words)).params  # type: ignore[attr-defined, no-any-return]
 
 
 def pod() -> Any:
@@ -113,6 +113,37 @@ def test_given_the_unit_then_its_command_line_is_one(monkeypatch: pytest.MonkeyP
     wanted = parsed(words)
     assert (wanted["model"], wanted["max_requests"], str(wanted["keys"])) == ("/srv/models/m", 9, "/etc/kvpool/keys")
     assert wanted["disk"] == f"/var/cache/{re.findall(r'CacheDirectory=(.*)', UNIT)[0]}"
+
+
+def test_given_units_of_several_engines_then_the_router_knows_where_each_is_and_where_it_publishes() -> None:
+    engine, route = ((DEPLOY / "systemd" / f"{name}.service").read_text() for name in ("kvpool@", "kvpool-route"))
+    (line,) = re.findall(r"^ExecStart=\S+/kvpool serve (.*)$", engine, re.M)
+    line = line.replace("${KVPOOL_MODEL}", "/srv/models/m").replace("$KVPOOL_SERVE_OPTIONS", "")
+    engines = [parsed(line.replace("%i", number).split()) for number in "01"]
+    (asked,) = re.findall(r"^ExecStart=\S+/kvpool route (.*)$", route, re.M)
+    assert parsed(asked.split(), "route")["backend"] == [
+        f"http://127.0.0.1:{each['port']}={each['publish']}" for each in engines
+    ]
+    assert len({each["disk"] for each in engines}) == 2
+
+
+def test_given_the_manifest_of_several_engines_then_its_options_exist_and_ports_agree() -> None:
+    file = DEPLOY / "kubernetes" / "kvpool-route.yaml"
+    found = {each["kind"]: each["spec"] for each in yaml.safe_load_all(file.read_text()) if "replicas" in each["spec"]}
+    (engine,) = found["StatefulSet"]["template"]["spec"]["containers"]
+    (route,) = found["Deployment"]["template"]["spec"]["containers"]
+    wanted = parsed([*entrypoint(DEPLOY / "Dockerfile.cuda")[2:], *engine["args"]])
+    events = int(wanted["publish"].rpartition(":")[2])
+    assert [each["containerPort"] for each in engine["ports"]] == [wanted["port"], events, events + 1]
+    asked = parsed(route["args"], "route")
+    name = found["StatefulSet"]["serviceName"]
+    assert asked["backend"] == [
+        f"http://kvpool-{number}.{name}:{wanted['port']}=tcp://kvpool-{number}.{name}:{events}"
+        for number in range(found["StatefulSet"]["replicas"])
+    ]
+    assert asked["port"] == route["ports"][0]["containerPort"]
+    steps = (DEPLOY / "Dockerfile.cuda").read_text()
+    assert "cluster" in re.findall(r"'\.\[([\w,]+)\]'", steps)[0].split(",")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")

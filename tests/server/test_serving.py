@@ -41,6 +41,15 @@ def test_given_keys_then_only_their_holders_are_answered(serve: Callable[..., Li
     assert call(live, "/health") == {"status": "ok"}
 
 
+def test_given_an_engine_that_has_ended_then_health_says_that_no_request_would_be_answered(
+    live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine), "is_closed", property(lambda _: True))
+    for path in ("/health", "/ready"):
+        status, error = refusal(live, path)
+        assert (status, error["code"]) == (503, "unavailable")
+
+
 def asked_as(live: Live, path: str, host: str, **headers: str) -> int:
     """The status of a request that a page in a browser makes under a name of its own for this machine."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)

@@ -17,7 +17,6 @@ class Start:
     """The stages of a start, one after another. What takes over two seconds is told when it does, and when it is over."""
 
     shown: ClassVar[bool | None] = None  # commands say whether they show it on stderr
-    now: ClassVar[str | None] = None  # the stage that this process is in
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -29,7 +28,6 @@ class Start:
         """Ends the stage before this one, and begins it."""
         self.end()
         self._name, self._began = name, time.perf_counter()
-        Start.now = name
         self._timer = threading.Timer(LONG_SECONDS, _tell, (f"{name} ...",))
         self._timer.daemon = True
         self._timer.start()
@@ -43,7 +41,7 @@ class Start:
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + seconds
         if seconds >= LONG_SECONDS:
             _tell(f"{self._name}: {seconds:.1f} s")
-        self._name = Start.now = None
+        self._name = None
 
     def __enter__(self) -> Start:
         return self

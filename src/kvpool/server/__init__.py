@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvpool.server.served_model import LiveRequest, ServedModel
     from kvpool.server.tracing import RequestTrace, Tracing
 
-# Where each public name lives: what `kvpool serve` needs before it listens must not import FastAPI, torch and transformers.
+# Where each public name lives: what `kvpool serve` checks first must not import FastAPI, torch and transformers.
 _HOMES = {
     "create_app": ".app",
     "ServedModel": ".served_model",

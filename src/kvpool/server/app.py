@@ -216,9 +216,16 @@ def _methods_at(app: FastAPI, request: Request) -> str:
 def _add_looks(app: FastAPI, server: Server) -> None:
     caller_of = _caller_of(server)
 
+    def check() -> None:
+        if server.gate.is_draining:
+            raise Problem(503, "the server is shutting down", code="draining")
+        if closed := next((name for name, model in server.models.items() if model.engine.is_closed), None):
+            raise Problem(503, f"the engine of {closed!r} has ended", code="unavailable")
+
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the process answers."""
+        """Whether a request would be answered."""
+        check()
         return {"status": "ok"}
 
     @app.get("/version")
@@ -228,11 +235,8 @@ def _add_looks(app: FastAPI, server: Server) -> None:
 
     @app.get("/ready")
     async def ready() -> dict[str, Any]:
-        """Whether requests are accepted."""
-        if server.gate.is_draining:
-            raise Problem(503, "the server is shutting down", code="draining")
-        if closed := next((name for name, model in server.models.items() if model.engine.is_closed), None):
-            raise Problem(503, f"the engine of {closed!r} has ended", code="unavailable")
+        """Whether requests are accepted, and how many are under way."""
+        check()
         return {"status": "ready", "under_way": server.gate.under_way}
 
     @app.get("/metrics", response_class=PlainTextResponse)

@@ -1,6 +1,6 @@
 """`kvpool serve`: an OpenAI-compatible endpoint for a model.
 
-What this imports is light: it checks what it was given and listens before torch, transformers and FastAPI are imported.
+What this imports is light: it checks what it was given before torch, transformers and FastAPI are imported.
 """
 
 from __future__ import annotations
@@ -80,12 +80,6 @@ class ServerOptions:
             help="A host that images in messages may be fetched from, at ports 80 and 443 or as HOST:PORT.",
         ),
     ] = None
-    data_parallel: Annotated[
-        int | None,
-        typer.Option(
-            help="Engines on this machine behind one address, each with GPUs of its own: 1. docs/cluster.md.", min=1
-        ),
-    ] = None
 
 
 @opt.command
@@ -123,7 +117,6 @@ def serve(
     kvpool serve DIR                     # a Hugging Face directory or a GGUF file
     kvpool serve                         # a small model to try
     kvpool serve --config kvpool.toml    # several models, keys, limits, tiers
-    kvpool serve DIR --data-parallel 4   # four engines, a GPU each
     kvpool serve DIR --ray --replicas 4  # engines on a Ray cluster
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -136,37 +129,26 @@ def serve(
         _print_key(new_key_for)
         return
     _check_packages()
-    from kvpool.server.early_server import GRACE_SECONDS, EarlyServer, ended_by_sigterm
-    from kvpool.server.running import serve_models
+    from kvpool.server.running import ended_by_sigterm, serve_models
     from kvpool.server.serve_settings import read_serve
 
     if called is not None:
         if engine_options.model is not None:
             raise ConfigError(f"the model is {called} or --model {engine_options.model}: name it once")
         engine_options = engine_options.changed(model=called)
-    asked = (engine_options, host_memory, name, asdict(server_options), adapter or ())
-    settings, models = read_serve(*asked)
+    settings, models = read_serve(engine_options, host_memory, name, asdict(server_options), adapter or ())
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
     if on_ray:
         from kvpool.server.on_ray.ray_application import serve_on_ray
         from kvpool.server.on_ray.ray_settings import read_ray
 
-        if settings.data_parallel > 1:
-            raise ConfigError("--data-parallel is for one machine; with --ray, --replicas says how many engines run")
         serve_on_ray(read_ray(engine_options.config, {"replicas": replicas}), settings, models, access, quiet=quiet)
         return
     if replicas is not None:
         raise ConfigError("--replicas is for --ray; without it there is one engine for each model")
     with ended_by_sigterm():
-        if settings.data_parallel == 1:
-            serve_models(settings, models, access, quiet=quiet)
-            return
-        _check_packages("httpx", "msgspec", "zmq", extra="cluster,server")
-        with EarlyServer(settings, GRACE_SECONDS + 1) as server:
-            from kvpool.server.data_parallel import serve_engines
-
-            serve_engines(server, settings, models[0], access, asked, quiet=quiet)
+        serve_models(settings, models, access, quiet=quiet)
 
 
 def _print_key(tenant: str) -> None:
@@ -189,8 +171,8 @@ def _check_address(host: str, access: Access, insecure: bool) -> None:
         )
 
 
-def _check_packages(*names: str, extra: str = "server") -> None:
+def _check_packages() -> None:
     """Looks for packages without importing them."""
-    for name in names or ("uvicorn", "fastapi", "prometheus_client", "torch", "transformers"):
+    for name in ("uvicorn", "fastapi", "prometheus_client", "torch", "transformers"):
         if find_spec(name) is None:
-            raise ConfigError(f"the server needs {name}: pip install 'kvpool[{extra}]'")
+            raise ConfigError(f"the server needs {name}: pip install 'kvpool[server]'")

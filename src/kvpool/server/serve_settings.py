@@ -14,13 +14,13 @@ Options of the command override the file. `[tiers]` of the same file is for all 
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.checks import check_int, show
-from kvpool.cluster.index import MAX_NODES
 from kvpool.engine.options import SHOWN, EngineOptions
 from kvpool.engine.options import limits as engine_limits
 from kvpool.errors import ConfigError
@@ -52,7 +52,6 @@ _SERVER_KINDS: dict[str, type] = {
     **{
         "host": str,
         "port": int,
-        "data_parallel": int,
         "keys": str,
         "traces": str,
         "share_cache": bool,
@@ -132,7 +131,6 @@ class ServeSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    data_parallel: int = 1  # engines
     keys: Path | None = None
     traces: str | None = None
     share_cache: bool = False
@@ -159,6 +157,11 @@ class ServeSettings:
         for file in (self.tls_cert, self.tls_key):
             if file is not None and not Path(file).is_file():
                 raise ConfigError(f"there is no file {file} for TLS")
+        if self.tls_cert is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key)
+            except OSError as error:
+                raise ConfigError(f"{self.tls_cert} with {self.tls_key} is no certificate for TLS: {error}") from None
 
     @property
     def of_each_model(self) -> dict[str, Any]:
@@ -186,7 +189,6 @@ def read_serve(
     if "keys" in server:
         server["keys"] = Path(server["keys"])
     check_int(server.get("port", 0), "[server] port", 0, 65535)
-    check_int(server.get("data_parallel", 1), "[server] data_parallel", 1, MAX_NODES)
     for key in ("allow_origins", "image_hosts"):
         server[key] = tuple(server.get(key, ()))
     settings = ServeSettings(**server, limits=Limits(**limits))
@@ -197,23 +199,12 @@ def read_serve(
     if options.model is not None or not tables:
         called = name or ("SmolLM2-135M-Instruct" if options.model is None else Path(options.model).resolve().name)
         model = ModelSettings(called, options, host_memory, **settings.of_each_model, adapters=_adapters(adapters))
-        return settings, _with_room(settings, [model])
+        return settings, [model]
     if adapters:
         raise ConfigError(f"--adapter is for --model; write adapters = {{NAME = PATH}} for a model of {options.config}")
     if name is not None:
         raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
-    return settings, _with_room(settings, _models(tables, options, host_memory, settings))
-
-
-def _with_room(settings: ServeSettings, models: list[ModelSettings]) -> list[ModelSettings]:
-    """The models, unless they cannot have several engines each and shall."""
-    if settings.data_parallel > 1:
-        if len(models) > 1:
-            raise ConfigError("--data-parallel serves one model; start a server for each, or drop it")
-        for name in ("publish", "record"):
-            if getattr(models[0].options, name) is not None:
-                raise ConfigError(f"--{name} is for one engine; drop it, or --data-parallel")
-    return models
+    return settings, _models(tables, options, host_memory, settings)
 
 
 def _adapters(given: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -357,9 +357,9 @@ class _NodeStream(EventStream):
             await self._answer.aclose()
 
 
-def create_proxy_app(proxy: Proxy, *, any_name: bool = False, routes: Sequence[Path] = ()) -> Starlette:
-    """The ASGI application of a proxy. It answers `routes`, `/`, `/view/...` and `/route/stats`; other paths go to a server,
-    and requests to forget something to all.
+def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
+    """The ASGI application of a proxy. It answers `/`, `/view/...` and `/route/stats`; other paths go to a server, and
+    requests to forget something to all.
 
     A request to a loopback address must name that address in its `Host` header, unless `any_name`, because servers may have
     no keys.
@@ -376,7 +376,7 @@ def create_proxy_app(proxy: Proxy, *, any_name: bool = False, routes: Sequence[P
     own = {"/route/stats": view.stats, "/view/stream": view.stream, "/": view.page, "/view/{name}": view.page}
     views = [Path(path, answer) for path, answer in own.items()]
     forgets = Path("/v1/cache/invalidate", proxy.invalidate, methods=["POST"])
-    app = Starlette(routes=[*routes, *views, forgets, everything], lifespan=lifespan)
+    app = Starlette(routes=[*views, forgets, everything], lifespan=lifespan)
     app.add_middleware(BodyLimit, limit=proxy.limits.body_bytes, seconds=proxy.limits.send_seconds, refuse=refusal)
     if not any_name:
         remedy = "start it with --insecure if a proxy in front checks who asks"

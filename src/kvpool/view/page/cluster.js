@@ -21,7 +21,7 @@ const charts = new Charts(find("chart-list"), new Colours(), CHARTS);
 let look = null;
 let chosen = null; // the node whose decisions are shown alone
 
-const shortName = (url) => look.nodes[url]?.name ?? url.replace(/^https?:\/\//, "");
+const shortName = (url) => url.replace(/^https?:\/\//, "");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(0)} %` : "–");
 
@@ -75,7 +75,7 @@ function showNodes() {
   const most = roundUp(Math.max(10, ...rows.map((node) => sum(MEDIA.map((medium) => node.blocks[medium])))));
   find("nodes-count").textContent = `a full bar is ${many(most, "block")} · ${many(sum(rows.map((node) => sum(Object.values(node.blocks)))), "block")} on ${many(rows.length, "node")}`;
   keep(find("node-list"), rows, (node) => {
-    const button = element("button", { type: "button", title: node.pid === undefined ? node.key : `${node.key}, ${node.device}` },
+    const button = element("button", { type: "button", title: node.key },
       element("span", { className: "name", textContent: shortName(node.key) }), element("span"),
       stripe(...MEDIA), element("span", { className: "told" }), element("span", { className: "told" }));
     button.addEventListener("click", () => choose(node.key));
@@ -89,7 +89,7 @@ function showNodes() {
     bar([...blocks.children], MEDIA.map((medium) => (100 * node.blocks[medium]) / most));
     const { gpu, cpu, storage } = node.blocks;
     held.textContent = `${short(gpu)} GPU · ${short(cpu)} host · ${short(storage)} storage${node.events ? "" : " · no events"}`;
-    doing.textContent = `${share(node.num_hit_tokens, node.num_prompt_tokens)} hits · ${node.num_requests} in flight · ${short(node.num_waiting_tokens)} to compute${node.num_starts > 1 ? ` · started ${node.num_starts} times` : ""}`;
+    doing.textContent = `${share(node.num_hit_tokens, node.num_prompt_tokens)} hits · ${node.num_requests} in flight · ${short(node.num_waiting_tokens)} to compute`;
   });
 }
 
