@@ -9,6 +9,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -137,16 +138,103 @@ def test_given_a_hook_around_a_forward_then_tiers_are_refused_unless_it_follows_
     layer = steered.model.layers[0]
     layer.register_forward_pre_hook(functools.partial(model_id))  # of kvpool
     layer.register_forward_hook(torch.nn.functional.silu)
-    decompress: Any = lambda *given: None  # noqa: E731
-    decompress.__module__ = "compressed_tensors.compressors"  # by its configuration, before the first pass
+    # By its configuration, before the first pass
+    decompress = FunctionType((lambda *given: None).__code__, {"__name__": "compressed_tensors.compressors"})
     layer.register_forward_pre_hook(decompress)
     assert tiers.open(steered, config) is not None
     for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
         hook = register(lambda *given: None)
-        with pytest.raises(ConfigError, match="LlamaForCausalLM has the forward hook <function"):
+        with pytest.raises(ConfigError, match=r"LlamaForCausalLM has the forward hook, .*<function"):
             tiers.open(steered, config)
         hook.remove()
     assert replace(tiers, given=()).open(steered, config) is None
+
+
+def steered(forward: Any, amount: float = 1.0) -> Any:
+    """A forward that looks like the one that it stands for."""
+
+    @functools.wraps(forward)
+    def steer(*given: Any, **named: Any) -> Any:
+        return forward(*given, **named) * amount
+
+    return steer
+
+
+def test_given_a_module_with_a_forward_of_its_own_then_tiers_are_refused_unless_it_comes_from_a_known_package(
+    model: Any,
+) -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=2, head_dim=16)] * 4, block_size=8, gpu_blocks=8)
+    tiers = ModelTiers.of([MemoryTier(2**20)], None, None, tier_timeout=1.0, tier_min_uses=1)
+    changed = copy.deepcopy(model)
+    mlp = changed.model.layers[0].mlp
+    mlp.forward = functools.partial(torch.nn.functional.silu)
+    assert tiers.open(changed, config) is not None
+    mlp.forward = steered(type(mlp).forward)
+    with pytest.raises(ConfigError, match=r"the forward of one module, <function LlamaMLP.forward"):
+        tiers.open(changed, config)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        vars(self)["inner"] = inner  # no part of it, so that weights keep their names
+
+    def forward(self, *given: Any) -> Any:
+        return self.inner(*given) * 2
+
+
+def test_given_another_activation_or_function_in_a_module_then_it_is_another_model(model: Any) -> None:
+    changed = copy.deepcopy(model)
+    mlp, ids = changed.model.layers[1].mlp, {model_id(model)}
+    given: Any
+    for given in (
+        torch.nn.GELU(),
+        torch.nn.GELU("tanh"),
+        Wrapper(mlp.act_fn),
+        torch.nn.functional.gelu,
+        functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        lambda x: x,
+        lambda x: x * 2,
+        lambda x: x * 3,
+        steered(torch.nn.functional.gelu),
+        steered(torch.nn.functional.gelu, 2.0),
+    ):
+        vars(mlp)["act_fn"] = None
+        mlp._modules.pop("act_fn", None)
+        del mlp.act_fn
+        mlp.act_fn = given
+        ids.add(model_id(changed))
+        assert model_id(copy.deepcopy(changed)) in ids
+    assert len(ids) == 11
+
+
+def test_given_a_string_of_a_module_when_it_changes_then_it_is_another_model(model: Any) -> None:
+    changed = copy.deepcopy(model)
+    changed.model.rotary_emb.rope_type = "dynamic"
+    assert model_id(changed) != model_id(model)
+
+
+@pytest.mark.parametrize("of", ["LlamaAttention", "LlamaRMSNorm", "GradientCheckpointingLayer", "Linear"])
+def test_given_a_class_whose_function_was_replaced_then_it_is_another_model(
+    model: Any, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {kind.__name__: kind for module in model.modules() for kind in type(module).__mro__}
+    kind, ids = kinds[of], {model_id(model)}
+    inner = kind.forward if hasattr(kind, "forward") else kind.__call__
+    for amount in (2.0, 3.0):
+        monkeypatch.setattr(kind, "forward", steered(inner, amount))
+        ids.add(model_id(model))
+    assert len(ids) == 3
+    monkeypatch.undo()
+    assert model_id(model) in ids
+
+
+def test_given_another_version_of_transformers_then_it_is_another_model(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = model_id(model)
+    monkeypatch.setattr("transformers.__version__", "4.0.0")
+    assert model_id(model) != known
 
 
 def test_given_weights_without_numbers_then_tiers_are_refused_by_name(model: Any) -> None:

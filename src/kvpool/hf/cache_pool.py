@@ -27,7 +27,8 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier
-from kvpool.tiers.model_tiers import ModelTiers, foreign_hooks
+from kvpool.tiers.model_code import foreign_forwards
+from kvpool.tiers.model_tiers import ModelTiers
 from kvpool.tiers.settings import REQUEST_TIMEOUT
 from kvpool.tiers.transport.tier_transport import TieringStats
 
@@ -65,8 +66,8 @@ class CachePool:
     call waits for them `tier_timeout` seconds at most, and a failed tier counts as a miss. `close` finishes stores in flight.
 
     Everything cached belongs to the weights that it was computed with. If they have changed when a cache begins, or other
-    adapters of peft are active, or modules have other forward hooks, the pool forgets all of it; what is in tiers stays for
-    those who have the old weights.
+    adapters of peft are active, or modules have other forward hooks or forwards, the pool forgets all of it; what is in
+    tiers stays for those who have the old weights.
     """
 
     def __init__(
@@ -280,12 +281,12 @@ def _cached_layers(model: Any, shape: ModelShape, dtype: Any) -> list[LayerSpec]
 
 
 def _added_to(model: Any) -> list[Any]:
-    """Which adapters of peft each layer adds now and how they are scaled, and which hooks may change what it computes."""
+    """The adapters of peft that each layer adds now, how they are scaled, and hooks and forwards that nobody knows."""
     layers = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     adapters = [
         (tuple(layer.active_adapters), layer.disable_adapters, dict(getattr(layer, "scaling", {}))) for layer in layers
     ]
-    return [*adapters, *foreign_hooks(model)]
+    return [*adapters, *foreign_forwards(model)]
 
 
 def _plain(tokens: Any) -> Any:

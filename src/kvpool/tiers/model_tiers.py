@@ -7,12 +7,11 @@ They change if one number changes, or if two change places.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from kvpool.errors import ConfigError
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.identity import OF_TRANSFORMERS, settings_id
 from kvpool.tiers.keys import Fingerprint, KeySpace
+from kvpool.tiers.model_code import classes_of, code_of, foreign_forwards, name_of
 from kvpool.tiers.opening import open_tiers
 from kvpool.tiers.settings import TierConfig
 from kvpool.tiers.transport.block_keys import BlockKeys
@@ -86,7 +86,7 @@ class ModelTiers:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching, because loaded blocks are found by their content")
-        _check_hooks(model)
+        _check_forwards(model)
         name = model_id(model) + " with rotated keys and values" * are_rotated
         space = KeySpace(Fingerprint.of(config, name, weights_id(model)))
         opened = open_tiers((self.disk, self.remote), space)
@@ -111,26 +111,32 @@ def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# Numbers of modules that change no key or value.
-_OF_MODULES = frozenset({"training", "gradient_checkpointing", "max_seq_len_cached"})
-# What hooks of these packages do follows from the configuration and the weights.
-_KNOWN_HOOKS = frozenset({"kvpool", "torch", "transformers", "accelerate", "peft", "compressed_tensors"})
+# Attributes of modules that change no key or value.
+_OF_MODULES = frozenset({"training", "gradient_checkpointing", "max_seq_len_cached", "name_or_path", "loss_type"})
 
 
 def model_id(model: Any) -> str:
-    """The class of a model, and a digest of its configuration and of the numbers of its modules: positions, norms, scales.
+    """The class of a model and the version of transformers, and digests of its configuration and of its modules.
 
-    Of adapters that peft put into its layers, it also says which are active and how they are scaled.
+    Of a module count its class, numbers and strings, as those of positions, norms and scales, and the functions that it
+    calls. Of adapters that peft put into its layers, it also says which are active and how they are scaled.
     """
-    numbers = {
-        name: {
-            field: value
-            for field, value in vars(module).items()
-            if isinstance(value, (bool, int, float)) and not field.startswith("_") and field not in _OF_MODULES
-        }
+    modules = {
+        name: [name_of(module)]
+        + [
+            [field, code_of(value)]
+            for field, value in sorted(vars(module).items())
+            if not field.startswith("_") and field not in _OF_MODULES
+            if isinstance(value, (bool, int, float, str)) or callable(value)
+        ]
         for name, module in model.named_modules()
     }
-    named = f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)} {settings_id(numbers)}"
+    import transformers
+
+    named = (
+        f"{type(model).__name__} of transformers {transformers.__version__} "
+        f"{settings_id(model.config, OF_TRANSFORMERS)} {settings_id([modules, classes_of(model)])}"
+    )
     adapted = {
         name: [
             module.active_adapters,
@@ -144,28 +150,12 @@ def model_id(model: Any) -> str:
     return f"{named} {settings_id(adapted)}" if adapted else named
 
 
-def foreign_hooks(model: Any) -> list[Callable[..., Any]]:
-    """Hooks around forwards of the model's modules that may change what they compute, as those that steer a model do."""
-    return [
-        hook
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if _package(hook) not in _KNOWN_HOOKS
-    ]
-
-
-def _package(hook: Any) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0]
-
-
-def _check_hooks(model: Any) -> None:
-    for hook in foreign_hooks(model):
+def _check_forwards(model: Any) -> None:
+    for forward in foreign_forwards(model):
         raise ConfigError(
-            f"{type(model).__name__} has the forward hook {show(hook)}: nobody can tell what it does to keys and values, "
-            "so that its blocks in tiers could not be told from another model's; remove it, or leave disk, remote and "
-            "tiers out"
+            f"{type(model).__name__} has the forward hook, or the forward of one module, {show(forward)}: nobody can tell "
+            "what it does to keys and values, so that its blocks in tiers could not be told from another model's; remove "
+            "it, or leave disk, remote and tiers out"
         )
 
 
