@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -842,7 +843,11 @@ def test_given_a_client_that_hoards_leases_or_reservations_then_it_is_cut_off(fo
         sound(server)
 
 
-def test_given_a_client_that_reserves_without_end_then_others_keep_half_of_the_memory(folder: Path) -> None:
+def test_given_a_client_that_reserves_without_end_then_others_keep_half_of_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = itertools.count(1)
+    monkeypatch.setattr(wire, "peer_of", lambda _: (next(processes), os.getuid()))
     with node_thread(folder, 4 * MEGABYTE) as server, tier_of(folder) as tier:
         hoarder = RawClient(folder)
         body = wire.with_numbers([key(number) for number in range(1000)], [8192] * 1000)

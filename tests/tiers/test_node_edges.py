@@ -298,7 +298,7 @@ def test_given_as_many_clients_as_may_be_then_the_next_is_refused_until_one_leav
         clients.append(RawClient(folder))
         for client in clients:
             client.socket.close()
-        eventually(lambda: not node._of_process, "nobody is left")
+        eventually(lambda: not node._processes, "nobody is left")
 
 
 def test_given_a_client_of_another_user_then_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,33 @@ def test_given_a_client_that_hoards_then_so_many_leases_and_reservations_are_the
     assert alone.index.used_bytes == PAGE
 
 
+def test_given_a_process_that_holds_half_of_the_memory_then_it_gets_no_more_and_another_one_does(alone: Talk) -> None:
+    half = ROOM // 2 // PAGE
+    for start in range(0, half, 128):
+        alone.put(*range(start, start + 128))
+    process = alone.client.process
+    others = [Client(7, alone.sent.append, process), Client(8, alone.sent.append)]
+    for other in others:
+        other.begin("other")
+    assert ABSENT not in alone.reserve(5000, 5001)[1]
+    first = alone.lease(*range(300), 9000, *range(300, 400))
+    assert [place == ABSENT for place in wire.places_in(first)] == [False] * 300 + [True] + [False] * 100
+    for client, count in zip(others, (half - 402, half - 400), strict=True):
+        alone.client = client
+        places = wire.places_in(alone.lease(*range(400, half)))
+        assert [place == ABSENT for place in places] == [False] * count + [True] * (half - 400 - count)
+    assert process.held_bytes == ROOM // 2
+    alone.client = others[0]
+    assert alone.lease(1).number == 0
+    assert alone.reserve(6000)[1] == [ABSENT]
+    alone.service.leave(others[0])
+    assert process.held_bytes == 402 * PAGE
+    others[0].begin("other")
+    assert len(alone.reserve(6000)[1]) == 1
+    alone.service.leave(others[0])
+    assert process.held_bytes == 402 * PAGE
+
+
 def test_given_a_doubt_then_only_a_value_that_is_damaged_is_dropped(alone: Talk) -> None:
     alone.put(1, 2)
     (span,) = alone.index.find(key(2))

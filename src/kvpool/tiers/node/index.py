@@ -12,19 +12,32 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvpool.config.layers import ceil_div
 from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.node.leases import Leases
 from kvpool.tiers.node.ranking import Ranking
-from kvpool.tiers.node.region import PAGE, Record, Region
-from kvpool.tiers.node.values import Batch, Holder, Quotas, Slot, Span, Value, num_found, tenant_of, values_of
+from kvpool.tiers.node.region import Record, Region
+from kvpool.tiers.node.values import (
+    Batch,
+    Holder,
+    Process,
+    Quotas,
+    Slot,
+    Span,
+    Value,
+    first_bytes,
+    num_bytes_of,
+    num_found,
+    smallest_slot,
+    tenant_of,
+    values_of,
+)
 from kvpool.tiers.node.wire import MAX_KEYS, unpacked
 
 WASTE = 8
 """A value goes into larger slots that exist already if it leaves less than one part in so many unused."""
-HOLDER_SHARE = 2
-"""One holder reserves at most the region divided by this."""
+PROCESS_SHARE = 2
+"""All connections of one process lease and reserve at most the region divided by this."""
 MOST_USED = 64
 """Leases that have ended and wait for `count_uses`: many at a time cost each less, and nobody waits for it."""
 SPAN_VALUES = 16
@@ -132,7 +145,13 @@ class NodeIndex:
         number = self.hold(spans)
         self._begin_holding(holder)
         holder.leases.add(number)
+        holder.process.held_bytes += num_bytes_of(spans)
         return number, hits
+
+    def within_share(self, process: Process, spans: Sequence[Span]) -> Sequence[Span]:
+        """The first values, as many as the process may lease beside all that it holds."""
+        room = self.region.num_bytes // PROCESS_SHARE - process.held_bytes
+        return spans if num_bytes_of(spans) <= room else first_bytes(spans, max(0, room))
 
     def _begin_holding(self, holder: Holder) -> None:
         if not holder:
@@ -144,7 +163,9 @@ class NodeIndex:
 
     def let_go(self, number: int, *, were_used: bool = True) -> None:
         """Ends what `hold` began."""
-        spans = self._leases.end(number)
+        self._let_go(self._leases.end(number), were_used=were_used)
+
+    def _let_go(self, spans: Sequence[Span], *, were_used: bool) -> None:
         if self._gone:
             gone, self._gone = self._gone, []
             for value in gone:
@@ -243,7 +264,9 @@ class NodeIndex:
         if number not in holder.leases:
             return False
         holder.leases.remove(number)
-        self.let_go(number)
+        spans = self._leases.end(number)
+        holder.process.held_bytes -= num_bytes_of(spans)
+        self._let_go(spans, were_used=True)
         return True
 
     def release_all(self, holder: Holder) -> None:
@@ -266,12 +289,12 @@ class NodeIndex:
     # --- slots -------------------------------------------------------------------------------------------------------
 
     def _take(self, holder: Holder, key: bytes, length: int, worth: Worth) -> Slot | None:
-        slot_bytes = max(1, ceil_div(length, PAGE)) * PAGE
-        if slot_bytes > self.region.slab_bytes:
+        needed = smallest_slot(length)
+        if needed > self.region.slab_bytes:
             return None
-        size = self._class_for(slot_bytes)
+        size = self._class_for(needed)
         tenant = tenant_of(key)
-        if holder.reserved_bytes + size.slot_bytes > self.region.num_bytes // HOLDER_SHARE:
+        if holder.process.held_bytes + size.slot_bytes > self.region.num_bytes // PROCESS_SHARE:
             return None
         place = self._place_within_quotas(size, holder.owner, tenant)
         if place is None:
@@ -279,6 +302,7 @@ class NodeIndex:
         slab, slot = place
         self._slabs[slab].num_writing += 1
         holder.reserved_bytes += size.slot_bytes
+        holder.process.held_bytes += size.slot_bytes
         self._count(holder.owner, key, size.slot_bytes)
         return Slot(key, slab, slot, length, self.region.offset(slab, slot, size.slot_bytes), worth)
 
@@ -413,6 +437,7 @@ class NodeIndex:
         slab = self._slabs[slot.slab]
         slab.num_writing -= 1
         holder.reserved_bytes -= slab.slot_bytes
+        holder.process.held_bytes -= slab.slot_bytes
 
     def _count(self, owner: int, key: bytes, num_bytes: int) -> None:
         tenant = tenant_of(key)

@@ -49,7 +49,7 @@ MAX_LOANS = 16
 """Of one tier at a time; each has a connection. More is loaded into the caller's memory."""
 MAX_LENT_KEYS = 16 * wire.MAX_KEYS
 PART_SHARE = 8
-"""A call reserves at most the region divided by this at a time."""
+"""A call leases or reserves at most the region divided by this at a time."""
 
 _T = TypeVar("_T")
 _Write: TypeAlias = Callable[[Slots], list[int]]
@@ -106,8 +106,8 @@ class NodeTier(KeyedTier):
     def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
         outcomes: list[Outcome] = []
         try:
-            for at in range(0, len(keys), wire.MAX_KEYS):
-                part = slice(at, at + wire.MAX_KEYS)
+            while len(outcomes) < len(keys):
+                part = slice(len(outcomes), len(outcomes) + wire.MAX_KEYS)
                 outcomes += self._asked(partial(self._load_part, keys=keys[part], out=out[part], deadline=deadline))
         except TimeoutError:
             outcomes += [Outcome.LATE] * (len(keys) - len(outcomes))
@@ -116,6 +116,9 @@ class NodeTier(KeyedTier):
     def _load_part(
         self, node: Connection, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
+        """Loads as many of the values as may be leased at a time, from the first on."""
+        count = _num_at_a_time(node, [view.nbytes for view in out])
+        keys, out = keys[:count], out[:count]
         number, places = lease(node, keys, [view.nbytes for view in out], deadline)
         outcomes = [
             self._taken(node, key, view, place, deadline) for key, view, place in zip(keys, out, places, strict=True)
@@ -345,8 +348,7 @@ def _store_part(
     deadline: float,
 ) -> list[Outcome]:
     """Stores as many of the values as may be reserved at a time, from the first on."""
-    sums = accumulate(size for _, size, _ in asked)
-    count = max(1, sum(num_bytes <= node.num_bytes // PART_SHARE for num_bytes in sums))
+    count = _num_at_a_time(node, [size for _, size, _ in asked])
     body = wire.with_numbers(
         [key for key, _, _ in asked[:count]], [wire.rated(size, worth) for _, size, worth in asked[:count]]
     )
@@ -361,6 +363,11 @@ def _store_part(
         for at, is_there in zip(taken, wire.flags_in(node.ask(packet, deadline)), strict=True):
             outcomes[at] = Outcome.OK if is_there else Outcome.FAILED
     return outcomes
+
+
+def _num_at_a_time(node: Connection, sizes: Sequence[int]) -> int:
+    """How many values of these sizes one question may name."""
+    return max(1, sum(num_bytes <= node.num_bytes // PART_SHARE for num_bytes in accumulate(sizes)))
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -11,7 +11,6 @@ import select
 import socket
 import stat
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from kvpool.tiers.node.behind import Behind
 from kvpool.tiers.node.index import NodeIndex
 from kvpool.tiers.node.region import MIN_BYTES, Region, check_room
 from kvpool.tiers.node.service import LATER, Client, NodeService, stats_answer
-from kvpool.tiers.node.values import Quotas
+from kvpool.tiers.node.values import Process, Quotas
 from kvpool.tiers.node.wire import Verb, WireError
 
 SILENCE_SECONDS = 30.0
@@ -44,8 +43,10 @@ _log = logging.getLogger("kvpool")
 class _Peer(Client):
     """A client and its socket."""
 
-    def __init__(self, connection: socket.socket, pid: int, answer: Callable[[_Peer, bytes], None]) -> None:
-        super().__init__(pid, lambda packet: answer(self, packet))
+    def __init__(
+        self, connection: socket.socket, pid: int, process: Process, answer: Callable[[_Peer, bytes], None]
+    ) -> None:
+        super().__init__(pid, lambda packet: answer(self, packet), process)
         self.socket = connection
         self.heard = time.monotonic()
         self.is_busy = False  # tiers behind the node are being asked for it
@@ -86,7 +87,7 @@ class NodeServer:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self.service = NodeService(self.index, Behind(tiers, self._post))
         self._peers: dict[int, _Peer] = {}
-        self._of_process: Counter[int] = Counter()
+        self._processes: dict[int, Process] = {}
         self._buffer = memoryview(bytearray(wire.MAX_MESSAGE + 1))
         self._quiet = QuietLog(_log, lines=4)
         self._is_stopping = False
@@ -174,18 +175,21 @@ class NodeServer:
             return
         connection.setblocking(False)
         pid, uid = wire.peer_of(connection)
+        process = self._processes.get(pid) or Process()
         reason = ""
         if uid != os.getuid():
             reason = f"this node belongs to user {os.getuid()}, and process {pid} to user {uid}"
-        elif len(self._peers) >= MAX_CLIENTS or (pid and self._of_process[pid] >= MAX_OF_PROCESS):
-            reason = f"process {pid} has {self._of_process[pid]} connections, and all processes {len(self._peers)}"
+        elif len(self._peers) >= MAX_CLIENTS or process.num_connections >= MAX_OF_PROCESS:
+            reason = f"process {pid} has {process.num_connections} connections, and all processes {len(self._peers)}"
         if reason:
             self._refuse(connection, reason)
             connection.close()
             return
         fd = connection.fileno()
-        self._peers[fd] = _Peer(connection, pid, self._answer_late)
-        self._of_process[pid] += 1
+        self._peers[fd] = _Peer(connection, pid, process, self._answer_late)
+        process.num_connections += 1
+        if pid:  # else it is in another namespace, as in a container, and cannot be told from others there
+            self._processes[pid] = process
         self._epoll.register(fd, select.EPOLLIN)
 
     def _read(self, peer: _Peer) -> None:
@@ -255,9 +259,9 @@ class NodeServer:
 
     def _end(self, peer: _Peer) -> None:
         del self._peers[peer.socket.fileno()]
-        self._of_process[peer.pid] -= 1
-        if not self._of_process[peer.pid]:
-            del self._of_process[peer.pid]
+        peer.process.num_connections -= 1
+        if not peer.process.num_connections:
+            self._processes.pop(peer.pid, None)
         self._epoll.unregister(peer.socket.fileno())
         peer.socket.close()
         self.service.leave(peer)

@@ -21,7 +21,7 @@ from kvpool.tiers.keys import Fingerprint, KeySpace
 from kvpool.tiers.node import wire
 from kvpool.tiers.node.behind import Behind
 from kvpool.tiers.node.index import NodeIndex
-from kvpool.tiers.node.values import Holder, Slot, Span, Value, found_flags, num_found, values_of
+from kvpool.tiers.node.values import Holder, Process, Slot, Span, Value, found_flags, num_found, values_of
 from kvpool.tiers.node.wire import ABSENT, PRESENT, Message, Verb, WireError
 
 LATER: Final = b""
@@ -38,18 +38,19 @@ _TOLD = 64  # clients and owners that statistics name
 class Client:
     """The other end of a connection, as the node knows it."""
 
-    def __init__(self, pid: int, send: Callable[[bytes], None]) -> None:
+    def __init__(self, pid: int, send: Callable[[bytes], None], process: Process | None = None) -> None:
         self.pid = pid
+        self.process = process or Process()
         self.name = ""
         """Of the engine; empty until it has said hello."""
-        self.holder = Holder(0)
+        self.holder = Holder(0, self.process)
         self.send = send
         self.is_gone = False
 
     def begin(self, name: str) -> None:
         """It has said hello."""
         self.name = name
-        self.holder = Holder(owner_of(name))
+        self.holder = Holder(owner_of(name), self.process)
 
 
 def owner_of(name: str) -> int:
@@ -134,6 +135,7 @@ class NodeService:
         return self._leased(client, spans, found.num)
 
     def _leased(self, client: Client, spans: Sequence[Span], count: int) -> bytes:
+        spans = self.index.within_share(client.process, spans)
         number, hits = self.index.lease(client.holder, spans)
         self.counts["hits"] += hits
         self.counts["misses"] += count - hits
@@ -144,7 +146,7 @@ class NodeService:
         held = self.index.hold(spans)
         asked = zip(wire.unpacked(keys), sizes, found_flags(spans), strict=True)
         wanted = {key: size for key, size, is_there in asked if not is_there and size}
-        fetching = Holder(client.holder.owner)
+        fetching = Holder(client.holder.owner, client.process)
         num_removals = self._num_removals
 
         def found(there: list[bool]) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError
 from kvpool.eviction import EvictionPolicy, Run
 from kvpool.pools.arrays import Int64Array
 from kvpool.tiers.contract import KEY_BYTES, Worth
 from kvpool.tiers.keys import SPACE_BYTES, TENANT_BYTES
-from kvpool.tiers.node.region import Record
+from kvpool.tiers.node.region import PAGE, Record
 from kvpool.tiers.node.wire import ABSENT, PLACE_BYTES, place_bytes
 
 _NO_KEY = secrets.token_bytes(KEY_BYTES)
@@ -57,7 +60,7 @@ class Batch:
     So a prefix that is asked for is compared, answered and marked as used as a whole, and not key by key.
     """
 
-    __slots__ = ("keys", "places", "rows", "slabs", "uses", "values")
+    __slots__ = ("keys", "places", "rows", "slabs", "sums", "uses", "values")
 
     def __init__(self, values: list[Value], rows: Sequence[int], uses: Int64Array) -> None:
         self.keys = bytearray().join([value.key for value in values])
@@ -68,6 +71,8 @@ class Batch:
         self.uses = uses
         """[3, value]: the time of its last use as the index counts, the same in nanoseconds, how often it was used."""
         self.values = values
+        self.sums = [0, *accumulate(smallest_slot(value.length) for value in values)]
+        """What the values before each fill, in bytes."""
         for at, value in enumerate(values):
             value.batch, value.at = self, at
 
@@ -117,6 +122,11 @@ class Span(NamedTuple):
     stop: int
 
     @property
+    def num_bytes(self) -> int:
+        """What they fill."""
+        return 0 if self.batch is None else self.batch.sums[self.stop] - self.batch.sums[self.start]
+
+    @property
     def places(self) -> bytes:
         """Where they are, as it is sent."""
         if self.batch is None:
@@ -127,6 +137,29 @@ class Span(NamedTuple):
 def num_found(spans: Sequence[Span]) -> int:
     """How many values there are."""
     return sum([stop - start for batch, start, stop in spans if batch is not None])
+
+
+def num_bytes_of(spans: Sequence[Span]) -> int:
+    """What the values that are there fill."""
+    return sum([span.num_bytes for span in spans])
+
+
+def first_bytes(spans: Sequence[Span], room: int) -> list[Span]:
+    """The first values, as many as fill `room` bytes; the others as if they were not there."""
+    found: list[Span] = []
+    for span in spans:
+        batch, start, stop = span
+        if batch is not None and span.num_bytes > room:
+            stop, room = bisect_right(batch.sums, batch.sums[start] + room) - 1, 0
+        else:
+            room -= span.num_bytes
+        found += [Span(batch, start, stop), Span(None, stop, span.stop)]
+    return [span for span in found if span.start < span.stop]
+
+
+def smallest_slot(length: int) -> int:
+    """How many bytes the smallest slot for a value has."""
+    return max(1, ceil_div(length, PAGE)) * PAGE
 
 
 def found_flags(spans: Sequence[Span]) -> bytes:
@@ -181,11 +214,20 @@ class Value(Run):
         return self.fingerprint
 
 
+class Process:
+    """What all connections of one process hold together, in bytes. A value counts for each of its leases."""
+
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self.held_bytes = 0
+
+
 class Holder:
     """What one connection holds."""
 
-    def __init__(self, owner: int) -> None:
+    def __init__(self, owner: int, process: Process | None = None) -> None:
         self.owner = owner
+        self.process = process or Process()
         self.leases: set[int] = set()
         self.reservations: dict[int, list[Slot]] = {}
         self.reserved_bytes = 0
