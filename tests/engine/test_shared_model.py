@@ -191,7 +191,18 @@ def in_inference_mode(model: Any) -> None:
         in_place(model)
 
 
-@pytest.mark.parametrize("change", [in_place, through_data, loaded, in_inference_mode])
+def buffers_in_place(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.3)
+
+
+def buffers_through_data(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.data.mul_(1.3)
+
+
+CHANGES = [in_place, through_data, loaded, in_inference_mode, buffers_in_place, buffers_through_data]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_given_weights_that_change_in_place_then_nothing_of_the_old_ones_is_reused(
     model: Any, engine: Engine, change: Callable[[Any], None]
 ) -> None:
@@ -202,6 +213,15 @@ def test_given_weights_that_change_in_place_then_nothing_of_the_old_ones_is_reus
     (completion,) = engine.generate([PROMPT], GREEDY)
     assert (list(completion.token_ids), completion.num_cached_tokens) == (wanted, 0)
     assert engine.generate([PROMPT], GREEDY)[0].num_cached_tokens == 32
+
+
+def test_given_a_buffer_that_the_model_replaces_while_it_runs_then_the_engine_keeps_its_own(
+    model: Any, engine: Engine
+) -> None:
+    old = answer(engine)
+    model.model.rotary_emb.register_buffer("inv_freq", model.model.rotary_emb.inv_freq * 1.3, persistent=False)
+    (completion,) = engine.generate([PROMPT], GREEDY)
+    assert (list(completion.token_ids), completion.num_cached_tokens) == (old, 32)
 
 
 def test_given_weights_made_in_inference_mode_then_their_changes_are_noticed() -> None:

@@ -104,11 +104,12 @@ def without_callers_state(device: torch.device) -> Iterator[None]:
 
 
 class SharedWeights:
-    """Notices that the owner of a model changed its weights.
+    """Notices that the owner of a model changed its weights or buffers.
 
     Numbers that change in place are seen by the engine, too: it must forget what it has cached. torch counts such
     changes, but not those through `.data` and in inference mode, so some numbers of each weight are compared as well. Weights
-    that are replaced or moved are not followed, because CUDA graphs and joined products have the old ones.
+    that are replaced or moved are not followed, because CUDA graphs and joined products have the old ones. A buffer that is
+    replaced is none of the engine's any more: models do that themselves while they run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,8 +118,9 @@ class SharedWeights:
         self._names = [name for name, _ in modules]
         self._places = [(module._modules, module._parameters) for _, module in modules]
         self._members = self._identities()
-        buffers = model.state_dict(keep_vars=True).values()  # those that are saved: others change when the model runs
-        self._weights = list({id(tensor): tensor for tensor in (*model.parameters(), *buffers)}.values())
+        # Also what is no parameter: packed weights and buffers, those that are not saved too
+        others = *model.state_dict(keep_vars=True).values(), *model.buffers()
+        self._weights = list({id(tensor): tensor for tensor in (*model.parameters(), *others)}.values())
         self._weights = [tensor for tensor in self._weights if type(tensor) in (Tensor, nn.Parameter)]
         self._kept = [tensor.detach() for tensor in self._weights]  # graphs may read them until the engine closes
         self._counted = [tensor for tensor in self._weights if not tensor.is_inference()]
