@@ -234,7 +234,7 @@ class Run:
         """The events are numbered without a gap, and lead to what is cached now."""
         for sequence in self.live.values():
             content = tuple((token, extra if isinstance(extra, int) else 0) for token, extra in sequence.tokens)
-            self.known |= {content[:end] for end in range(4, len(content) + 1, 4)}
+            self.known |= {content[:end] for end in range(1, len(content) + 1)}
         for event in self.cache.get_latest_events():
             assert event["event_id"] == self.next_event
             self.next_event += 1

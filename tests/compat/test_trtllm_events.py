@@ -212,3 +212,73 @@ def test_given_a_timeout_that_is_none_then_it_is_refused_and_a_long_one_is_not(t
     with pytest.raises(InvalidArgumentError, match="timeout_ms"):
         cache.get_latest_events(timeout_ms)
     assert len(cache.get_latest_events(1e300)) == 1
+
+
+# --- unfilled blocks --------------------------------------------------------------------------------------------------
+
+
+def data_of(cache: TrtLlmKVCacheManager) -> list[dict[str, Any]]:
+    return [event["data"] for event in cache.get_latest_events()]
+
+
+def run_to_its_end(cache: TrtLlmKVCacheManager, name: str, tokens: list[int], num_generated: int) -> None:
+    """A request as TensorRT-LLM's executor runs it: the last generated token is sampled and not computed."""
+    cache.add_sequence(name, tokens)
+    for _ in range(num_generated - 1):
+        cache.add_token(name)
+    cache.remove_sequence(name, [*tokens, *range(1000, 1000 + num_generated)])
+
+
+def test_given_a_prompt_shorter_than_a_block_when_its_sequence_ends_then_one_block_of_its_tokens_is_told() -> None:
+    cache = TrtLlmKVCacheManager([2, 2], 128, 64, 16, max_seq_len=1024, event_buffer_max_size=1024)
+    assert [data["type"] for data in data_of(cache)] == ["created"]
+    cache.add_sequence(0, [1, 2, 3, 4, 5])
+    cache.remove_sequence(0, [1, 2, 3, 4, 5])
+    [stored] = data_of(cache)
+    assert (stored["type"], stored["parent_hash"]) == ("stored", None)
+    [block] = stored["blocks"]
+    assert [token["token_id"] for token in block["tokens"]] == [1, 2, 3, 4]
+    assert cache.add_sequence(1, [1, 2, 3, 4, 5]) == 4
+    cache.remove_sequence(1, [1, 2, 3, 4, 5])
+    assert data_of(cache) == []  # it is stored already
+
+
+def test_given_a_sequence_that_ends_inside_a_block_then_one_event_tells_of_all_its_blocks() -> None:
+    cache = TrtLlmKVCacheManager([2, 2], 16, 32, 8, event_buffer_max_size=1024, watermark=0.0)
+    for number in range(3):
+        run_to_its_end(cache, f"r{number}", list(range(number, 127)) + list(range(500, 500 + number)), 6)
+        events = data_of(cache)
+        *before, stored = events
+        assert {data["type"] for data in before} == ({"removed"} if number else {"created"})
+        assert stored["type"] == "stored"
+        assert [len(block["tokens"]) for block in stored["blocks"]] == [32, 32, 32, 32, 4]
+        assert data_of(cache) == []
+
+
+def test_given_an_unfilled_block_when_it_leaves_then_exactly_one_event_removes_it_whatever_the_way() -> None:
+    ways: dict[str, Any] = {
+        "longer": lambda cache: run_to_its_end(cache, "longer", list(range(8)), 1),
+        "evicted": lambda cache: cache.manager.cache.evict(16),
+        "reset": lambda cache: cache.reset_reuse_state(),
+    }
+    for name, way in ways.items():
+        cache = TrtLlmKVCacheManager([2], 8, 4, 16, 16, event_buffer_max_size=64, onboard_blocks=name != "evicted")
+        run_to_its_end(cache, "short", list(range(6)), 1)
+        _, stored = data_of(cache)
+        unfilled = stored["blocks"][-1]["block_hash"]
+        way(cache)
+        removed = [block for data in data_of(cache) if data["type"] == "removed" for block in data["block_hashes"]]
+        assert removed.count(unfilled) == 1, name
+        cache.manager.check()
+
+
+def test_given_an_unfilled_block_then_it_has_its_requests_priority_and_is_told_when_it_moves() -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 16, 16, event_buffer_max_size=64)
+    cache.add_sequence("a", list(range(6)), KvCacheRetentionConfig([TokenRangeRetentionConfig(0, None, 90)]))
+    cache.remove_sequence("a", list(range(7)))
+    _, stored = data_of(cache)
+    assert [block["priority"] for block in stored["blocks"]] == [90, 90]
+    cache.manager.cache.offload(1)
+    [updated] = data_of(cache)
+    assert updated["block_hash"] == stored["blocks"][-1]["block_hash"]
+    assert updated["cache_level"] == {"type": "event_diff", "old_value": 0, "new_value": 1}

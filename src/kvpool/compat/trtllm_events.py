@@ -13,7 +13,7 @@ from kvpool.checks import check_number, show
 from kvpool.compat.trtllm_blocks import window_sizes
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
-from kvpool.events import Created, Event, Removed, Stored, Updated
+from kvpool.events import Created, Removed, Stored, Updated
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_array
 from kvpool.scope import MultimodalItem, ReuseScope
@@ -88,6 +88,8 @@ class KVCacheEventManager:
         self.attention_dp_rank = attention_dp_rank
         self._groups = range(len(manager.config.groups))
         self._windows = window_sizes(manager.config)
+        self._block_size = manager.config.block_size
+        manager.events.tells_unfilled = True
         self._subscription = manager.subscribe()
         self._next_id = 0
         self._last_id: int | None = None  # of the last event in the log, whose events may be several here
@@ -101,12 +103,22 @@ class KVCacheEventManager:
             if seconds < 0:
                 raise InvalidArgumentError(f"timeout_ms={timeout_ms} must be {expected}")
         self._subscription.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
-        found = []
+        found: list[dict[str, Any]] = []
+        ends: dict[int, list[dict[str, Any]]] = {}  # by layer group, the blocks of the last Stored
         for event in self._subscription.poll().events:
             if self._last_id is not None:
                 self._next_id += max(0, event.event_id - self._last_id - 1)  # what was dropped leaves a gap
             self._last_id = event.event_id
-            found += [self._envelope(group, data) for group, data in self._translate(event)]
+            if isinstance(event, Stored):
+                blocks, before = _stored_blocks(event), ends.get(event.group)
+                if event.block_size < self._block_size and before and before[-1]["block_hash"] == _hex(event.parent):
+                    before += blocks  # the unfilled block of a sequence that ends, behind its full ones
+                    continue
+                ends[event.group] = blocks
+                data = {"type": "stored", "parent_hash": _hex(event.parent), "blocks": blocks}
+                found.append(self._envelope(event.group, data))
+            else:
+                found += [self._envelope(group, data) for group, data in self._translate(event)]
         return found
 
     def _envelope(self, group: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +132,7 @@ class KVCacheEventManager:
             "data": data,
         }
 
-    def _translate(self, event: Event) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _translate(self, event: Created | Removed | Updated) -> Iterator[tuple[int, dict[str, Any]]]:
         """(layer group, data): one of each event; of a Created one per group, of an Updated one per block."""
         if isinstance(event, Created):
             for group in self._groups:
@@ -128,16 +140,20 @@ class KVCacheEventManager:
                 if not levels.get(Tier.DISK):
                     levels.pop(Tier.DISK, None)  # TensorRT-LLM knows two levels
                 yield group, {"type": "created", "num_blocks_per_cache_level": list(levels.values())}
-        elif isinstance(event, Stored):
-            parent = None if event.parent is None else event.parent.hex()
-            blocks = [_stored_block(event, index) for index in range(len(event.digests))]
-            yield event.group, {"type": "stored", "parent_hash": parent, "blocks": blocks}
         elif isinstance(event, Removed):
             hashes = [digest.hex() for digest in event.digests]
             yield event.group, {"type": "removed", "block_hashes": hashes}
         else:
             for digest in event.digests:
                 yield event.group, _updated(event, digest)
+
+
+def _hex(digest: bytes | None) -> str | None:
+    return None if digest is None else digest.hex()
+
+
+def _stored_blocks(event: Stored) -> list[dict[str, Any]]:
+    return [_stored_block(event, index) for index in range(len(event.digests))]
 
 
 def _stored_block(event: Stored, index: int) -> dict[str, Any]:

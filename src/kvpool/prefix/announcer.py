@@ -49,8 +49,12 @@ class Announcer:
             else:
                 parent = _last_digest(part.parent)
             tokens, items = run_content(self.context.rows.symbols, part, len(known) * size, part.num_blocks * size)
-            known.extend(chain_digests(parent, tokens, size, items))
+            known.extend(chain_digests(parent, tokens, self._block_size(part), items))
             part.digests = known
+
+    def _block_size(self, node: Node) -> int:
+        """How many tokens a block of a node has: a remainder is shorter."""
+        return len(node.tokens) if node.is_remainder else self.context.block_size
 
     def _present_digests(self, node: Node, group: Group, first: int, last: int) -> list[bytes]:
         assert node.digests is not None
@@ -79,7 +83,7 @@ class Announcer:
         events: list[Stored] = []
         for root in roots:
             for node in root.subtree():
-                if node is not root and not node.is_remainder:  # only whole blocks have a digest
+                if node is not root and (not node.is_remainder or self.events.tells_unfilled):
                     self.complete_digests(node)
                     events.extend(
                         Stored(
@@ -87,7 +91,7 @@ class Announcer:
                             parent,
                             tuple(digests),
                             tokens,
-                            self.context.block_size,
+                            self._block_size(node),
                             root.scope,
                             node.tier,
                             node.priority,
@@ -129,7 +133,7 @@ class Announcer:
                 parent,
                 digests,
                 tokens,
-                block_size=self.context.block_size,
+                block_size=self._block_size(node),
                 scope=node.root.scope,
                 tier=node.tier,
                 priority=node.priority,

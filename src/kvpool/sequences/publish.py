@@ -281,6 +281,8 @@ class Publisher:
         node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
         node.active = 1  # as in `_open`
         self.tree.add(node)
+        if self.events.listening and self.events.tells_unfilled:
+            self._stored(handle, node)
         return node
 
     def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
