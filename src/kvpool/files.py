@@ -22,6 +22,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a link",
 }
 MAX_FILE_BYTES = 16 * 2**20  # a config.json or a measurement has some kilobytes
 
@@ -35,7 +36,7 @@ class NotPlainError(OSError):
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """`os.open` for plain files and links to them; `NotPlainError` for everything else.
+    """`os.open` for plain files and links to them; `NotPlainError` for everything else, and with `os.O_NOFOLLOW` for links.
 
     It looks at what it has opened, not at what was there before: nobody can put a FIFO in between.
     """
@@ -44,6 +45,8 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.EISDIR):  # a socket, a FIFO that nobody reads, or a directory to write to
             raise NotPlainError(path, os.stat(path).st_mode) from None
+        if error.errno == errno.ELOOP:
+            raise NotPlainError(path, os.lstat(path).st_mode) from None
         raise
     kind = os.fstat(fd).st_mode
     if not stat.S_ISREG(kind):

@@ -442,6 +442,14 @@ def put_a_fifo(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
     return lambda _, folder: os.mkfifo(folder / name)
 
 
+def put_a_link(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    def put(_: pytest.MonkeyPatch, folder: Path) -> None:
+        (folder / "empty").touch()  # as new files of a node are
+        (folder / name).symlink_to("empty")
+
+    return put
+
+
 def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
@@ -455,6 +463,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         (fill_up, r"has no room for 1,048,576 bytes \(No space left on device\); take a smaller --bytes"),
         (put_a_fifo("region"), "region is not a plain file but a FIFO; remove it, and the node makes its own"),
         (put_a_fifo("slots"), "slots is not a plain file but a FIFO; remove it, and the node makes its own"),
+        (put_a_link("region"), "region is not a plain file but a link; remove it, and the node makes its own"),
+        (put_a_link("slots"), "slots is not a plain file but a link; remove it, and the node makes its own"),
         (forbid, r"cannot make .*region \(Operation not permitted\); name a directory that you can write to"),
     ],
 )

@@ -547,6 +547,14 @@ def test_given_a_directory_that_others_can_enter_then_no_node_uses_it(folder: Pa
             server_module._locked(wrong)
 
 
+def test_given_a_link_in_place_of_the_lock_then_it_is_not_followed(folder: Path) -> None:
+    (folder / "precious").write_text("something")
+    (folder / wire.LOCK).symlink_to("precious")
+    with pytest.raises(ConfigError, match="lock is not a plain file but a link; remove it"):
+        server_module._locked(folder)
+    assert (folder / "precious").read_text() == "something"
+
+
 def test_given_a_directory_of_another_user_then_no_node_uses_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = folder.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)

@@ -168,7 +168,7 @@ class Region:
 def _opened(path: Path, num_bytes: int) -> int:
     """A file of exactly this size that only this user may read; one of another size is replaced: others may map it."""
     try:
-        fd = open_plain(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         if os.fstat(fd).st_size not in (0, num_bytes):
             os.close(fd)
             path.unlink()

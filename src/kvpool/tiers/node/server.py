@@ -18,7 +18,7 @@ from typing import Any
 from kvpool.checks import check_int
 from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import ConfigError
-from kvpool.files import open_plain
+from kvpool.files import NotPlainError, open_plain
 from kvpool.quiet import QuietLog
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.node import wire
@@ -275,7 +275,11 @@ def _locked(directory: Path) -> int:
             _check_private(directory.parent)
         directory.mkdir(0o700, parents=True, exist_ok=True)
         _check_private(directory)
-        fd = open_plain(directory / wire.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = open_plain(directory / wire.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except NotPlainError as error:
+        raise ConfigError(
+            f"{directory / wire.LOCK} is {error.strerror}; remove it, and the node makes its own"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot use the directory {directory} ({error.strerror}); name one that is yours") from None
     try:
