@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import operator
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -88,3 +90,23 @@ def as_duration(value: Any, name: str) -> float | None:
     if value is not None and not (is_number and float(value) > 0):
         raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {show(value)}")
     return None if value is None else float(value)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is local to this machine, so that no other can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a `Host` header has a name that only leads to this machine.
+
+    The name of a foreign page may be made to lead here (DNS rebinding). Then the browser would let that page read answers.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)

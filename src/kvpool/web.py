@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvpool.checks import is_local_name, is_loopback
 from kvpool.quiet import QuietErrors, QuietLog
-from kvpool.view.http import is_local_name, is_loopback
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0

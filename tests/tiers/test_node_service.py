@@ -602,9 +602,14 @@ def test_given_a_metrics_server_then_it_answers_two_paths_and_says_when_the_node
                 assert (answer.status, answer.headers["Content-Type"], answer.read()) == (200, kind, body)
                 assert answer.headers["Content-Length"] == str(len(body))
         is_busy = True
-        for path, status in (("/metrics", 503), ("/other", 404)):
+        for path, host, status in (
+            ("/metrics", "localhost:9464", 503),
+            ("/other", "localhost", 404),
+            ("/metrics", "evil.example", 403),
+            ("/stats", "127.0.0.1.evil.example:80", 403),
+        ):
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(url + path, timeout=30)
+                urllib.request.urlopen(urllib.request.Request(url + path, headers={"Host": host}), timeout=30)
             assert refused.value.code == status
             refused.value.close()
         http.close()

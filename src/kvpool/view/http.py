@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from kvpool.checks import is_local_name, is_loopback
 from kvpool.config import Tier
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.manager import KVCacheManager
@@ -185,26 +185,6 @@ def serve(
     if not key and not is_loopback(host):
         raise ConfigError(f"host {host!r} can be reached by others: give a key, which the page then asks for")
     return LiveView(Hub(manager, title=title, rate=rate, events=events, more=more), host, port, key)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address is local to this machine, so that no other can reach it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def is_local_name(host: str) -> bool:
-    """Whether a `Host` header has a name that only leads to this machine.
-
-    The name of a foreign page may be made to lead here (DNS rebinding). Then the browser would let that page read answers.
-    """
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:
-        return False
-    return name is not None and is_loopback(name)
 
 
 def has_key(authorization: str, wanted: bytes) -> bool:

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
+from kvpool.checks import is_local_name, is_loopback
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
 from kvpool.cluster.proxy.everywhere import address_at, ask, forgotten
@@ -43,7 +44,7 @@ from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
 from kvpool.version import __version__
 from kvpool.view.frames import view_event
-from kvpool.view.http import HEADERS, PREFIX, asset, has_key, is_local_name, is_loopback
+from kvpool.view.http import HEADERS, PREFIX, asset, has_key
 from kvpool.web import BodyLimit, EventStream, LocalNames, unless_gone
 
 KEY_VARIABLE = "KVPOOL_ROUTE_KEY"

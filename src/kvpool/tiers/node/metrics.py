@@ -1,4 +1,7 @@
-"""The figures of a node over HTTP: /metrics for Prometheus, /stats as JSON (who holds what)."""
+"""The figures of a node over HTTP: /metrics for Prometheus, /stats as JSON (who holds what).
+
+A request to a loopback address must name that address in its `Host` header: pages of other sites get nothing (DNS rebinding).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from kvpool.checks import is_local_name, is_loopback
 from kvpool.tiers.node.service import COUNTS
 
 _GAUGES = {
@@ -57,6 +61,10 @@ class MetricsServer:
 
             def do_GET(self) -> None:
                 kinds = {"/metrics": "text/plain; version=0.0.4; charset=utf-8", "/stats": "application/json"}
+                address = str(self.connection.getsockname()[0])
+                if is_loopback(address) and not is_local_name(self.headers.get("Host", "")):
+                    self.send_error(403, "at this address the node answers to names of its own machine only")
+                    return
                 if self.path not in kinds:
                     self.send_error(404, "there are /metrics and /stats")
                     return
