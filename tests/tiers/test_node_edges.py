@@ -19,7 +19,7 @@ import pytest
 from nodes import MEGABYTE, RawClient, needs_linux, node_folder, node_thread
 from servers import eventually
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, StorageError
 from kvpool.eviction import LRUPolicy
 from kvpool.testing import VALUE_BYTES, key, load, store, value
 from kvpool.tiers import Fingerprint, KeySpace, MemoryTier, NodeTier, Outcome
@@ -814,6 +814,21 @@ def test_given_a_region_of_another_size_then_the_files_of_the_earlier_one_are_cl
     files = open_files()
     Region(tmp_path, 2 * MEGABYTE).close()
     assert open_files() <= files
+
+
+def test_given_a_region_that_another_process_cuts_off_then_the_node_ends_and_the_next_begins_empty(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "TICK_SECONDS", 0.01)
+    node = server.NodeServer(folder, MEGABYTE)
+    put(node.index, Holder(1), 1)
+    os.truncate(folder / wire.REGION, 0)
+    with pytest.raises(StorageError, match=f"cut off {folder / wire.REGION}.* start it again"):
+        node.serve()
+    node.close()
+    with node_thread(folder, MEGABYTE) as node, NodeTier(f"node:{folder}") as tier:
+        assert not node.is_warm
+        assert store(tier, [1]) == [Outcome.OK]
 
 
 def test_given_terms_in_any_order_then_they_end_in_the_order_of_time_also_after_some_were_forgotten(

@@ -83,10 +83,10 @@ class Region:
         self._first = PAGE  # of the records: there are 128 slabs at most
         self._per_slab = self.slab_bytes // PAGE
         records_bytes = self._first + self.num_slabs * self._per_slab * _RECORD.size
-        self.fd = _opened(directory / REGION, self.num_bytes)
+        self.fd, is_new = _opened(directory / REGION, self.num_bytes)
         try:
             _allocate(self.fd, directory, self.num_bytes)
-            records = _opened(directory / SLOTS, records_bytes)
+            records, _ = _opened(directory / SLOTS, records_bytes)
         except BaseException:
             os.close(self.fd)
             raise
@@ -95,12 +95,17 @@ class Region:
         os.close(records)
         words = np.frombuffer(self._records, np.uint64, offset=self._first).reshape(-1, _RECORD.size // 8)
         self._uses = words[:, _USED_AT // 8]
-        self.is_warm = self._take_over()
+        self.is_warm = self._take_over(is_new)
 
-    def _take_over(self) -> bool:
-        """Whether the records are of this region and this format; otherwise they begin anew."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody has cut off the file: to touch what is behind its end would end a process."""
+        return os.fstat(self.fd).st_size >= self.num_bytes
+
+    def _take_over(self, is_new: bool) -> bool:
+        """Whether the records are of this region, which is not new, and this format; otherwise they begin anew."""
         header = _HEADER.pack(_MAGIC, self.slab_bytes, self.num_slabs, os.fstat(self.fd).st_ino)
-        if self._records[: _HEADER.size] == header:
+        if self._records[: _HEADER.size] == header and not is_new:
             return True
         self._records[: self._first] = bytes(self._first)
         self._records[: _HEADER.size] = header
@@ -165,14 +170,18 @@ class Region:
         return self._first + self.row(slab, slot) * _RECORD.size
 
 
-def _opened(path: Path, num_bytes: int) -> int:
-    """A file of exactly this size that only this user may read; one of another size is replaced: others may map it."""
+def _opened(path: Path, num_bytes: int) -> tuple[int, bool]:
+    """A file of exactly this size that only this user may read, and whether it was empty.
+
+    One of another size is replaced: others may map it.
+    """
     try:
         fd = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         if os.fstat(fd).st_size not in (0, num_bytes):
             os.close(fd)
             path.unlink()
             fd = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        is_new = not os.fstat(fd).st_size
         try:
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, num_bytes)
@@ -183,7 +192,7 @@ def _opened(path: Path, num_bytes: int) -> int:
         raise ConfigError(f"{path} is {error.strerror}; remove it, and the node makes its own") from None
     except OSError as error:
         raise ConfigError(f"cannot make {path} ({error.strerror}); name a directory that you can write to") from None
-    return fd
+    return fd, is_new
 
 
 def _allocate(fd: int, directory: Path, num_bytes: int) -> None:

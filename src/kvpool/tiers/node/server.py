@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpool.checks import check_int
 from kvpool.config.layers import MAX_BYTES
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, StorageError
 from kvpool.files import NotPlainError, open_plain
 from kvpool.quiet import QuietLog
 from kvpool.tiers.contract import KeyedTier
@@ -157,7 +157,13 @@ class NodeServer:
                 _log.exception("node: what tiers behind it brought was not used")
 
     def _tick(self) -> None:
-        """Once a second: clients that hold something and are silent or hold it too long go, and records learn of uses."""
+        """Once a second: who holds something and is silent or holds it too long goes, and records learn of uses.
+
+        If the region was cut off, the node ends.
+        """
+        if not self.index.region.is_whole:
+            path = self.directory / wire.REGION
+            raise StorageError(f"another process has cut off {path}, the memory of this node: it ends; start it again")
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if peer.heard < now - self._silence and not peer.is_busy and (peer.holder or not peer.name):
