@@ -197,11 +197,45 @@ def test_given_reuse_then_blocks_are_counted_as_new_or_reused_for_the_cache_and_
         alloc_total_blocks=4, alloc_new_blocks=4, reused_blocks=0, missed_blocks=4
     )
     assert cache.get_request_stats("b") == dict(
-        alloc_total_blocks=4, alloc_new_blocks=2, reused_blocks=2, missed_blocks=2
+        alloc_total_blocks=2, alloc_new_blocks=2, reused_blocks=2, missed_blocks=2
     )
     stats = cache.get_kv_cache_stats()
-    assert (stats.alloc_total_blocks, stats.alloc_new_blocks) == (8, 6)
+    assert (stats.alloc_total_blocks, stats.alloc_new_blocks) == (6, 6)
     assert (stats.reused_blocks, stats.missed_blocks, stats.cache_hit_rate) == (2, 6, 0.25)
+
+
+def test_given_a_prompt_that_ends_inside_a_block_then_its_last_block_is_missed_or_reused_as_any_other() -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 32)
+    prompt = PROMPT[:10]
+    cache.add_sequence("a", prompt)
+    assert cache.get_request_stats("a") == dict(
+        alloc_total_blocks=3, alloc_new_blocks=3, reused_blocks=0, missed_blocks=3
+    )
+    cache.store_context_blocks("a")
+    cache.add_sequence("b", prompt)
+    assert cache.get_request_stats("b") == dict(
+        alloc_total_blocks=1, alloc_new_blocks=1, reused_blocks=2, missed_blocks=1
+    )
+    stats = cache.get_kv_cache_stats()
+    assert (stats.alloc_total_blocks, stats.reused_blocks, stats.missed_blocks) == (4, 2, 4)
+    assert stats.cache_hit_rate == 2 / 6
+    cache.remove_sequence("a", [*prompt, 1])
+    cache.add_sequence("c", prompt)  # nine of the ten: one token of the last block is copied
+    assert cache.get_request_stats("c") == dict(
+        alloc_total_blocks=1, alloc_new_blocks=1, reused_blocks=3, missed_blocks=0
+    )
+    assert cache.get_kv_cache_stats().alloc_total_blocks == 5
+
+
+@pytest.mark.parametrize("block_reuse", [True, False])
+def test_given_nothing_to_look_for_then_nothing_is_missed(block_reuse: bool) -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 32, enable_block_reuse=block_reuse)
+    cache.add_sequence("a", 10 if block_reuse else PROMPT[:10])
+    assert cache.get_request_stats("a") == dict(
+        alloc_total_blocks=3, alloc_new_blocks=3, reused_blocks=0, missed_blocks=0
+    )
+    stats = cache.get_kv_cache_stats()
+    assert (stats.alloc_total_blocks, stats.missed_blocks, stats.cache_hit_rate) == (3, 0, 0.0)
 
 
 # --- settings and bytes -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +29,7 @@ from kvpool.compat.trtllm_settings import (
     secondary_size,
 )
 from kvpool.config import DType, KVCacheConfig, Tier
-from kvpool.config.layers import MAX_TOKENS
+from kvpool.config.layers import MAX_TOKENS, ceil_div
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_token_array
@@ -116,7 +117,11 @@ class KvCacheRetentionConfig:
 
 @dataclass(frozen=True)
 class KvCacheStats:
-    """Blocks of the primary pools, and what was reused. Pinned blocks are not free."""
+    """Blocks of the primary pools, and what was reused. Pinned blocks are not free.
+
+    Allocated blocks are those taken from the free ones; none of them holds anything then, so all are new. The prompt of a
+    sequence reuses or misses each of its blocks, the unfilled last one, too; what is reused of it in part counts as reused.
+    """
 
     max_num_blocks: int
     free_num_blocks: int
@@ -202,6 +207,8 @@ class TrtLlmKVCacheManager(Adapter):
             )
         super().__init__(KVCacheManager(config), device=device)
         self.block_manager = BlockManager(self.manager)
+        self._counting = threading.Lock()
+        self._reused = self._missed = 0  # blocks of the prompts of all sequences
         self.event_manager = KVCacheEventManager(self.manager, attention_dp_rank) if event_buffer_max_size else None
 
     @property
@@ -257,7 +264,18 @@ class TrtLlmKVCacheManager(Adapter):
             ids = as_token_array(tokens)
             items = prompt_items(multimodal, extra_ids, len(ids))
             handle = self.manager.allocate(request_id, ids, retention=retention, scope=scope, multimodal=items or None)
+        reused, missed = self._context_blocks(handle)
+        with self._counting:
+            self._reused += reused
+            self._missed += missed
         return handle.num_cached_tokens
+
+    def _context_blocks(self, handle: KVCacheHandle) -> tuple[int, int]:
+        """Blocks of a prompt that were found, in part counts too, and those that were not, the unfilled one too."""
+        if not self.enable_block_reuse:
+            return 0, 0
+        reused = handle.num_cached_blocks + (handle.num_partial_tokens > 0)
+        return reused, ceil_div(handle.num_prompt_tokens, self.tokens_per_block) - reused
 
     def add_token(self, request_id: Hashable) -> None:
         """A place for one more token."""
@@ -348,7 +366,8 @@ class TrtLlmKVCacheManager(Adapter):
         stats, config = self.manager.stats(), self.manager.config
         primary = {pool.pool: pool for pool in stats.pools if pool.tier == Tier.GPU}
         free = {index: pool.available for index, pool in primary.items()}
-        reused, missed = sum(stats.hit_blocks.values()), stats.miss_blocks
+        with self._counting:
+            reused, missed = self._reused, self._missed
         per_window: dict[int, int] = {}
         for group, window in zip(config.groups, window_sizes(config), strict=True):
             per_window[window] = min(free[group.pool], per_window.get(window, free[group.pool]))
@@ -357,7 +376,7 @@ class TrtLlmKVCacheManager(Adapter):
             free_num_blocks=sum(free.values()),
             used_num_blocks=sum(pool.referenced for pool in primary.values()),
             tokens_per_block=config.block_size,
-            alloc_total_blocks=stats.blocks_allocated + reused,
+            alloc_total_blocks=stats.blocks_allocated,
             alloc_new_blocks=stats.blocks_allocated,
             reused_blocks=reused,
             missed_blocks=missed,
@@ -367,14 +386,18 @@ class TrtLlmKVCacheManager(Adapter):
         )
 
     def get_request_stats(self, request_id: Hashable) -> dict[str, int]:
-        """The four counters of `get_kv_cache_stats` for one live request."""
-        handle = self.handle(request_id)
-        reused = handle.num_cached_blocks
+        """The four counters of `get_kv_cache_stats` for the prompt of one live request."""
+        handle, size = self.handle(request_id), self.tokens_per_block
+        reused, missed = self._context_blocks(handle)
+        in_place = reused
+        if handle.num_partial_tokens and self.manager.config.copy_on_partial_reuse:
+            in_place -= 1  # what is reused of its last block was copied
+        taken = (ceil_div(handle.num_prompt_tokens, size) or handle.num_blocks) - in_place
         return {
-            "alloc_total_blocks": handle.num_blocks,
-            "alloc_new_blocks": handle.num_blocks - reused,
+            "alloc_total_blocks": taken,
+            "alloc_new_blocks": taken,
             "reused_blocks": reused,
-            "missed_blocks": handle.num_prompt_tokens // self.manager.config.block_size - reused,
+            "missed_blocks": missed,
         }
 
     def flush_iteration_events(self) -> None:
