@@ -2,7 +2,7 @@
 
     python benchmarks/serve.py [--json FILE] [--check] [--quick] [--only WORD] [--vllm-python PATH]
 
-The server runs in this process, its clients (`kvpool bench serve`) in others; CPU time is that of the server's process, so
+The server runs in this process, its clients (`load.py`) in others; CPU time is that of the server's process, so
 that a busy machine does not change it much. "overhead" is what a load of streams costs over HTTP more than the same prompts
 cost the engine by itself, in percent: HTTP, JSON, templates, tokens of prompts and events. "tokens a second" is how many
 streamed tokens one core's second of CPU time brings, with a model so small that the rest counts. The soak mixes streams with

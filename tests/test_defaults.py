@@ -96,12 +96,9 @@ def options() -> Iterator[str]:
         for parameter in command.params:
             yield f"{words}: {parameter.opts[0]} = {shown(parameter.default)}"
 
-    for name, command in COMMANDS.items():
-        for words in ([name], *([name, under] for under in command.under)):
-            called = typer.main.get_command(build_app(words))
-            for word in words:
-                called = called.commands[word]
-            yield from of(called, " ".join(words))
+    for name in COMMANDS:
+        application: Any = typer.main.get_command(build_app([name]))
+        yield from of(application.commands[name], name)
 
 
 def tier_settings() -> Iterator[str]:

@@ -12,7 +12,7 @@ from kvpool.cli import main
 from kvpool.engine.options import EngineOptions
 from kvpool.engine.settings import as_settings
 from kvpool.errors import ConfigError
-from kvpool.removed import INSTEAD, instead_of
+from kvpool.removed import INSTEAD, INSTEAD_OF_COMMANDS, instead_of
 from kvpool.server.serve_settings import read_serve
 
 
@@ -32,6 +32,14 @@ def test_given_a_keyword_or_a_key_that_left_then_its_error_says_what_to_use_inst
     (file := tmp_path / "kvpool.toml").write_text(f"[server]\n{name} = 2\n")
     with pytest.raises(ConfigError, match=f"{name} left in 0.3: "):
         read_serve(EngineOptions(config=file), None, None, {})
+
+
+@pytest.mark.parametrize("name", INSTEAD_OF_COMMANDS)
+def test_given_a_command_that_left_then_the_command_line_says_what_to_use_instead(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*name.split(), "--url", "http://127.0.0.1:8000"]) == 2
+    assert f"kvpool: kvpool {name} left in 0.3: {INSTEAD_OF_COMMANDS[name]}" in capsys.readouterr().err
 
 
 def test_given_other_names_then_nothing_is_said() -> None:

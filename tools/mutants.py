@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 # What draws, serves or runs on a GPU. Name one with --module to change it all the same.
 LEFT_OUT = (
-    *("attention", "hf", "kernels", "storage", "server", "cluster", "clients", "integrations", "view", "web"),
+    *("attention", "hf", "kernels", "storage", "server", "cluster", "integrations", "view", "web"),
     *("cli.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
 # Packages whose own tests are enough, and what else tests them.

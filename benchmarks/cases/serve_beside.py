@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import PeerAbsentError, Runner
-from kvpool.clients.load import Endpoint, fetch_text, figures, run_load, synthetic
 from kvpool.errors import KVPoolError
 from kvpool.model.loading import default_model_directory
+from load import Endpoint, fetch_text, figures, run_load, synthetic
 
 CLIENTS = 16
 _START_SECONDS = 900.0

@@ -1,4 +1,4 @@
-"""Clients of a soak: they stream, leave in the middle, send nonsense and too much. In another process, without torch."""
+"""Clients: they stream, leave in the middle, send nonsense and too much. In another process, without torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import asyncio
 import random
 import time
 from collections import Counter
+from typing import Any
 
-from kvpool.clients.load import Endpoint, ask, fetch_text, synthetic
+from load import Endpoint, ask, fetch_text, figures, run_load, synthetic
 
 PATIENCE = 600.0  # seconds: what matters is that an answer comes, however busy the machine is
+
+
+def drive(url: str, streams: int, prompt_words: int, new_tokens: int) -> dict[str, Any]:
+    """The figures of streams that are asked for at once, each once; their prompts have a common half."""
+    asked = synthetic(
+        streams, prompt_tokens=prompt_words, shared_tokens=prompt_words // 2, num_prefixes=1, max_tokens=new_tokens
+    )
+    load = run_load(Endpoint.at(url, "bench"), asked, num_clients=streams, timeout=PATIENCE)
+    return figures(*asyncio.run(load))
 
 
 def misbehave(url: str, num_clients: int, seconds: float, body_limit: int) -> Counter[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -16,13 +14,13 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from cases.serve_clients import look, misbehave
+from cases.serve_clients import drive, look, misbehave
 from harness import PeerAbsentError
-from kvpool.clients.load import synthetic
 from kvpool.engine import Engine, SamplingParams
 from kvpool.errors import ModelLoadError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server import Limits, ServedModel, create_app
+from load import synthetic
 
 BODY_LIMIT = 1 << 16
 
@@ -83,14 +81,11 @@ class Server:
     def answered(self, load: Load) -> tuple[float, dict[str, Any]]:
         """CPU seconds of this process for a load over HTTP, and what its client, another process, saw."""
         self.engine.manager.cache.reset()
-        command = [sys.executable, "-m", "kvpool", "bench", "serve", "--url", self.url, "--json", "-", "-q"]
-        command += ["--clients", str(load.streams), "--requests", str(load.streams), "--prefixes", "1"]
-        command += ["--prompt-tokens", str(load.prompt_words), "--shared-tokens", str(load.prompt_words // 2)]
-        start = time.process_time()
-        told = subprocess.run(
-            [*command, "--max-tokens", str(load.new_tokens)], capture_output=True, text=True, check=True
-        )
-        return time.process_time() - start, json.loads(told.stdout)
+        with ProcessPoolExecutor(1, get_context("spawn")) as elsewhere:
+            elsewhere.submit(abs, 0).result()  # the process is there
+            start = time.process_time()
+            told = elsewhere.submit(drive, self.url, *load).result()
+            return time.process_time() - start, told
 
     def generated(self, load: Load) -> float:
         """CPU seconds of the same load by the engine itself."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,11 +17,10 @@ _PLANNING = ("plan", "replay")  # they know options of other engines
 
 
 class Command(NamedTuple):
-    """A command: the module that has `register(app, name)`, one line of help, commands under its name, what it needs."""
+    """A command: the module that has `register(app, name)`, one line of help, what it needs."""
 
     module: str
     help: str
-    under: Mapping[str, str] = MappingProxyType({})  # their modules
     extra: str = "cli"  # brings the packages that the module imports
 
 
@@ -40,7 +38,6 @@ COMMANDS = {
     "route": Command(
         "kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."
     ),
-    "top": Command("kvpool.clients.top", "Watch a running server in the terminal."),
     "view": Command("kvpool.view.view_command", "Open the live view of a cache on made-up traffic."),
     "tier": Command(
         "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
@@ -54,12 +51,7 @@ COMMANDS = {
     "doctor": Command(
         "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
     ),
-    "bench": Command(
-        "kvpool.engine.bench_command",
-        "Measure a model on this machine; `bench serve`: any OpenAI endpoint.",
-        {"serve": "kvpool.clients.bench_serve"},
-        extra="hf",
-    ),
+    "bench": Command("kvpool.engine.bench_command", "Measure a model on this machine.", extra="hf"),
 }
 
 
@@ -75,15 +67,9 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # its tables leave a column of twenty letters for help in a terminal of eighty
     )
-    words = [word for word in arguments if not word.startswith("-")]
-    called = words[0] if words else None
+    called = next((word for word in arguments if not word.startswith("-")), None)
     for name, command in COMMANDS.items():
-        if name == called and words[1:2] and words[1] in command.under:
-            group = typer.Typer(help=command.help, no_args_is_help=True)
-            group.callback()(_not_called)
-            import_module(command.under[words[1]]).register(group, words[1])
-            app.add_typer(group, name=name)
-        elif name == called:
+        if name == called:
             import_module(command.module).register(app, name)
         else:
             app.command(name, help=command.help)(_not_called)
@@ -133,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[{extra}]'", file=sys.stderr)
         return 2
     from kvpool.errors import KVPoolError
-    from kvpool.removed import instead_of
+    from kvpool.removed import instead_of, instead_of_command
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows something for it
@@ -141,7 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(args=words, prog_name="kvpool")
     except SystemExit as stop:
-        if stop.code == _USAGE and words[0] not in _PLANNING and (hint := instead_of(words)) is not None:
+        hint = None
+        if stop.code == _USAGE and words[0] not in _PLANNING:
+            hint = instead_of_command(words) or instead_of(words)
+        if hint is not None:
             print(f"kvpool: {hint}", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else 1
     except KVPoolError as error:

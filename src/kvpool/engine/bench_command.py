@@ -71,8 +71,6 @@ def bench(
 ) -> None:
     """Runs random prompts with a common beginning, with and without the prefix cache, and prints the times.
 
-    `kvpool bench serve --url ...` measures a server instead.
-
     With --json FILE it also measures what prefill, decoding and the link to the host cost on this machine: `kvpool replay
     TRACE --costs FILE` and `kvpool plan --costs FILE` then answer for it instead of for a GPU out of a list.
     """

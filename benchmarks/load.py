@@ -1,27 +1,23 @@
 """A load on an OpenAI endpoint: the requests, a client that sends them, and the figures of what came back.
 
-The requests come from a trace or a made-up mix with shared beginnings. They are texts, because servers differ in their
-tokens. The client is HTTP/1.1 on asyncio's streams, and parses only the events that matter. An HTTP library spends more time
-on an event than a small server does, so hundreds of streams in one process would measure the library.
+The requests are a made-up mix with shared beginnings. They are texts, because servers differ in their tokens. The client is
+HTTP/1.1 on asyncio's streams, and parses only the events that matter. An HTTP library spends more time on an event than a
+small server does, so hundreds of streams in one process would measure the library.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
-
-from kvpool.errors import InvalidArgumentError
-from kvpool.replay.trace import Trace, TraceRequest
 
 # Short common words: nearly every tokenizer has one token for each of them with its space.
 _WORDS = str.split(
@@ -32,9 +28,8 @@ _WORDS = str.split(
 
 
 class LoadRequest(NamedTuple):
-    """One request: its prompt, and when it is due (seconds from the start; 0 if a number of clients sets the pace)."""
+    """One request."""
 
-    due: float
     prompt: str
     max_tokens: int
 
@@ -46,46 +41,14 @@ def synthetic(
     shared_tokens: int,
     num_prefixes: int,
     max_tokens: int,
-    rate: float | None = None,
     seed: int = 0,
 ) -> list[LoadRequest]:
-    """Prompts that begin with one of `num_prefixes` texts and go on differently; with `rate`, a Poisson process."""
-    if shared_tokens > prompt_tokens:
-        raise InvalidArgumentError(f"{shared_tokens} shared tokens are more than the {prompt_tokens} of a prompt")
+    """Prompts that begin with one of `num_prefixes` texts and go on differently."""
     random = np.random.default_rng(seed)
     prefixes = [_text(random, shared_tokens) for _ in range(num_prefixes)]
-    gaps = np.zeros(num_requests) if rate is None else random.exponential(1 / rate, num_requests)
-    dues = np.cumsum(gaps) - gaps[:1].sum()
     chosen = [prefixes[at] for at in random.integers(num_prefixes, size=num_requests).tolist()]
     prompts = [f"{prefix} {_text(random, prompt_tokens - shared_tokens)}".strip() for prefix in chosen]
-    return [LoadRequest(float(due), prompt, max_tokens) for due, prompt in zip(dues, prompts, strict=True)]
-
-
-def of_trace(
-    trace: Trace, *, speed: float = 1.0, max_tokens: int | None = None, paced: bool = True
-) -> list[LoadRequest]:
-    """The requests of a trace. Equal ids become equal words, so that prompts share the same prefixes."""
-    if not len(trace):
-        raise InvalidArgumentError(f"{trace.name} has no requests")
-    start = float(trace.timestamps.min())
-    found = []
-    for number, request in enumerate(trace):
-        due = (request.timestamp - start) / 1e3 / speed if paced else 0.0
-        wanted = request.output_length if max_tokens is None else min(max_tokens, request.output_length)
-        found.append(LoadRequest(due, _prompt(request, trace.unit, number), max(1, wanted)))
-    return sorted(found, key=lambda request: request.due)
-
-
-def _prompt(request: TraceRequest, unit: int, number: int) -> str:
-    length = max(1, request.input_length)
-    if not len(request.ids):  # a trace of lengths: nothing is shared
-        return _text(np.random.default_rng([number]), length)
-    words: list[str] = []
-    for block in request.ids.tolist():
-        words.append(_text(np.random.default_rng([block, 1]), min(unit, length - len(words) * unit)))
-        if len(words) * unit >= length:
-            break
-    return " ".join(words)
+    return [LoadRequest(prompt, max_tokens) for prompt in prompts]
 
 
 def _text(random: np.random.Generator, num_words: int) -> str:
@@ -97,36 +60,23 @@ class Endpoint(NamedTuple):
 
     host: str
     port: int
-    is_encrypted: bool
-    base: str  # of paths
-    key: str
     model: str
-    is_chat: bool
-    ignore_eos: bool
 
     @classmethod
-    def at(cls, url: str, *, key: str = "", model: str = "", is_chat: bool = True, ignore_eos: bool = True) -> Endpoint:
-        """The endpoint of an address such as http://127.0.0.1:8000/v1; `/v1` may be left out."""
+    def at(cls, url: str, model: str = "") -> Endpoint:
+        """The endpoint of an address such as http://127.0.0.1:8000."""
         parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise InvalidArgumentError(f"--url is {url!r}; write an address such as http://127.0.0.1:8000")
-        secure = parts.scheme == "https"
-        base = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port or (443 if secure else 80), secure, base, key, model, is_chat, ignore_eos)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        return cls(parts.hostname, parts.port, model)
 
     def body(self, request: LoadRequest) -> bytes:
         """A request as it is sent."""
-        talk = [{"role": "user", "content": request.prompt}]
-        asked: dict[str, Any] = {"messages": talk} if self.is_chat else {"prompt": request.prompt}
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
         asked |= {"model": self.model, "max_tokens": request.max_tokens, "stream": True, "temperature": 0}
         asked["stream_options"] = {"include_usage": True}
         # Not in OpenAI's own protocol; servers that know it answer with as many tokens as asked for
-        if self.ignore_eos:
-            asked["ignore_eos"] = True
+        asked["ignore_eos"] = True
         return json.dumps(asked).encode()
 
 
@@ -151,7 +101,7 @@ async def ask(endpoint: Endpoint, request: LoadRequest, timeout: float) -> Reque
         await asyncio.wait_for(_follow(endpoint, request, outcome), timeout)
     except asyncio.TimeoutError:
         outcome.error = f"no end within {timeout:g} s"
-    except (OSError, asyncio.IncompleteReadError, ValueError, ssl.SSLError) as error:
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.total = time.perf_counter() - outcome.began
     return outcome
@@ -164,16 +114,13 @@ async def fetch_text(endpoint: Endpoint, path: str, timeout: float = 10.0) -> st
         text = b"\n".join([line async for line in lines]).decode("utf-8", "replace")
     finally:
         writer.close()
-    if status in (401, 403):
-        raise InvalidArgumentError(f"{path} needs an admin's key: give --key ({_message(text)})")
     if status != 200:
-        raise InvalidArgumentError(f"{path} answered with status {status}: {text[:200]}")
+        raise ValueError(f"{path} answered with status {status}: {text[:200]}")
     return text
 
 
 async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: RequestResult) -> None:
-    path = "/v1/chat/completions" if endpoint.is_chat else "/v1/completions"
-    status, lines, writer = await _open(endpoint, "POST", path, endpoint.body(request))
+    status, lines, writer = await _open(endpoint, "POST", "/v1/chat/completions", endpoint.body(request))
     try:
         if status != 200:
             text = b"".join([line async for line in lines]).decode("utf-8", "replace")
@@ -186,7 +133,7 @@ async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: RequestResu
             outcome.error = "the stream ended without a token"
     finally:
         writer.close()
-        with suppress(OSError, ssl.SSLError):
+        with suppress(OSError):
             await writer.wait_closed()
 
 
@@ -216,20 +163,18 @@ def _note(data: bytes, outcome: RequestResult) -> None:
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta")
-    return bool(choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content"))
+    delta = choice["delta"]
+    return bool(delta.get("content") or delta.get("reasoning_content"))
 
 
 async def _open(
     endpoint: Endpoint, method: str, path: str, body: bytes
 ) -> tuple[int, AsyncIterator[bytes], asyncio.StreamWriter]:
     """Sends one request; its status, the lines of its body, and the connection."""
-    secure = ssl.create_default_context() if endpoint.is_encrypted else None
-    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=secure, limit=2**20)
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, limit=2**20)
     try:
-        key = f"Authorization: Bearer {endpoint.key}\r\n" if endpoint.key else ""
         head = (
-            f"{method} {endpoint.base}{path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n{key}"
+            f"{method} {path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -274,49 +219,28 @@ async def run_load(
     endpoint: Endpoint,
     requests: Sequence[LoadRequest],
     *,
-    num_clients: int | None,
+    num_clients: int,
     timeout: float,
-    on_done: Callable[[RequestResult], None] = lambda outcome: None,
 ) -> tuple[list[RequestResult], float]:
     """Sends all requests; returns their results in order, and the seconds it took.
 
-    `num_clients` clients send one request after the other. None sends each when it is due, even if others still run.
+    `num_clients` clients send one request after the other.
     """
     outcomes: list[RequestResult | None] = [None] * len(requests)
     numbers = iter(range(len(requests)))
     start = time.perf_counter()
 
-    async def send(number: int) -> None:
-        outcomes[number] = outcome = await ask(endpoint, requests[number], timeout)
-        on_done(outcome)
-
     async def client() -> None:
         for number in numbers:  # shared: each takes the next
-            await send(number)
+            outcomes[number] = await ask(endpoint, requests[number], timeout)
 
-    async def at_its_time(number: int) -> None:
-        await asyncio.sleep(max(0.0, start + requests[number].due - time.perf_counter()))
-        await send(number)
-
-    if num_clients is None:
-        work = [at_its_time(number) for number in range(len(requests))]
-    else:
-        work = [client() for _ in range(min(num_clients, len(requests)))]
-    await asyncio.gather(*work)
+    await asyncio.gather(*(client() for _ in range(min(num_clients, len(requests)))))
     return [outcome for outcome in outcomes if outcome is not None], time.perf_counter() - start
 
 
-def figures(
-    outcomes: Sequence[RequestResult], seconds: float, *, first_ms: float | None = None, between_ms: float | None = None
-) -> dict[str, Any]:
-    """Percentiles and rates. Goodput counts requests whose first token and mean gap stayed within the given bounds."""
+def figures(outcomes: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
+    """Percentiles and rates."""
     done = [outcome for outcome in outcomes if not outcome.error]
-    good = [
-        outcome
-        for outcome in done
-        if (first_ms is None or 1e3 * (outcome.first or 0.0) <= first_ms)
-        and (between_ms is None or not outcome.gaps or 1e3 * float(np.mean(outcome.gaps)) <= between_ms)
-    ]
     prompts = sum(outcome.prompt_tokens for outcome in done)
     tokens = sum(outcome.tokens for outcome in done)
     return {
@@ -325,8 +249,6 @@ def figures(
         "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error).most_common(8)),
         "seconds": seconds,
         "requests_per_second": len(done) / seconds,
-        "goodput_per_second": len(good) / seconds,
-        "goodput_share": len(good) / len(outcomes) if outcomes else 0.0,
         "output_tokens": tokens,
         "output_tokens_per_second": tokens / seconds,
         "prompt_tokens": prompts,
