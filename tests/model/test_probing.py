@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 from models import REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_config, tiny_model
-from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, LlamaModel, T5Config, T5ForConditionalGeneration
 
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
@@ -262,6 +262,19 @@ def test_a_window_as_long_as_the_longest_text_hides_nothing_and_is_accepted(wind
     shape = inspect_model(tiny_model("phimoe", sliding_window=window))
     assert [layer.window for layer in shape.layers] == [None, None]
     assert inspect_model(tiny_model("gemma3_text", sliding_window=window)).layers[0].window == window
+
+
+def test_a_window_of_the_configuration_that_only_the_cache_of_transformers_knows_is_refused() -> None:
+    model = tiny_model("llama", sliding_window=WINDOW)
+    text = torch.arange(40).unsqueeze(0)
+    cache = DynamicCache(config=model.config)
+    model(text[:, :-1], past_key_values=cache)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model(text[:, -1:], past_key_values=cache).logits[0, -1], model(text).logits[0, -1])
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* attends to all earlier .* keeps the last 24,"):
+        inspect_model(model)
+    assert model.config._attn_implementation == "eager"
+    inspect_model(tiny_model("llama", sliding_window=model.config.max_position_embeddings))
 
 
 def test_a_shorter_window_that_attention_is_not_told_of_is_refused() -> None:

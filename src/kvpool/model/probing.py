@@ -138,6 +138,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
                 # By slopes a key counts by its distance, wherever it is.
                 far=all(layer.slopes is None for layer in shape.layers),
             )
+            _refuse_shorter_cache(model, shape)
     except BaseException:
         restore_attention(model)
         set_attention(model, own_attention)
@@ -252,6 +253,28 @@ def _check_one_call_per_layer(model: Any, num_layers: int, calls: list[Attention
             f"layer {layer} of {_name(model)} computed attention {count} times in one forward ({len(wrong)} of {num_layers} "
             "layers are like that); the cache keeps one K and one V per layer and needs exactly one call in each"
         )
+
+
+def _refuse_shorter_cache(model: Any, shape: ModelShape) -> None:
+    """Refuses a model whose `generate` forgets keys and values that its attention would see.
+
+    The cache of transformers slides where the configuration has a window, also if no mask does. The self-check cannot tell:
+    it compares with forwards of whole texts.
+    """
+    from transformers import DynamicCache
+
+    cached = DynamicCache(config=model.config).layers
+    for number, layer in zip(shape.attending, shape.layers, strict=True):
+        kept = getattr(cached[number], "sliding_window", None) if number < len(cached) else None
+        if kept is None or kept >= (shape.max_positions or kept + 1):
+            continue
+        seen = layer.window or layer.chunk
+        if seen is None or seen > kept:
+            raise UnsupportedModelError(
+                f"layer {number} of {_name(model)} attends to {seen or 'all'} earlier tokens, and transformers' cache keeps "
+                f"the last {kept}, as the configuration says: its generate answers otherwise than its forward; set the "
+                "window of the configuration to None if the model was trained without one"
+            )
 
 
 def layer_shape(model: Any, call: AttentionCall) -> LayerShape:
