@@ -30,6 +30,7 @@ from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.engine.text_commands import Conversation  # noqa: E402
 from kvpool.errors import InvalidArgumentError, NeverFitsError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
+from kvpool.scope import ReuseScope  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 
@@ -255,6 +256,70 @@ def test_given_a_cached_prefix_then_equal_images_are_not_encoded_and_others_neve
     assert again.token_ids == first.token_ids != different.token_ids
     assert stats is not None
     assert stats.num_encoded == 2
+
+
+def num_encoded(engine: Engine, seed: int, **options: Any) -> int:
+    """How often the encoder runs for a prompt with this image, and how often it finds it encoded, as one number."""
+    before = engine.stats().encoder
+    engine.generate([prompt("llava", BEFORE, seed, BEHIND)], GREEDY, **options)
+    after = engine.stats().encoder
+    assert before is not None
+    assert after is not None
+    assert after.num_encoded + after.num_hits == before.num_encoded + before.num_hits + 1
+    return after.num_encoded - before.num_encoded
+
+
+@pytest.mark.parametrize("prober", [ReuseScope(tenant="b"), ReuseScope(tenant="a", salt="x"), ReuseScope(), None])
+def test_given_an_image_of_another_tenant_or_salt_then_a_probe_for_it_is_encoded_as_an_unknown_one_is(
+    models: dict[str, Any], prober: ReuseScope | None
+) -> None:
+    victim = ReuseScope(tenant="a")
+    with engine_of(models["llava"], cache={"enable_prefix_caching": False}) as engine:
+        assert num_encoded(engine, 5, scope=victim) == 1
+        assert num_encoded(engine, 5, scope=victim) == 0
+        assert num_encoded(engine, 5, scope=prober) == num_encoded(engine, 6, scope=prober) == 1
+        assert num_encoded(engine, 5, scope=victim) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "gone"),
+    [
+        ({"tenant": "a"}, "a x"),
+        ({"scope": ReuseScope(tenant="a")}, "a"),
+        ({"scope": ReuseScope(tenant="a", salt="x"), "prefix": [1, 2, 3, 4]}, "x"),
+        ({"prefix": [1, 2, 3, 4]}, "none"),
+        ({"session": "s"}, "x"),
+    ],
+)
+def test_given_what_is_invalidated_then_its_images_are_encoded_anew_and_no_others(
+    models: dict[str, Any], what: dict[str, Any], gone: str
+) -> None:
+    requests: dict[str, dict[str, Any]] = {
+        "a": {"scope": ReuseScope(tenant="a")},
+        "x": {"scope": ReuseScope(tenant="a", salt="x"), "session": "s"},
+        "b": {"scope": ReuseScope(tenant="b")},
+        "none": {},
+    }
+    with engine_of(models["llava"], cache={"enable_prefix_caching": False}) as engine:
+        for options in requests.values():
+            assert num_encoded(engine, 5, **options) == 1
+        engine.invalidate(**what)
+        stats = engine.stats().encoder
+        again = [name for name, options in requests.items() if num_encoded(engine, 5, **options)]
+        assert stats is not None
+        assert (stats.num_pictures, stats.num_bytes) == (4 - len(again), (4 - len(again)) * 16 * 64 * 4)
+        assert again == gone.split()
+        engine.reset_prefix_cache()
+        assert [num_encoded(engine, 5, **options) for options in requests.values()] == [1, 1, 1, 1]
+
+
+def test_given_a_private_request_then_nothing_is_kept_of_its_images(models: dict[str, Any]) -> None:
+    scores = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+    with engine_of(models["llava"]) as engine:
+        engine.generate([prompt("llava", BEFORE, 5, BEHIND)], scores)
+        stats = engine.stats().encoder
+    assert stats is not None
+    assert (stats.num_encoded, stats.num_pictures, stats.num_bytes) == (1, 0, 0)
 
 
 def test_given_a_prefix_that_ends_inside_an_image_then_the_rest_of_the_image_is_computed(

@@ -531,10 +531,18 @@ class Engine:
         of a tenant in all its scopes.
 
         The arguments are those of `KVCacheManager.invalidate`, which does not reach tiers. This engine never loads such
-        content again, and deletes from its tiers the blocks whose keys it knows. Returns the blocks that left the cache.
+        content again, and deletes from its tiers the blocks whose keys it knows. It encodes the images of that scope (where
+        a prefix is given, too), session or tenant anew. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else self.token_ids(prefix)
-        drop = partial(self.manager.cache.invalidate, ids, scope=scope, session=session, tenant=tenant)
+
+        def drop() -> int:
+            removed = self.manager.cache.invalidate(ids, scope=scope, session=session, tenant=tenant)
+            if self._loop.pictures is not None:
+                in_scope = scope if ids is None else scope or ReuseScope()
+                self._loop.pictures.cache.forget(in_scope, session=session, tenant=tenant)
+            return removed
+
         if self._tiers is None:
             return drop()
         if tenant is not None:

@@ -182,12 +182,12 @@ class EngineLoop:
         if self._weights is not None and self._weights.changed(compare=compare):
             log.warning("the weights of the model have changed: cached prefixes are forgotten")
             self.forget(remove=False)
-            if self.pictures is not None:
-                self.pictures.cache.clear()
         self._weights_checked = True
 
     def forget(self, *, remove: bool = True) -> int:
         """Forgets everything cached, and has tiers `remove` it. Returns how many blocks left the cache."""
+        if self.pictures is not None:
+            self.pictures.cache.forget()
         drop = self.scheduler.manager.cache.reset
         return drop() if self.tiers is None else self.tiers.invalidator.everything(drop, remove=remove)
 
@@ -479,6 +479,8 @@ class EngineLoop:
             return
         if generation.is_private:
             self.scheduler.manager.cache.invalidate(None, scope=done.request.scope)
+            if self.pictures is not None:
+                self.pictures.cache.forget(done.request.scope)
         search = self._requests.searches.pop(done.request.id, None)
         if search is not None:
             generation.replace_samples(search.results(done.reason.value))

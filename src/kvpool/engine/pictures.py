@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from kvpool.engine.generation import Generation
 from kvpool.engine.spans import Span
 from kvpool.model.vision import ImageEncoder, Picture, Pictures, Shown
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.scheduling import BatchPlan
+from kvpool.scheduling import BatchPlan, Request
+from kvpool.scope import ReuseScope
 from kvpool.storage.moving import upload
 
 
@@ -29,39 +31,67 @@ class EncoderStats(NamedTuple):
     num_hits: int  # how often a step found one encoded
 
 
+class _Key(NamedTuple):
+    """A picture, and who may find what the encoder made of it. It is the same for all adapters."""
+
+    tenant: str
+    salt: str
+    picture: str
+
+
+class _Encoded(NamedTuple):
+    features: Tensor
+    session: str | None  # of the request for which the encoder ran
+
+
 class EncoderCache:
-    """What the encoder made of pictures, by content, at most `max_bytes`; what was not used for longest goes first."""
+    """What the encoder made of pictures, by content, at most `max_bytes`; what was not used for longest goes first.
+
+    A tenant finds only pictures that its own requests brought, with the same salt: the time that the encoder takes would
+    tell which pictures others have sent. The engine's thread asks for features; any thread has some forgotten.
+    """
 
     def __init__(self, encode: Callable[[Picture], Tensor], max_bytes: int) -> None:
         self._encode = encode
         self._max_bytes = max_bytes
-        self._features: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+        self._encoded: OrderedDict[_Key, _Encoded] = OrderedDict()
         self._num_bytes = self._num_encoded = self._num_hits = 0
 
-    def features(self, picture: Picture) -> Tensor:
-        """What the encoder makes of a picture."""
-        found = self._features.get(picture.key)
-        if found is not None:
-            self._features.move_to_end(picture.key)
-            self._num_hits += 1
-            return found
-        found = self._encode(picture)
+    def features(self, picture: Picture, request: Request) -> Tensor:
+        """What the encoder makes of a picture in a request."""
+        key = _Key(request.scope.tenant, request.scope.salt, picture.key)
+        with self._lock:
+            if (found := self._encoded.get(key)) is not None:
+                self._encoded.move_to_end(key)
+                self._num_hits += 1
+                return found.features
+        features = self._encode(picture)
         self._num_encoded += 1
-        if found.nbytes <= self._max_bytes:
-            self._features[picture.key] = found
-            self._num_bytes += found.nbytes
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= self._features.popitem(last=False)[1].nbytes
-        return found
+        if features.nbytes <= self._max_bytes:
+            with self._lock:
+                self._encoded[key] = _Encoded(features, request.session)
+                self._num_bytes += features.nbytes
+                while self._num_bytes > self._max_bytes:
+                    self._num_bytes -= self._encoded.popitem(last=False)[1].features.nbytes
+        return features
 
-    def clear(self) -> None:
-        """Forgets all features: the encoder has other weights now."""
-        self._features.clear()
-        self._num_bytes = 0
+    def forget(self, scope: ReuseScope | None = None, *, session: str | None = None, tenant: str | None = None) -> None:
+        """Forgets the pictures in a scope, or those that a session or a tenant brought; without arguments all."""
+        with self._lock:
+            for key, found in list(self._encoded.items()):
+                if (
+                    (scope is None or (key.tenant, key.salt) == (scope.tenant, scope.salt))
+                    and (session is None or found.session == session)
+                    and (tenant is None or key.tenant == tenant)
+                ):
+                    del self._encoded[key]
+                    self._num_bytes -= found.features.nbytes
 
     def stats(self) -> EncoderStats:
         """Counts since the engine began, and what is held now."""
-        return EncoderStats(len(self._features), self._num_bytes, self._max_bytes, self._num_encoded, self._num_hits)
+        with self._lock:
+            return EncoderStats(len(self._encoded), self._num_bytes, self._max_bytes, self._num_encoded, self._num_hits)
 
 
 class StepInputs(NamedTuple):
@@ -108,7 +138,7 @@ class StepPictures:
                 first, last = np.searchsorted(picture.places, (numbers[0], numbers[-1] + 1)).tolist()
                 if first < last:
                     rows.append(picture.places[first:last] + (begin - int(numbers[0])))
-                    features.append(self.cache.features(picture)[:, first:last])
+                    features.append(self.cache.features(picture, sequence.request)[:, first:last])
             for first, last in pictures.together:
                 start, stop = max(first, int(numbers[0])), min(last, int(numbers[-1]) + 1)
                 if stop - start > 1:
