@@ -195,6 +195,8 @@ def test_given_prefixes_that_are_found_then_they_count_as_hits_and_what_is_not_a
     stats = stats_of(cache)
     assert (stats.hits, stats.misses, stats.hit_rate) == (4, 4 + 1 + 2, 4 / 11)
     assert cache.stats().cache_hit_rate == 4 / 11
+    assert cache.find_prefix(PROMPT) is not None  # all 4 blocks
+    assert stats_of(cache)[:2] == (8, 7)
 
 
 @pytest.mark.parametrize("into_handle", [True, False])
@@ -202,6 +204,7 @@ def test_given_a_found_prefix_when_it_is_shared_then_that_is_one_allocation_and_
     manager = paged(min_prefix_length=4)
     source = manager.allocate(request("a", 8, tokens=list(range(8))))
     assert manager.store_prefix(list(range(8)), source)
+    assert stats_of(manager)[:2] == (0, 2)
     found = manager.find_prefix([*range(8), 9])
     assert found is not None
     target = manager.allocate(request("b", 9)) if into_handle else "b"

@@ -176,9 +176,10 @@ class PrefixCache:
         ids = as_token_array(tokens).copy()
         match, size = self.manager.match_prefix(ids), self.manager.config.block_size
         found = match.num_tokens > 0 and match.num_tokens >= self.min_length
+        is_whole = match.num_tokens + 1 == len(ids)  # of a prompt's own last token nothing is reused
         with self._lock:
             self._lookups += len(ids) // size
-            self._hits += match.num_blocks * found
+            self._hits += (match.num_tokens + is_whole) // size * found
         if not found:
             return None
         self._touch(ids)
