@@ -16,6 +16,7 @@ from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
 from models import tiny_model  # noqa: E402
 from vision_models import (  # noqa: E402
     BOTH_WAYS,
+    CONFIGS,
     IMAGE,
     SERVED,
     VIDEO,
@@ -28,7 +29,7 @@ from vision_models import (  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.engine.text_commands import Conversation  # noqa: E402
-from kvpool.errors import InvalidArgumentError, NeverFitsError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, NeverFitsError, UnsupportedModelError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 
@@ -455,6 +456,18 @@ def test_given_events_then_they_name_the_image_by_its_key(models: dict[str, Any]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(25, "cannot encode an image of 16 x 16 pixels"), (9, "gives 16 features"), (5, "gives 4")]
+)
+def test_given_a_number_of_image_tokens_that_does_not_fit_then_the_model_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    monkeypatch.setitem(CONFIGS["gemma3"], "mm_tokens_per_image", number)
+    with pytest.raises(UnsupportedModelError, match=words) as refused:
+        engine_of(vision_model("gemma3"))
+    assert f"mm_tokens_per_image={number}" in str(refused.value)
 
 
 def test_given_a_placeholder_without_an_image_then_the_error_says_so(models: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpool.checks import show
-from kvpool.errors import InvalidArgumentError, StepError
+from kvpool.errors import InvalidArgumentError, StepError, UnsupportedModelError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scope import MultimodalItem
 
@@ -114,7 +114,19 @@ class ImageEncoder:
         height, width = (size, size) if isinstance(size, int) else size
         self._tile = (vision.num_channels, height, width)
         blank = {"pixel_values": torch.ones(1, *self._tile)}
-        self._tile_tokens = self._features(self._as_taken(blank)).shape[1]
+        wanted = getattr(self._model.config, "mm_tokens_per_image", None)  # of Gemma 3
+        try:
+            self._tile_tokens = self._features(self._as_taken(blank)).shape[1]
+        except RuntimeError as error:
+            told = f"{self.family} cannot encode an image of {height} x {width} pixels: {error}"
+            if wanted is not None:
+                told += f"; its configuration has mm_tokens_per_image={wanted}"
+            raise UnsupportedModelError(told) from error
+        if wanted not in (None, self._tile_tokens):
+            raise UnsupportedModelError(
+                f"the configuration of {self.family} has mm_tokens_per_image={wanted}, but its encoder gives "
+                f"{self._tile_tokens} features for an image of {height} x {width} pixels; correct the number"
+            )
 
     def check_text(self, tokens: Int32Array, shown: Int64Array | None = None) -> None:
         """Raises InvalidArgumentError if a prompt has a placeholder without a picture; `shown` are places of pictures."""
