@@ -56,12 +56,18 @@ def server(seeing: Any) -> Iterator[Live]:
     live.stop()
 
 
-def expected(engine: Any, *parts: str | bytes) -> str:
-    """What the engine itself answers to parts of text and images."""
+def expected(engine: Any, *parts: str | bytes | None) -> str:
+    """What the engine itself answers to parts of text and images. None stands for a message of the assistant without text."""
     from kvpool.engine import SamplingParams
 
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    prompt = engine.chat_prompt([{"role": "user", "content": content}])
+    messages: list[dict[str, Any]] = [{"role": "user", "content": []}]
+    for part in parts:
+        if part is None:
+            messages += [{"role": "assistant", "content": []}, {"role": "tool", "content": []}]
+        else:
+            kind = "text" if isinstance(part, str) else "image"
+            messages[-1]["content"].append({"type": kind, kind: part})
+    prompt = engine.chat_prompt(messages)
     (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=6, temperature=0))
     return str(result.text)
 
@@ -107,6 +113,23 @@ def test_given_an_image_for_anthropics_messages_then_the_answer_is_the_engines(s
             messages=[{"role": "user", "content": [marked, {"type": "text", "text": "w8"}]}],
         )
     assert answer.content[0].text == expected(seeing, png("red"), "w8")
+
+
+def test_given_a_tool_that_answers_with_an_image_then_the_model_sees_it(server: Live, seeing: Any) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded("red")}
+    answered: Any = [{"type": "text", "text": "w9"}, {"type": "image", "source": source}]
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "w8"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "screenshot", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": answered}]},
+    ]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        answer = client.messages.create(model="tiny", max_tokens=6, messages=messages)
+        answered[1]["source"] = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+        with pytest.raises(anthropic.BadRequestError, match="it is no PNG, JPEG, WebP or GIF") as refused:
+            client.messages.create(model="tiny", max_tokens=6, messages=messages)
+    assert answer.content[0].text == expected(seeing, "w8", None, "w9", png("red"))
+    assert " at 0x" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def _messages_of(turn: Turn, number: int, names: dict[str, str]) -> list[Message
             calls.append({"id": part.id, "type": "function", "function": function})
         elif part.type == "tool_result" and turn.role == "user" and part.tool_use_id:
             told = {"tool_call_id": part.tool_use_id, "name": names.get(part.tool_use_id)}
-            results.append(Message.model_validate({"role": "tool", "content": part.content or "", **told}))
+            results.append(Message.model_validate({"role": "tool", "content": _result(part.content), **told}))
         elif part.type == "thinking" and turn.role == "assistant":
             thoughts.append(part.thinking or "")
         elif part.type != "redacted_thinking":
@@ -218,6 +218,13 @@ def _messages_of(turn: Turn, number: int, names: dict[str, str]) -> list[Message
     if thoughts:
         said["reasoning_content"] = "".join(thoughts)
     return [*results, Message.model_validate(said)]
+
+
+def _result(content: str | list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    """What a tool answered, in OpenAI's form."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [image_part(part.get("source")) if part.get("type") == "image" else part for part in content]
 
 
 async def _retention(talk: _Conversation, model: ServedModel, reading: WorkTurn) -> Retention | None:
