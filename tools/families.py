@@ -241,6 +241,7 @@ _REASONS = {
     "takes no (.*): sequences": "`forward` takes no \\1",
     "has an encoder": "an encoder beside the decoder",
     "cannot be run: its own forward raised": "its own `forward` fails in a flattened step",
+    "ALiBi": "slopes by distance (ALiBi) are added to scores",
     "indexer": "an indexer's keys per token besides K and V",
     "mask or bias of its own": "a mask or bias of its own is added to attention",
     "computed attention": "a layer that does not compute attention exactly once",

@@ -35,7 +35,7 @@ int main(void) {
     layer.k = stored(numbers + 6, k, taken(NULL));
     const char *v = taken(NULL);
     layer.v = stored(numbers + 13, v, taken(NULL));
-    layer.sink_logits = taken(NULL), layer.slopes = taken(NULL), layer.indices = taken(NULL), layer.queries = taken(NULL);
+    layer.sink_logits = taken(NULL), layer.indices = taken(NULL), layer.queries = taken(NULL);
     layer.pieces = taken(&pieces_size);
     const Merge *merges = taken(&merges_size);
     layer.q_heads = shape[0], layer.kv_heads = shape[1], layer.group = shape[0] / shape[1];

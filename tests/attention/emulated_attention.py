@@ -25,7 +25,7 @@ class EmulatedAttention:
         return ("neon",)
 
     def attend(self, instructions: str, q: Any, out: Any, k: Any, v: Any, *rest: Any) -> None:
-        sink_logits, slopes, shape, scores, indices, queries, pieces, merges, num_partials, threads = rest
+        sink_logits, shape, scores, indices, queries, pieces, merges, num_partials, threads = rest
         q_heads, kv_heads, head_dim, v_dim, block_size = shape[:5]
         num_rows, num_blocks = int(queries[:, 0].max(initial=-1)) + 1, int(indices.max(initial=-1)) + 1
         rows, places = (num_rows, q_heads), (num_blocks, block_size, kv_heads)
@@ -36,7 +36,7 @@ class EmulatedAttention:
         arrays = [numbers.tobytes(), np.array(scores, np.float32).tobytes()]
         arrays += [_read(q, rows, head_dim), ctypes.string_at(out[0], out_size)]
         arrays += [_read(k[:5], places, head_dim), _scales(k, places), _read(v[:5], places, v_dim), _scales(v, places)]
-        arrays += [ctypes.string_at(address, 4 * q_heads if address else 0) for address in (sink_logits, slopes)]
+        arrays.append(ctypes.string_at(sink_logits, 4 * q_heads if sink_logits else 0))
         arrays += [array.tobytes() for array in (indices, queries, pieces, merges)]
         sent = b"".join(len(array).to_bytes(8, "little") + array for array in arrays)
         result = subprocess.run(self._command, input=sent, capture_output=True, check=True).stdout

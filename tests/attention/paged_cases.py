@@ -111,15 +111,14 @@ class Case:
         if self.layout == "hnd":  # queries as a model hands them over: a view of [head, token, element]
             q = q.transpose(0, 1).contiguous().transpose(0, 1)
         sinks = torch.randn(spec.q_heads, device=device) * 2 if spec.sink_logits else None
-        biases = torch.randn(spec.q_heads, spec.biases, device=device) * 2 if spec.biases else None
         lengths = self.query_lens, self.kv_lens
-        expected = reference_attention(q, cache, spec, blocks, *lengths, gaps, sinks, biases)
+        expected = reference_attention(q, cache, spec, blocks, *lengths, gaps, sinks)
         indptr = np.cumsum([0, *(len(block_list) for block_list in blocks)])
         indices = np.concatenate([*blocks, []]).astype(np.int32)
         batch = PagedBatch.build(
             indptr, indices, self.query_lens, self.kv_lens, block_size=size, gaps=np.array(gaps, np.int64)
         )
-        return BuiltCase(self, batch, cache, q, sinks, expected, biases)
+        return BuiltCase(self, batch, cache, q, sinks, expected)
 
 
 @dataclass
@@ -132,7 +131,6 @@ class BuiltCase:
     q: Tensor
     sink_logits: Tensor | None
     expected: Tensor
-    biases: Tensor | None = None
 
     def run(self, backend: AttentionBackend) -> Tensor:
         """What a backend computes, into an output full of poison or one of its own."""
@@ -140,7 +138,7 @@ class BuiltCase:
         out = None
         if self.case.layout == "nhd":
             out = torch.full(self.expected.shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
-        return backend.run(self.q, self.cache, plan, sink_logits=self.sink_logits, biases=self.biases, out=out)
+        return backend.run(self.q, self.cache, plan, sink_logits=self.sink_logits, out=out)
 
     def check(self, out: Tensor) -> None:
         """Fails where `out` differs from the float64 answer by more than its type explains."""
@@ -148,9 +146,6 @@ class BuiltCase:
         assert out.isfinite().all(), "poison was read, or a row was not written"
         error = (out.double() - self.expected).norm() / self.expected.norm().clamp(min=1e-30)
         assert error < TOLERANCE[self.case.spec.dtype], f"relative error {error:.2e}"
-
-
-SLOPES = (0.5, 0.05, 1.0, 0.2)  # of four heads
 
 
 def spec(q_heads: int = 4, kv_heads: int = 2, head_dim: int = 64, **options: Any) -> AttentionSpec:
@@ -178,12 +173,6 @@ def feature_cases() -> list[Case]:
         Case("sink logits", spec(sink_logits=True)),
         Case("sink logits and window", spec(sink_logits=True, window=20)),
         Case("soft cap, sink logits, sink tokens", spec(soft_cap=2.0, sink_logits=True, window=16, sink_tokens=4)),
-        Case("slopes", spec(slopes=SLOPES)),
-        Case("slopes, window, sink tokens", spec(slopes=SLOPES, window=20, sink_tokens=5)),
-        Case("slopes, soft cap, negative scale", spec(slopes=SLOPES, soft_cap=2.0, scale=-0.3)),
-        Case("slopes over int8", spec(slopes=SLOPES, kv_dtype=DType.INT8)),
-        Case("biases", spec(biases=12)),
-        Case("biases, window, sink tokens", spec(biases=12, window=20, sink_tokens=5)),
         Case("own scale", spec(scale=0.3)),
         Case("negative scale", spec(scale=-0.3)),
         Case("negative scale and soft cap", spec(scale=-0.3, soft_cap=2.0)),
@@ -242,12 +231,6 @@ def large_cases() -> list[Case]:
         Case("llama heads first", spec(32, 8, 128, **bf16), (1,) * 20 + (700,), (*lens[:20], 700), layout="hnd"),
         Case("gemma 2", spec(16, 8, 256, soft_cap=50.0, window=512, **bf16), (1, 600, 1), (1500, 1400, 30)),
         Case("gpt-oss", spec(64, 8, 64, sink_logits=True, window=128, **bf16), (1, 600, 1), (1500, 1400, 30)),
-        Case(
-            "bloom",
-            spec(32, 32, 128, slopes=tuple(2.0 ** (-i / 4) for i in range(1, 33)), **bf16),
-            (1, 600, 1),
-            (1500, 1400, 30),
-        ),
         Case("latent", spec(16, 1, 576, v_dim=512, k_only=True, **bf16), (1, 20, 1), (900, 100, 30)),
         Case("many query heads", spec(71, 1, 64, **bf16), (1, 40, 1), (900, 100, 30)),
         Case("prompts of odd lengths", spec(32, 8, 128, **bf16), (130, 257, 1, 64, 33), (130, 300, 90, 64, 1033)),

@@ -25,7 +25,7 @@ from tool_files import compiled_module
 
 CPU = torch.device("cpu")
 READ = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8)
-CASES = [case for case in feature_cases() + shape_cases() if case.spec.kv_dtype in READ and not case.spec.biases]
+CASES = [case for case in feature_cases() + shape_cases() if case.spec.kv_dtype in READ]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,6 @@ def test_given_three_threads_then_the_output_is_the_same(case: Case, backends: l
 ON_ARM = ("plain", "heads first", "odd heads stored as int8", "bfloat16 stored, bfloat16 computed", "stored as float16")
 ON_ARM += (
     "soft cap, sink logits, sink tokens",
-    "slopes, window, sink tokens",
     "K only",
     "only empty sequences",
     "drafts",
@@ -101,8 +100,6 @@ def wild_cases(draw: st.DrawFn) -> Case:
     ]
     rule = draw(st.sampled_from(rules))
     group, kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 5))
-    if rule.get("causal", True) and draw(st.booleans()):
-        rule["slopes"] = tuple(draw(st.floats(0.01, 1.0)) for _ in range(group * kv_heads))
     kind = AttentionSpec(
         group * kv_heads,
         kv_heads,
@@ -203,6 +200,5 @@ def test_given_blocks_that_the_layer_does_not_have_then_nothing_is_read(backends
 
 def test_given_what_it_does_not_do_then_it_says_so(module: Any, backends: list[CpuBackend]) -> None:
     assert backends[0].missing(spec(kv_dtype=DType.INT4)) == "K and V stored as int4"
-    assert backends[0].missing(spec(biases=4)) == "learned biases by distance"
     with pytest.raises(UnsupportedAttentionError, match="this processor has no mmx; it has"):
         CpuBackend(CPU, "mmx", module)

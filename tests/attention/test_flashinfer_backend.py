@@ -85,8 +85,6 @@ def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_
         ({"window": 8, "sink_tokens": 2}, "sink tokens"),
         ({"chunk": 8}, "chunked"),
         ({"sink_logits": True}, "sink logits"),
-        ({"slopes": (0.5,) * 32}, "slopes"),
-        ({"biases": 128}, "biases"),
     ],
 )
 def test_given_a_feature_it_lacks_then_the_backend_names_it(options: dict[str, Any], named: str) -> None:

@@ -91,10 +91,8 @@ SUPPORTED: dict[str, dict[str, Any]] = {
 
 # Supported, too, though their modules compute attention by themselves.
 BY_THEMSELVES: dict[str, dict[str, Any]] = {
-    "bloom": dict(vocab_size=160, hidden_size=64, n_layer=2, n_head=4),
     "gptj": dict(rotary_dim=8, **_GPT),
     "codegen": dict(rotary_dim=8, **_GPT),
-    "mpt": dict(vocab_size=160, d_model=64, n_heads=4, n_layers=2, max_seq_len=512),
     "gpt_neo": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=WINDOW),
     "gpt_neox_japanese": {},
     "falcon": {},
@@ -108,6 +106,8 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "bloom": dict(vocab_size=160, hidden_size=64, n_layer=2, n_head=4),
+    "mpt": dict(vocab_size=160, d_model=64, n_heads=4, n_layers=2, max_seq_len=512),
     "lfm2": dict(layer_types=["conv", "full_attention"], block_ff_dim=64),
     "diffllama": {},
     "qwen3_next": dict(

@@ -54,9 +54,6 @@ def test_given_a_rule_then_six_queries_see_these_keys(options: dict[str, Any], p
         ({"kv_dtype": "int7"}, "kv_dtype='int7'"),
         ({"scale": float("nan")}, "scale=nan"),
         ({"sink_logits": 1}, "sink_logits=1"),
-        ({"slopes": (0.5, 0.5)}, "slopes=(0.5, 0.5) must be a tuple with one number for each of 4"),
-        ({"slopes": (0.5,) * 4, "causal": False}, "causal=False with slopes"),
-        ({"biases": 4, "causal": False}, "causal=False with biases"),
     ],
 )
 def test_given_a_contradiction_then_it_is_refused_by_name(options: dict[str, Any], named: str) -> None:

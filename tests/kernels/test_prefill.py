@@ -54,8 +54,6 @@ def test_given_plain_attention_of_16_bit_floats_then_it_is_used(kind: AttentionS
             {"chunk": 16},
             {"soft_cap": 30.0},
             {"sink_logits": True},
-            {"slopes": (0.5,) * 32},
-            {"biases": 128},
             {"k_only": True},
             {"scale": -1.0},
         ),

@@ -19,10 +19,8 @@ from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in BY_THEMSELVES} | {
-    "falcon with ALiBi": ("falcon", {"alibi": True}),
     "falcon with a key for each query": ("falcon", {"multi_query": False}),
     "falcon with grouped heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "bloom with six heads": ("bloom", {"hidden_size": 96, "n_head": 6}),
 }
 
 
@@ -31,8 +29,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
 def test_tokens_are_those_of_generate_in_chunks_and_from_the_cache(variant: str) -> None:
     family, settings = VARIANTS[variant]
     model = tiny_model(family, **settings)
-    if "alibi" in settings:  # transformers' eager attention of falcon adds the bias twice
-        model.config._attn_implementation = "sdpa"
     prompts = [random_prompt(length, seed=length).tolist() for length in (61, 18, 7)]
     with Engine(
         model,
@@ -53,10 +49,13 @@ def test_tokens_are_those_of_generate_in_chunks_and_from_the_cache(variant: str)
     assert answers[1][0].num_cached_tokens == 60
 
 
-def test_shapes_have_slopes_windows_and_heads() -> None:
-    bloom = inspect_model(tiny_model("bloom"))
-    assert bloom.layers[0].slopes == pytest.approx((2**-2, 2**-4, 2**-6, 2**-8))
-    assert bloom.attention_spec(0).slopes == bloom.layers[0].slopes
+@pytest.mark.parametrize(("family", "settings"), [("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True})])
+def test_a_model_with_slopes_by_distance_is_refused_for_them(family: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"slopes by distance \(ALiBi\)"):
+        inspect_model(tiny_model(family, **settings))
+
+
+def test_shapes_have_windows_and_heads() -> None:
     assert [layer.window for layer in inspect_model(tiny_model("gpt_neo")).layers] == [None, WINDOW]
     grouped = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2)
     assert inspect_model(grouped).layers[0].kv_heads == 2
@@ -66,8 +65,6 @@ def test_shapes_have_slopes_windows_and_heads() -> None:
 def test_no_mask_is_built_for_kvpools_attention(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # It would be of the length of a whole step, squared, and transformers copies from the CPU for it: no graph can have that.
     model = tiny_model(VARIANTS[variant][0], **VARIANTS[variant][1])
-    if variant == "falcon with ALiBi":
-        model.config._attn_implementation = "sdpa"
     inspect_model(model)
     for name in ("eager", "sdpa"):
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, None)
@@ -78,8 +75,6 @@ def test_no_mask_is_built_for_kvpools_attention(variant: str, monkeypatch: pytes
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_run_from_graphs_on_a_gpu(variant: str) -> None:
     model = tiny_model(VARIANTS[variant][0], **VARIANTS[variant][1]).cuda()
-    if variant == "falcon with ALiBi":
-        model.config._attn_implementation = "sdpa"
     prompts = [random_prompt(length, seed=length).tolist() for length in (61, 18, 7)]
     with Engine(model, block_size=16, kv_blocks=64, model_defaults=False) as engine:
         assert engine.graphs.num_graphs
@@ -90,7 +85,7 @@ def test_steps_run_from_graphs_on_a_gpu(variant: str) -> None:
 
 
 def test_a_model_stays_its_owners_beside_an_engine_and_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt = tiny_model("bloom"), random_prompt(20)[None]
+    model, prompt = tiny_model("falcon"), random_prompt(20)[None]
     before = model(prompt).logits
     with Engine(model, block_size=16, kv_blocks=16):
         torch.testing.assert_close(model(prompt).logits, before)
@@ -98,8 +93,8 @@ def test_a_model_stays_its_owners_beside_an_engine_and_after_a_refusal(monkeypat
     with pytest.raises(KVPoolError, match="load it again"):
         model(prompt)
 
-    refused = tiny_model("bloom")
-    monkeypatch.setattr(own_attention, "_slopes", lambda bias: (0.3,) * 4)
+    refused = tiny_model("falcon")
+    monkeypatch.setattr(own_attention, "flat", lambda part: -part[0].transpose(0, 1))
     with pytest.raises(UnsupportedModelError, match="fails the self-check"):
         inspect_model(refused)
     assert refused.config._attn_implementation == "eager"

@@ -69,6 +69,8 @@ REASONS = {
     "qwen3_next": "keeps a state of each sequence .Qwen3NextGatedDeltaNet.",
     "falcon_h1": "keeps a state of each sequence .FalconH1Mixer.",
     "mamba": "keeps a state of each sequence .MambaMixer.",
+    "bloom": "adds slopes by distance",
+    "mpt": "adds slopes by distance",
     "deepseek_v32": "keeps an indexer's keys per token",
     "glm_moe_dsa": "keeps an indexer's keys per token",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,6 @@ from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
-
-
-class Learned(NamedTuple):
-    """What attention adds of a layer's own weights."""
-
-    sink_logits: Tensor | None = None
-    biases: Tensor | None = None
 
 
 class AttentionPlan:
@@ -96,22 +89,22 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
-        biases: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """The attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim].
 
         Rows of sequences without keys become zero.
         """
-        learned = Learned(sink_logits, biases)
-        self._check_run(q, cache, plan, learned, out)
+        self._check_run(q, cache, plan, sink_logits, out)
         if out is None:
             out = q.new_empty(q.shape[0], plan.spec.q_heads, plan.spec.v_dim)
-        self.attend(q, cache, plan, learned, out)
+        self.attend(q, cache, plan, sink_logits, out)
         return out
 
     @abstractmethod
-    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
         """Writes the attention of `q` over one layer into `out`; all of these fit together."""
 
     def _planned(self, plan: AttentionPlan) -> bool:
@@ -152,10 +145,10 @@ class AttentionBackend(ABC):
             raise UnsupportedAttentionError(f"the {self.name} backend cannot do {reason}; spec: {spec}")
 
     def _check_run(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor | None
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor | None
     ) -> None:
         """Raises InvalidArgumentError if the arguments of `run` do not fit the plan."""
-        spec, (sink_logits, biases) = plan.spec, learned
+        spec = plan.spec
         expected: list[tuple[str, Tensor | None, Any]] = [
             ("q", q, (plan.num_query_tokens, spec.q_heads, spec.head_dim)),
             ("out", out, (plan.num_query_tokens, spec.q_heads, spec.v_dim)),
@@ -186,6 +179,3 @@ class AttentionBackend(ABC):
             )
         if sink_logits is not None and sink_logits.shape != (spec.q_heads,):
             raise InvalidArgumentError(f"sink_logits has shape {tuple(sink_logits.shape)}, needed is ({spec.q_heads},)")
-        if (0 if biases is None else biases.shape[-1]) != spec.biases:
-            given = "none" if biases is None else f"shape {tuple(biases.shape)}"
-            raise InvalidArgumentError(f"biases for {spec.biases} distances were planned, got {given}")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch, shared_prefixes
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels import compiled_attention
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.layout import LayerCache, slopes_on
+from kvpool.kernels.layout import LayerCache
 from kvpool.pools.arrays import within
 
 _KINDS = {DType.FLOAT32: 0, DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.INT8: 3}
@@ -72,9 +72,7 @@ class CpuBackend(AttentionBackend):
         self._module = found
 
     def missing(self, spec: AttentionSpec) -> str | None:
-        """It reads floats and int8, and knows no learned biases."""
-        if spec.biases:
-            return "learned biases by distance"
+        """It reads floats and int8."""
         return None if spec.kv_dtype in _KINDS else f"K and V stored as {spec.kv_dtype.value}"
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
@@ -85,7 +83,9 @@ class CpuBackend(AttentionBackend):
         batch.check_for(spec)
         return _CpuPlan(self, spec, batch, _divide(spec, batch, torch.get_num_threads()))
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
         """Computes all pieces and merges their results."""
         assert isinstance(plan, _CpuPlan)
         if plan.highest_block >= cache.num_blocks:
@@ -93,8 +93,7 @@ class CpuBackend(AttentionBackend):
         spec, work = plan.spec, plan.work
         q = q if q.stride(2) == 1 else q.contiguous()
         result = out if out.stride(2) == 1 else out.new_empty(out.shape)
-        logits = None if learned.sink_logits is None else learned.sink_logits.float().contiguous()
-        slopes = None if spec.slopes is None else slopes_on(spec.slopes, q.device)
+        logits = None if sink_logits is None else sink_logits.float().contiguous()
         k = _stored(cache.k, cache.k_scale, cache.dtype)
         shape = (spec.q_heads, spec.kv_heads, spec.head_dim, spec.v_dim, plan.block_size, spec.sink_tokens)
         self._module.attend(
@@ -104,7 +103,6 @@ class CpuBackend(AttentionBackend):
             k,
             k if cache.v is None else _stored(cache.v, cache.v_scale, cache.dtype),
             0 if logits is None else logits.data_ptr(),
-            0 if slopes is None else slopes.data_ptr(),
             (*shape, spec.sink_slots(plan.block_size)),
             (spec.scale, spec.soft_cap or 0.0),
             plan.indices,

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvpool.config.layers import DType
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.layout import LayerCache, slopes_on
+from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize
 
 PACKED_QUERIES = 16  # with up to so many queries per sequence, the heads of a group share one pass over K
@@ -25,7 +25,7 @@ PACKED_QUERIES = 16  # with up to so many queries per sequence, the heads of a g
 
 def materialises(spec: AttentionSpec) -> bool:
     """Whether scores must be materialised, because torch's fused attention lacks a feature."""
-    return spec.soft_cap is not None or spec.sink_logits or spec.slopes is not None or spec.biases > 0
+    return spec.soft_cap is not None or spec.sink_logits
 
 
 def attend_with_sums(
@@ -61,15 +61,10 @@ def attend(
     triangular: bool,
     spec: AttentionSpec,
     sink_logits: Tensor | None,
-    distances: Tensor | None = None,
-    biases: Tensor | None = None,
 ) -> Tensor:
-    """[sequences, queries, query heads, v dim] for dense K and V [sequences, KV heads, keys, dim].
-
-    `distances` [sequences, queries, keys] are positions of keys less those of queries, for slopes and biases.
-    """
+    """[sequences, queries, query heads, v dim] for dense K and V [sequences, KV heads, keys, dim]."""
     if materialises(spec):
-        return _attend_openly(q, k, v, mask, triangular, spec, sink_logits, distances, biases)
+        return _attend_openly(q, k, v, mask, triangular, spec, sink_logits)
     sequences, queries = q.shape[:2]
     if sequences == 1 and queries > PACKED_QUERIES:
         grouped = q.view(sequences, queries, spec.kv_heads, spec.group_size, spec.head_dim)
@@ -98,10 +93,8 @@ def _attend_openly(
     triangular: bool,
     spec: AttentionSpec,
     sink_logits: Tensor | None,
-    distances: Tensor | None,
-    biases: Tensor | None,
 ) -> Tensor:
-    """The same with soft-capped scores, with slopes or biases, and with sink logits, which only count in the denominator."""
+    """The same with soft-capped scores, and with sink logits, which only count in the denominator."""
     sequences, queries = q.shape[:2]
     scores = torch.matmul(_packed(q * spec.scale, spec), k.transpose(-1, -2)).float()
     if spec.soft_cap is not None:
@@ -109,14 +102,6 @@ def _attend_openly(
     if triangular:
         mask = torch.ones(1, queries, queries, dtype=torch.bool, device=q.device).tril()
     split = scores.view(sequences, spec.kv_heads, queries, spec.group_size, -1)
-    if spec.slopes is not None:
-        assert distances is not None
-        slopes = slopes_on(spec.slopes, q.device).view(1, spec.kv_heads, 1, spec.group_size, 1)
-        split.add_(slopes * distances[:, None, :, None])
-    if biases is not None:
-        assert distances is not None
-        chosen = biases.float()[:, (-distances).clamp(0, spec.biases - 1)]  # [query heads, sequences, queries, keys]
-        split.add_(chosen.view(spec.kv_heads, spec.group_size, *chosen.shape[1:]).permute(2, 0, 3, 1, 4))
     if mask is not None:
         split.masked_fill_(~mask[:, None, :, None], -torch.inf)
     highest = split.amax(-1, keepdim=True)

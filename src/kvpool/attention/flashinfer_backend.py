@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -127,8 +127,6 @@ class FlashInferBackend(AttentionBackend):
             "sink tokens": spec.sink_tokens > 0,
             "chunked attention": spec.chunk is not None,
             "sink logits": spec.sink_logits,
-            "slopes (ALiBi)": spec.slopes is not None,
-            "biases by distance": spec.biases > 0,
             "a window that is not causal": not spec.causal and spec.window is not None,
         }
         return next((feature for feature, wanted in unknown.items() if wanted), None)
@@ -180,7 +178,9 @@ class FlashInferBackend(AttentionBackend):
             plan.empty = torch.arange(plan.num_query_tokens, device=self.device)[rows]
         return plan
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
         """Runs the planned wrappers on the current stream."""
         assert isinstance(plan, _FlashInferPlan) and cache.v is not None
         for wrapper, tokens in plan.parts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.errors import ConfigError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
@@ -126,9 +126,11 @@ class ChoosingBackend(AttentionBackend):
         """A plan of the chosen backend."""
         return self.choose(spec, graphs=buffers is not None).plan(spec, batch, buffers)
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
         """Runs on the backend that planned."""
-        plan.backend.attend(q, cache, plan, learned, out)
+        plan.backend.attend(q, cache, plan, sink_logits, out)
 
     def compilations(self, spec: AttentionSpec, cache: LayerCache) -> Sequence[Callable[[], None]]:
         """Those of the backend that plans `spec`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, KeyRanges, PagedBatch, shared_prefixes
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.dense import (
     PACKED_QUERIES,
     Scratch,
@@ -112,7 +112,9 @@ class TorchBackend(AttentionBackend):
         buckets = [self._bucket(spec, batch, rows, skipped) for rows in self._divide(spec, batch, skipped)]
         return _TorchPlan(self, spec, batch, buckets, shared)
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
         """Computes every bucket in turn."""
         assert isinstance(plan, _TorchPlan)
         spec = plan.spec
@@ -129,7 +131,7 @@ class TorchBackend(AttentionBackend):
                 result, part = attend_with_sums(queries, k, v, _mask(spec, bucket, bucket.tiles[0], compute), spec)
                 sums.index_copy_(0, bucket.tokens, part)
             else:
-                result = _attend_tiles(queries, k, v, spec, bucket, *learned)
+                result = _attend_tiles(queries, k, v, spec, bucket, sink_logits)
             out.index_copy_(0, bucket.tokens, result.reshape(-1, *result.shape[2:]).to(q.dtype))
         for keys in plan.shared:
             assert sums is not None
@@ -268,12 +270,6 @@ def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile, dtype: torch.dtype)
     return mask
 
 
-def _distances(bucket: _Bucket, tile: _Tile) -> Tensor:
-    """Positions of keys less those of queries, [sequences, queries, keys]."""
-    keys = bucket.key_positions[:, None, tile.start : tile.end]
-    return keys - bucket.query_positions[:, tile.first : tile.last, None]
-
-
 def _attend_tiles(
     queries: Tensor,
     k: Tensor,
@@ -281,7 +277,6 @@ def _attend_tiles(
     spec: AttentionSpec,
     bucket: _Bucket,
     sink_logits: Tensor | None,
-    biases: Tensor | None,
 ) -> Tensor:
     """[sequences, queries, query heads, v dim] of a bucket."""
     results = [
@@ -293,8 +288,6 @@ def _attend_tiles(
             tile.triangular,
             spec,
             sink_logits,
-            _distances(bucket, tile) if spec.slopes is not None or spec.biases else None,
-            biases,
         )
         for tile in bucket.tiles
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, Learned, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
@@ -27,7 +27,7 @@ from kvpool.kernels.attention import (
 )
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.copy import upload
-from kvpool.kernels.layout import LayerCache, current, slopes_on
+from kvpool.kernels.layout import LayerCache, current
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 from kvpool.kernels.quantization import TORCH_DTYPES
 
@@ -196,8 +196,6 @@ class TritonBackend(AttentionBackend):
     ) -> PlanBuffers:
         """Fixed buffers, by default for one query per sequence; `max_query_tokens` makes room for more."""
         self.require(spec)
-        if spec.slopes is not None:
-            slopes_on(spec.slopes, self.device)  # now: nothing can be copied to the device during a capture
         return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks, beside)
 
     def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _LaunchSize:
@@ -236,20 +234,22 @@ class TritonBackend(AttentionBackend):
             plan.launches.append(_Launch(shape, tokens, items, tiles, partials))
         return plan
 
-    def attend(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, learned: Learned, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
         """Launches the planned kernels on the current stream."""
         assert isinstance(plan, _TritonPlan)
         if q.stride(2) != 1:
             q = q.contiguous()
         with current(q.device):
             if len(plan.launches) > 1 and self._beside is not None and torch.cuda.is_current_stream_capturing():
-                self._launch_side_by_side(plan, q, cache, learned, out)
+                self._launch_side_by_side(plan, q, cache, sink_logits, out)
             else:
                 for launch in plan.launches:
-                    self._launch(launch, q, cache, plan, learned, out)
+                    self._launch(launch, q, cache, plan, sink_logits, out)
 
     def _launch_side_by_side(
-        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, learned: Learned, out: Tensor
+        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, sink_logits: Tensor | None, out: Tensor
     ) -> None:
         """Runs prompts and decoding at the same time, because a few tiles of a prompt leave most of the GPU idle.
 
@@ -261,12 +261,12 @@ class TritonBackend(AttentionBackend):
         self._beside.wait_stream(stream)
         with torch.cuda.stream(self._beside):
             for launch in many:
-                self._launch(launch, q, cache, plan, learned, out)
-        self._launch(few, q, cache, plan, learned, out)
+                self._launch(launch, q, cache, plan, sink_logits, out)
+        self._launch(few, q, cache, plan, sink_logits, out)
         stream.wait_stream(self._beside)
 
     def _launch(
-        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, learned: Learned, out: Tensor
+        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, sink_logits: Tensor | None, out: Tensor
     ) -> None:
         """Launches the kernel of one tile shape on the current stream, and the merge after it."""
         shape, tile_tokens, items, tiles, partials = launch
@@ -275,9 +275,9 @@ class TritonBackend(AttentionBackend):
             prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
         else:
             shape = _LONG_TILE if shape == PREFILL_TILE else shape
-            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, *learned)
+            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
         if partials is not None:
-            merge_partials(spec, tiles, tile_tokens, out, partials, learned.sink_logits)
+            merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
 
     def compilations(self, spec: AttentionSpec, cache: LayerCache) -> Sequence[Callable[[], None]]:
         """Calls that compile the kernels of graphs, by launching each of them without work."""
@@ -286,7 +286,6 @@ class TritonBackend(AttentionBackend):
         q = torch.zeros(256, spec.q_heads, spec.head_dim, **options)
         out = torch.zeros(256, spec.q_heads, spec.v_dim, **options)
         sinks = torch.zeros(spec.q_heads, **options) if spec.sink_logits else None
-        biases = torch.zeros(spec.q_heads, spec.biases, **options) if spec.biases else None
         nothing = torch.zeros(FEW_MERGES + 1, ITEM_FIELDS, dtype=torch.int32, device=self.device)
         plan = _TritonPlan(self, spec, len(q), cache.block_size, nothing[0])
         jobs: list[Callable[[], None]] = []
@@ -295,7 +294,7 @@ class TritonBackend(AttentionBackend):
             tokens = 1 if short else self.tile_tokens(spec, shape)
             partials = self.partials(spec, 1, tokens)
             launch = _Launch(shape, tokens, nothing[:1], nothing[:0], partials)
-            jobs.append(partial(self._launch, launch, q, cache, plan, Learned(sinks, biases), out))
+            jobs.append(partial(self._launch, launch, q, cache, plan, sinks, out))
             tiles = nothing.view(-1, TILE_FIELDS)
             jobs += (
                 partial(merge_partials, spec, tiles[:count], tokens, out, partials, sinks)

@@ -64,7 +64,7 @@ typedef struct {
 typedef struct {
     Py_ssize_t q_heads, kv_heads, group, head_dim, v_dim, block_size, sink_tokens, sink_slots;
     float scale, soft_cap;            /* 0: scores have no bound */
-    const float *slopes, *sink_logits; /* of query heads; NULL: none */
+    const float *sink_logits; /* of query heads; NULL: none */
     Packed q, out;
     Stored k, v;
     const int32_t *indices;
@@ -82,7 +82,7 @@ typedef struct {
     int few;
     long first_head, num_heads, of_head, count, padded;
     int32_t *first, *last; /* positions that it sees */
-    float *q, *out, *highest, *total, *kept, *slopes;
+    float *q, *out, *highest, *total, *kept;
 } Rows;
 
 /* Some keys of a piece: where they lie, and then what they are. */
@@ -246,7 +246,7 @@ static void lay_out(const Kernel *kernel, const Layer *layer, const Piece *piece
     const long n = rows->padded, keys = tile->size, all = keys * rows->num_heads;
     rows->first = take(scratch, n, 4), rows->last = take(scratch, n, 4);
     rows->highest = take(scratch, n, 4), rows->total = take(scratch, n, 4);
-    rows->kept = take(scratch, n, 4), rows->slopes = take(scratch, n, 4);
+    rows->kept = take(scratch, n, 4);
     rows->q = take(scratch, n * layer->head_dim, 4), rows->out = take(scratch, n * layer->v_dim, 4);
     tile->blocks = take(scratch, keys, 4), tile->tokens = take(scratch, keys, 4), tile->positions = take(scratch, keys, 4);
     tile->keys = take(scratch, keys, sizeof(float *)), tile->values = take(scratch, keys, sizeof(float *));
@@ -277,12 +277,11 @@ static void begin_rows(const Layer *layer, const Piece *piece, const Rows *rows)
         rows->first[row] = query->first, rows->last[row] = query->last;
         rows->highest[row] = with_sink ? layer->sink_logits[q_head] * LOG2_E : LOWEST;
         rows->total[row] = with_sink ? 1.0f : 0.0f;
-        rows->slopes[row] = layer->slopes != NULL ? layer->slopes[q_head] * LOG2_E : 0.0f;
         for (long d = 0; d < dim; d++) to[d * step] = element(from, layer->q.kind, d) * scale;
     }
     for (long row = rows->count; row < rows->padded; row++) {
         rows->first[row] = rows->last[row] = 0;
-        rows->highest[row] = rows->total[row] = rows->slopes[row] = 0.0f;
+        rows->highest[row] = rows->total[row] = 0.0f;
         for (long d = 0; d < dim && !rows->few; d++) rows->q[row + d * step] = 0.0f;
     }
 }
@@ -485,8 +484,8 @@ static int attend_and_merge(const Kernel *kernel, Layer *layer, const Merge *mer
 /* --- Python ------------------------------------------------------------------------------------------------------ */
 
 static const char *ATTEND_DOC =
-    "attend(instructions, q, out, k, v, sink_logits, slopes, shape, scores, indices, queries, pieces, merges,\n"
-    "       num_partials, threads)\n\n"
+    "attend(instructions, q, out, k, v, sink_logits, shape, scores, indices, queries, pieces, merges, num_partials,\n"
+    "       threads)\n\n"
     "q, out: (address, kind, token stride, head stride). k, v: (address, kind, block, token and head stride, address of\n"
     "scales, their strides). shape: (query heads, KV heads, head dim, v dim, block size, sink tokens, sink slots).\n"
     "scores: (scale, soft cap or 0). An address of 0 stands for nothing. The last arrays are those of a plan.";
@@ -495,22 +494,22 @@ static PyObject *attend(PyObject *module, PyObject *args) {
     Layer layer = {0};
     Py_buffer indices, queries, pieces, merges;
     const char *instructions;
-    unsigned long long q, out, k, v, k_scales, v_scales, sink_logits, slopes;
+    unsigned long long q, out, k, v, k_scales, v_scales, sink_logits;
     Py_ssize_t threads;
     (void)module;
-    if (!PyArg_ParseTuple(args, "s(Kinn)(Kinn)(KinnnKnnn)(KinnnKnnn)KK(nnnnnnn)(ff)y*y*y*y*nn", &instructions, &q,
+    if (!PyArg_ParseTuple(args, "s(Kinn)(Kinn)(KinnnKnnn)(KinnnKnnn)K(nnnnnnn)(ff)y*y*y*y*nn", &instructions, &q,
                           &layer.q.kind, &layer.q.token, &layer.q.head, &out, &layer.out.kind, &layer.out.token,
                           &layer.out.head, &k, &layer.k.kind, &layer.k.block, &layer.k.token, &layer.k.head, &k_scales,
                           &layer.k.scale_block, &layer.k.scale_token, &layer.k.scale_head, &v, &layer.v.kind, &layer.v.block,
                           &layer.v.token, &layer.v.head, &v_scales, &layer.v.scale_block, &layer.v.scale_token,
-                          &layer.v.scale_head, &sink_logits, &slopes, &layer.q_heads, &layer.kv_heads, &layer.head_dim,
+                          &layer.v.scale_head, &sink_logits, &layer.q_heads, &layer.kv_heads, &layer.head_dim,
                           &layer.v_dim, &layer.block_size, &layer.sink_tokens, &layer.sink_slots, &layer.scale,
                           &layer.soft_cap, &indices, &queries, &pieces, &merges, &layer.num_partials, &threads))
         return NULL;
     layer.q.data = (char *)(uintptr_t)q, layer.out.data = (char *)(uintptr_t)out;
     layer.k.data = (const char *)(uintptr_t)k, layer.v.data = (const char *)(uintptr_t)v;
     layer.k.scales = (const uint16_t *)(uintptr_t)k_scales, layer.v.scales = (const uint16_t *)(uintptr_t)v_scales;
-    layer.sink_logits = (const float *)(uintptr_t)sink_logits, layer.slopes = (const float *)(uintptr_t)slopes;
+    layer.sink_logits = (const float *)(uintptr_t)sink_logits;
     layer.indices = indices.buf, layer.queries = queries.buf, layer.pieces = pieces.buf;
     layer.group = layer.q_heads / layer.kv_heads;
     layer.num_pieces = pieces.len / (Py_ssize_t)sizeof(Piece);

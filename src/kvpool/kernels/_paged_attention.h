@@ -104,13 +104,12 @@ INLINE void NAME(copy_row)(const void *row, int kind, long dim, float *copy) {
 
 /* --- scores as the layer defines them ---------------------------------------------------------------------------- */
 
-/* Products of queries and keys become scores, in units of log 2. `distance` is how far the key is behind the query. */
-INLINE vec NAME(score)(const Layer *layer, vec product, vec slope, ints distance) {
+/* Products of queries and keys become scores, in units of log 2. */
+INLINE vec NAME(score)(const Layer *layer, vec product) {
     if (layer->soft_cap > 0.0f) {
         const float cap = layer->soft_cap * LOG2_E; /* cap * tanh(x), where the product is 2 * log2(e) * x */
         product = cap - 2.0f * cap / (NAME(power)(product) + 1.0f);
     }
-    if (layer->slopes != NULL) product += slope * __builtin_convertvector(distance, vec);
     return product;
 }
 
@@ -122,13 +121,13 @@ INLINE vec NAME(hide)(const Layer *layer, vec score, ints position, ints first, 
 /* Scores of one vector of rows become weights, in units of the highest score so far. `kept` is left of what was before. */
 INLINE void NAME(weigh)(const Layer *layer, const Rows *rows, const Tile *tile, long row) {
     const ints first = NAME(load_ints)(rows->first + row), last = NAME(load_ints)(rows->last + row);
-    const vec slope = NAME(load)(rows->slopes + row), before = NAME(load)(rows->highest + row);
+    const vec before = NAME(load)(rows->highest + row);
     vec highest = before, total = (vec){0};
     float *scores = tile->scores + row;
     for (long key = 0; key < tile->num_keys; key++) {
         const ints position = tile->positions[key] - (ints){0};
         float *at = scores + key * rows->padded;
-        vec score = NAME(score)(layer, NAME(load)(at), slope, position - last);
+        vec score = NAME(score)(layer, NAME(load)(at));
         if (tile->masked) score = NAME(hide)(layer, score, position, first, last);
         highest = NAME(larger)(score, highest);
         NAME(store)(at, score);

@@ -17,7 +17,7 @@ from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.attention_triton import attend_kernel, merge_kernel
-from kvpool.kernels.layout import LayerCache, slopes_on
+from kvpool.kernels.layout import LayerCache
 
 LOG2_E = 1.4426950408889634
 
@@ -61,7 +61,6 @@ def attend_items(
     out: Tensor,
     partials: Partials | None,
     sink_logits: Tensor | None,
-    biases: Tensor | None,
 ) -> None:
     """Computes every work item (int32 [items, 8]) into `out` or `partials`. `indices` are the block lists of the batch."""
     heads = max(1, min(spec.group_size, shape.rows // tile_tokens))
@@ -86,8 +85,6 @@ def attend_items(
         no_partials if partials is None else partials.values,
         no_partials if partials is None else partials.weights,
         nothing if sink_logits is None else sink_logits,
-        nothing if spec.slopes is None else slopes_on(spec.slopes, q.device),
-        nothing if biases is None else biases.contiguous(),
         indices,
         items,
         *q.stride()[:2],
@@ -120,8 +117,6 @@ def attend_items(
         SOFT_CAP=spec.soft_cap is not None,
         NEGATED=spec.soft_cap is None and score_scale < 0,
         SINK_LOGITS=sink_logits is not None,
-        SLOPES=spec.slopes is not None,
-        BIASES=spec.biases,
         K_STORED=k_stored,
         V_STORED=v_stored,
         K_PARTS=k_parts,

@@ -24,7 +24,6 @@ def reference_attention(
     kv_lens: Sequence[int],
     gaps: Sequence[int],
     sink_logits: Tensor | None = None,
-    biases: Tensor | None = None,
 ) -> Tensor:
     """Float64 [tokens, query heads, v dim]. Sequence i has `blocks[i]`, of which `gaps[i]` positions after the sinks miss."""
     out = torch.zeros(q.shape[0], spec.q_heads, spec.v_dim, dtype=torch.float64, device=q.device)
@@ -42,10 +41,6 @@ def reference_attention(
             scores = rows @ k[:, head // spec.group_size].T * spec.scale
             if spec.soft_cap is not None:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-            if spec.slopes is not None:
-                scores = scores + spec.slopes[head] * (positions[None, :] - queries[:, None])
-            if biases is not None:
-                scores = scores + biases[head, _distances(spec, queries, positions)].double()
             scores = scores.masked_fill(~seen, -torch.inf)
             if sink_logits is not None:
                 extra = sink_logits[head].double().expand(num_queries, 1)
@@ -59,11 +54,6 @@ def reference_attention(
     return out
 
 
-def _distances(spec: AttentionSpec, queries: Tensor, positions: Tensor) -> Tensor:
-    """How many tokens each key is before each query, [query, key], at most the last distance that has a bias."""
-    return (queries[:, None] - positions[None, :]).clamp(0, spec.biases - 1)
-
-
 def attend_items_reference(
     q: Tensor,
     cache: LayerCache,
@@ -75,7 +65,6 @@ def attend_items_reference(
     out: Tensor,
     partials: tuple[Tensor, Tensor] | None,
     sink_logits: Tensor | None,
-    biases: Tensor | None = None,
 ) -> None:
     """What `attend_items` computes, one work item after another. `tile_tokens` and `shape` change nothing here."""
     size = cache.block_size
@@ -90,14 +79,6 @@ def attend_items_reference(
         scores = torch.einsum("thgd,khd->thgk", rows, k) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-        if spec.slopes is not None:
-            slopes = torch.tensor(spec.slopes, dtype=torch.float64, device=q.device).view(
-                spec.kv_heads, spec.group_size
-            )
-            scores = scores + slopes[..., None] * (positions[None, :] - queries[:, None])[:, None, None]
-        if biases is not None:
-            chosen = biases.double()[:, _distances(spec, queries, positions)].transpose(0, 1)
-            scores = scores + chosen.reshape(count, spec.kv_heads, spec.group_size, -1)
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf).flatten(1, 2)
         weight = scores.logsumexp(-1)
         if sink_logits is not None and slot < 0:

@@ -20,11 +20,8 @@ class AttentionSpec:
     tokens, itself included; the first `sink_tokens` stay visible) and `chunk` (its own chunk only). If not `causal`, it
     also sees all keys after itself. `soft_cap` bounds
     scores to ±soft_cap by tanh. With `sink_logits`, each query head has a learned logit that takes part in the softmax and
-    contributes no value (gpt-oss); the tensor itself comes with every call. With `slopes`, one for each query head, a key
-    that is n tokens before the query gets n times the slope less (ALiBi). With `biases`, each query head has a learned bias
-    for so many distances of a key before the query, from 0 on; keys that are farther away get the last one (T5). The tensor
-    [query heads, biases] comes with every call. `dtype` is that of queries and outputs, `kv_dtype` that of the store. In a
-    `k_only` layer V is the first `v_dim` elements of K.
+    contributes no value (gpt-oss); the tensor itself comes with every call. `dtype` is that of
+    queries and outputs, `kv_dtype` that of the store. In a `k_only` layer V is the first `v_dim` elements of K.
 
     >>> AttentionSpec(q_heads=32, kv_heads=8, head_dim=128).scale
     0.08838834764831845
@@ -42,8 +39,6 @@ class AttentionSpec:
     chunk: int | None = None
     soft_cap: float | None = None
     sink_logits: bool = False
-    slopes: tuple[float, ...] | None = None
-    biases: int = 0
     k_only: bool = False
     dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
@@ -59,7 +54,6 @@ class AttentionSpec:
             if getattr(self, name) is not None:
                 put(self, name, check_int(getattr(self, name), name, 1, MAX_TOKENS))
         put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
-        put(self, "biases", check_int(self.biases, "biases", 0, MAX_TOKENS))
         for name in ("causal", "sink_logits", "k_only"):
             check_bool(getattr(self, name), name)
         put(self, "dtype", DType.parse(self.dtype))
@@ -81,22 +75,8 @@ class AttentionSpec:
             raise ConfigError(f"causal=False with chunk={self.chunk}: a chunk ends with the query's own position")
         if self.soft_cap is not None and check_number(self.soft_cap, "soft_cap", "a positive number or None") <= 0:
             raise ConfigError(f"soft_cap={self.soft_cap} must be positive, or None for no bound")
-        if self.slopes is not None:
-            self._check_slopes(self.slopes)
-        if self.biases and not self.causal:
-            raise ConfigError("causal=False with biases: these are for keys before a query")
         if self.dtype not in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
             raise ConfigError(f"dtype={self.dtype.value}: queries are float32, float16 or bfloat16; see kv_dtype")
-
-    def _check_slopes(self, slopes: tuple[float, ...]) -> None:
-        if not isinstance(slopes, tuple) or len(slopes) != self.q_heads:
-            raise ConfigError(
-                f"slopes={slopes!r} must be a tuple with one number for each of {self.q_heads} query heads"
-            )
-        for slope in slopes:
-            check_number(slope, "slopes", "a number for each query head")
-        if not self.causal:
-            raise ConfigError("causal=False with slopes: these count the tokens between a query and the keys before it")
 
     @classmethod
     def of(cls, layer: LayerSpec, q_heads: int, **options: Any) -> AttentionSpec:

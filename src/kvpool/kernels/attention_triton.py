@@ -60,8 +60,6 @@ def attend_kernel(
     partial_values,
     partial_weights,
     sink_logits,
-    slopes,
-    biases,  # [query head, distance]
     indices,
     items,
     q_token,
@@ -104,8 +102,6 @@ def attend_kernel(
     SOFT_CAP: tl.constexpr,
     NEGATED: tl.constexpr,  # queries change their sign, in place of the scale
     SINK_LOGITS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIASES: tl.constexpr,  # distances that have one
     K_STORED: tl.constexpr,  # what a word of K holds: "float", or K_PARTS elements of "e4m3", "e5m2" or "int8"
     V_STORED: tl.constexpr,  # or "int4"
     K_PARTS: tl.constexpr,
@@ -166,8 +162,6 @@ def attend_kernel(
         if slot < 0:
             highest = tl.load(sink_logits + head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
-    if SLOPES:  # in the unit of scores, which `softmax_scale` multiplies later
-        slope = tl.load(slopes + head, mask=used, other=0.0) * (1.4426950408889634 / softmax_scale)
     values = ()
     for _ in tl.static_range(V_PARTS):
         values = values + (tl.zeros([ROWS, V_WORDS], tl.float32),)
@@ -239,16 +233,6 @@ def attend_kernel(
             # tanh by way of exp2: 1 - 2 / (e^2x + 1)
             grown = tl.exp2(scores * (score_scale * 2.8853900817779268 / soft_cap))
             scores = 1.0 - 2.0 / (grown + 1.0)
-        if SLOPES:
-            place = start + key
-            distance = (place + tl.where(place >= SINK_SLOTS, gap, 0))[None, :] - query_position[:, None]
-            scores += slope[:, None] * distance.to(tl.float32)
-        if BIASES:
-            place = start + key
-            before = query_position[:, None] - (place + tl.where(place >= SINK_SLOTS, gap, 0))[None, :]
-            before = tl.minimum(tl.maximum(before, 0), BIASES - 1)
-            bias = tl.load(biases + head[:, None] * BIASES + before, mask=used[:, None], other=0.0).to(tl.float32)
-            scores += bias * (1.4426950408889634 / softmax_scale)
 
         if start + KEYS > all_see:
             seen = live[None, :]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +187,3 @@ def widest_view(data: Tensor) -> Tensor:
         if data.shape[1] % dtype.itemsize == 0:
             return data.view(dtype)
     return data
-
-
-@cache
-def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    """Slopes on a device, float32. They stay where they are, because CUDA graphs refer to them."""
-    return torch.tensor(slopes, dtype=torch.float32, device=device)

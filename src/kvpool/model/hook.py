@@ -28,7 +28,6 @@ class AttentionCall(NamedTuple):
     window: int | None  # how many tokens a query sees, its own included
     soft_cap: float | None
     sinks: Tensor | None  # learned logits [query head]
-    slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
     chunk: int | None = None  # a query sees its own chunk of so many tokens
 
 

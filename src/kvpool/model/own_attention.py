@@ -36,9 +36,9 @@ def restore_attention(model: Any) -> None:
         vars(module).pop(method, None)
 
 
-def knows_no_positions(model: Any) -> bool:
-    """Whether positions enter a model by ALiBi alone, in modules of a known class."""
-    return any(type(module).__name__ in ("BloomAttention", "MptAttention") for module in model.modules())
+def adds_slopes(model: Any) -> bool:
+    """Whether positions enter a model by ALiBi: a key counts less by its distance."""
+    return model.config.model_type in ("bloom", "mpt") or bool(getattr(model.config, "alibi", False))
 
 
 def _known(model: Any) -> Iterator[tuple[Any, tuple[str, Callable[[Any], Callable[..., Any]]]]]:
@@ -55,42 +55,8 @@ def _switched(config: Any, own: Callable[..., Any], ours: Callable[..., Any], *a
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
-def _bloom(module: Any) -> Callable[..., Any]:
-    bias = _function(module, "build_alibi_tensor")(torch.ones(1, 2, device="cpu"), module.num_heads, torch.float32)
-    slopes = _slopes(bias)
-
-    def forward(hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        q, k, v = module._reshape(module.query_key_value(hidden_states))
-        call = AttentionCall(
-            module.layer_idx, flat(q), flat(k), flat(v), module.inv_norm_factor, None, None, None, slopes
-        )
-        return residual + module.dense(attend_to(call).flatten(2)), None
-
-    return forward
-
-
-def _mpt(module: Any) -> Callable[..., Any]:
-    slopes = _slopes(_function(module, "build_mpt_alibi_tensor")(module.n_heads, 2, device="cpu"))
-
-    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        mixed = module.Wqkv(hidden_states)
-        if module.clip_qkv:
-            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-        q, k, v = (part.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
-        call = AttentionCall(
-            module.layer_idx, flat(q), flat(k), flat(v), module.softmax_scale, None, None, None, slopes
-        )
-        return module.out_proj(attend_to(call).flatten(2)), None
-
-    return forward
-
-
 def _falcon(module: Any) -> Callable[..., Any]:
-    slopes, scale = None, 1 / math.sqrt(module.head_dim)
-    if module.config.alibi:  # the module multiplies it by the scale, too
-        ones = torch.ones(1, 2, dtype=torch.long, device="cpu")
-        bias = _function(module, "build_alibi_tensor")(ones, module.num_heads, torch.float32)
-        slopes = tuple(slope * module.inv_norm_factor for slope in _slopes(bias))
+    scale, rotate = 1 / math.sqrt(module.head_dim), sys.modules[type(module).__module__].apply_rotary_pos_emb
 
     def split(mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The module's own way takes heads by a list of indices, which a CUDA graph cannot have, and repeats K and V.
@@ -105,9 +71,8 @@ def _falcon(module: Any) -> Callable[..., Any]:
 
     def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> tuple[Tensor, None]:
         q, k, v = (x.transpose(1, 2) for x in split(module.query_key_value(hidden_states)))
-        if slopes is None:
-            q, k = _function(module, "apply_rotary_pos_emb")(q, k, *position_embeddings)
-        call = AttentionCall(module.layer_idx, flat(q), flat(k), flat(v), scale, None, None, None, slopes)
+        q, k = rotate(q, k, *position_embeddings)
+        call = AttentionCall(module.layer_idx, flat(q), flat(k), flat(v), scale, None, None, None)
         return module.dense(attend_to(call).flatten(2)), None
 
     return forward
@@ -127,21 +92,7 @@ def _by_heads(scale_of: Callable[[Any], float], module: Any) -> Callable[..., An
     return attn
 
 
-def _function(module: Any, name: str) -> Callable[..., Any]:
-    """A function in the file of a module."""
-    found: Callable[..., Any] = getattr(sys.modules[type(module).__module__], name)
-    return found
-
-
-def _slopes(bias: Tensor) -> tuple[float, ...]:
-    """How much ALiBi's bias grows from one key to the next, for each head."""
-    heads = bias.float().view(-1, bias.shape[-1])
-    return tuple((heads[:, 1] - heads[:, 0]).tolist())
-
-
 _FAMILIES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {
-    "BloomAttention": ("forward", _bloom),
-    "MptAttention": ("forward", _mpt),
     "FalconAttention": ("forward", _falcon),
     "GPTJAttention": ("_attn", partial(_by_heads, lambda module: 1 / float(module.scale_attn))),
     "CodeGenAttention": ("_attn", partial(_by_heads, lambda module: 1 / float(module.scale_attn))),

@@ -22,7 +22,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, Storag
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model.forward import forward
 from kvpool.model.hook import AttentionCall, set_attention, use_kvpool_attention
-from kvpool.model.own_attention import knows_no_positions, replace_attention, restore_attention
+from kvpool.model.own_attention import adds_slopes, replace_attention, restore_attention
 from kvpool.model.positions import counts_by_itself, freeze_rotary, max_positions, own_positions, use_positions
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
@@ -46,7 +46,6 @@ class LayerShape:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False  # whether each query head has a learned sink logit
-    slopes: tuple[float, ...] | None = None  # of ALiBi, one for each query head
     chunk: int | None = None
 
 
@@ -100,7 +99,6 @@ class ModelShape:
             scale=shape.scale,
             soft_cap=shape.soft_cap,
             sink_logits=shape.sinks,
-            slopes=shape.slopes,
             dtype=self.dtype,
         )
 
@@ -135,8 +133,6 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
                 model,
                 shape.max_positions,
                 CachedLayers(frozenset(shape.attending), shape.states),
-                # By slopes a key counts by its distance, wherever it is.
-                far=all(layer.slopes is None for layer in shape.layers),
             )
             _refuse_shorter_cache(model, shape)
     except BaseException:
@@ -173,6 +169,11 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
         raise UnsupportedModelError(
             f"{_name(model)} has an encoder beside its decoder, which only transformers or vLLM run"
         )
+    if adds_slopes(model):
+        raise UnsupportedModelError(
+            f"{_name(model)} adds slopes by distance (ALiBi) to the scores of its attention, which kvpool does not compute: "
+            "transformers runs it"
+        )
     if keeps_indexer(model):
         raise UnsupportedModelError(
             f"{_name(model)} keeps an indexer's keys per token, by which its attention chooses the tokens that it sees; the "
@@ -202,7 +203,7 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
         )
     accepted = inspect.signature(model.forward).parameters
     needed = ["logits_to_keep"]
-    if not recurrent and not knows_no_positions(model) and not counts_by_itself(model):  # nor does Mamba
+    if not recurrent and not counts_by_itself(model):  # nor does Mamba
         needed.append("position_ids")
     if missing := [name for name in needed if name not in accepted]:
         raise UnsupportedModelError(
@@ -298,7 +299,6 @@ def layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         window=call.window,
         soft_cap=call.soft_cap,
         sinks=call.sinks is not None,
-        slopes=call.slopes,
         chunk=call.chunk,
     )
 

@@ -47,13 +47,13 @@ class CachedLayers(NamedTuple):
     states: Mapping[int, StateSpec]
 
 
-def check_against_eager(model: Any, max_positions: int | None, cached: CachedLayers, *, far: bool = True) -> None:
+def check_against_eager(model: Any, max_positions: int | None, cached: CachedLayers) -> None:
     """Raises UnsupportedModelError unless flattened steps with our attention give the logits of its own eager attention.
 
     Random texts are computed in two chunks each, in changing order. This shows whether a model keeps more than K and V
     between tokens, or mixes neighbours. One text is twice as long as any window. To keep texts short, windows are narrowed
     during the check, both in the mask that the model builds and in what it asks of attention. A model whose windows cannot be
-    found needs a longer text. Then, if `far`, one text begins at 0, one half way and one at the end of the model's
+    found needs a longer text. Then one text begins at 0, one half way and one at the end of the model's
     positions, because some models treat far tokens differently.
     """
     with _narrowed(model, max_positions) as windows:
@@ -66,7 +66,7 @@ def check_against_eager(model: Any, max_positions: int | None, cached: CachedLay
         _require_equal(model, random_texts(model, lengths, [0, 0]), cached, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
         # Last, because a model that does not use position_ids may index outside of its tables there.
-        if far and last > 1 and cached.attention:
+        if last > 1 and cached.attention:
             texts = random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
             _require_equal(model, texts, cached, by_position)
@@ -281,9 +281,6 @@ def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int =
     key_position = torch.arange(start, start + len(k), device=q.device)
     end = start + len(k)
     query_position = torch.arange(end - len(q), end, device=q.device)[:, None]
-    if call.slopes is not None:
-        slopes = torch.tensor(call.slopes, device=q.device)[:, None, None]
-        scores = scores + slopes * (key_position - query_position)
     hidden = key_position > query_position
     if call.window is not None:
         hidden |= key_position <= query_position - call.window
