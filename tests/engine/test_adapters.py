@@ -14,12 +14,14 @@ pytest.importorskip("transformers")
 from adapter_files import ALL, ATTENTION, merged, write_adapter  # noqa: E402
 from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from vision_models import own_answer, prompt, vision_model  # noqa: E402
 
 from kvpool import ReuseScope  # noqa: E402
 from kvpool.engine import Engine, SamplingParams, engine_parts  # noqa: E402
 from kvpool.engine.generation import Chunk, Generation  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
-from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError, SequenceStateError  # noqa: E402
+from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError, SequenceStateError, UnsupportedModelError  # noqa: E402
 from kvpool.model.faster_layers import join_projections  # noqa: E402
 from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -376,3 +378,43 @@ def test_given_layers_that_see_only_some_tokens_then_an_adapter_for_them_is_refu
             engine.load_adapter("a", path)
         assert engine.adapters == {}
         assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llava", "idefics3"])
+def test_given_an_adapter_that_names_the_vision_tower_too_then_its_language_part_is_served_if_asked_for(
+    family: str, tmp_path: Path
+) -> None:
+    model = vision_model(family)
+    both = write_adapter(tmp_path / "both", model, ("q_proj", "v_proj"))
+    language = write_adapter(tmp_path / "language", model, ("q_proj", "v_proj"))
+    tensors = load_file(language / "adapter_model.safetensors")
+    kept = {key: tensor for key, tensor in tensors.items() if "vision" not in key}
+    assert 0 < len(kept) < len(tensors)
+    save_file(kept, language / "adapter_model.safetensors")
+    given = prompt(family, [5, 6, 7], 1, [8, 9])
+    options: dict[str, Any] = {"kv_blocks": 64, "model_defaults": False}
+    with Engine(model, **options) as engine:
+        with pytest.raises(UnsupportedModelError, match=r"vision.*; language_adapters=True leaves such targets out"):
+            engine.load_adapter("a", both)
+        engine.load_adapter("language", language)
+        wanted = engine.adapters["language"].id
+    with Engine(model, **options, adapters={"a": both}, language_adapters=True, max_adapters=1) as engine:
+        assert engine.adapters["a"].id == wanted
+        engine.load_adapter("other", write_adapter(tmp_path / "other", model, ("q_proj", "v_proj"), seed=5))
+        for name in ("a", "other", "a"):  # which is read again
+            answered = engine.generate([given], GREEDY, adapter=name)[0].token_ids
+        assert answered == own_answer(merged(model, language), given, 12) != own_answer(model, given, 12)
+        foreign = write_adapter(tmp_path / "foreign", tiny_model("gpt2"), ("c_attn",))
+        with pytest.raises(InvalidArgumentError, match=r"targets transformer.h.0.attn.c_attn, which"):
+            engine.load_adapter("foreign", foreign)
+        tower = write_adapter(tmp_path / "tower", model, ("fc1",))
+        with pytest.raises(InvalidArgumentError, match="adds nothing to the language part"):
+            engine.load_adapter("tower", tower)
+
+
+def test_given_a_model_of_one_part_then_its_language_part_is_all_of_it(adapters: Adapters) -> None:
+    with adapters.engine(language_adapters=True) as engine:
+        assert answer(engine, "all") == adapters.expected("all")
+        head = write_adapter(adapters.paths["all"].parent / "head", adapters.model, ("lm_head",))
+        with pytest.raises(InvalidArgumentError, match="targets lm_head, a Linear for the logits"):
+            engine.load_adapter("a", head)

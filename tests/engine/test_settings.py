@@ -49,7 +49,7 @@ def test_given_a_number_below_the_least_then_it_is_refused_before_a_model_is_loa
 ALLOWED: tuple[dict[str, Any], ...] = (
     *({"memory_fraction": 1}, {"memory_fraction": 0.01}, {"kv_blocks": 5}, {"kv_bytes": 2**62}),
     *({name: value} for name in ("cuda_graphs", "overlap") for value in (True, False, None)),
-    *({name: value} for name in ("compile", "model_defaults") for value in (True, False)),
+    *({name: value} for name in ("compile", "model_defaults", "language_adapters") for value in (True, False)),
     *({"draft_tokens": 0}, {"overlap": True, "draft_tokens": 0}),
     *({"overlap": False, "draft_tokens": 2}, {"record": "trace"}, {"record": Path("trace")}, {"max_adapters": 2**16}),
     *({"adapters": {}, "compile": True}, {"adapters": {"a": "b"}}, {"cache": {"watermark": 0.1}}, {"cache": {}}),
@@ -61,7 +61,10 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     *(({name: None}, name) for name in ("host_bytes", "block_size", "draft_tokens", "encoder_bytes")),
     *(({"memory_fraction": value}, "over 0, at most 1") for value in (0, 1.01, -0.5)),
     *(({name: 1}, f"{name} must be True or False, or None to choose, got 1") for name in ("cuda_graphs", "overlap")),
-    *(({name: None}, f"{name} must be True or False, got None") for name in ("compile", "model_defaults")),
+    *(
+        ({name: None}, f"{name} must be True or False, got None")
+        for name in ("compile", "model_defaults", "language_adapters")
+    ),
     ({"overlap": True, "draft_tokens": 1}, "overlap=True with draft_tokens"),
     ({"attention": None}, "attention must be the name of a backend, got None"),
     ({"record": 7}, "record must be the path of a file, got 7"),

@@ -92,9 +92,11 @@ def test_given_adapters_in_a_file_or_as_options_then_the_model_has_them(tmp_path
 
     path = write_adapter(tmp_path / "sql", tiny_model("llama"), seed=1)
     file = tmp_path / "kvpool.toml"
-    file.write_text(f'[[models]]\nname = "a"\nmodel = "a"\nmax_adapters = 3\nadapters = {{ sql = "{path}" }}\n')
+    file.write_text(
+        f'[[models]]\nname = "a"\nmodel = "a"\nmax_adapters = 3\nlanguage_adapters = true\nadapters = {{ sql = "{path}" }}\n'
+    )
     (model,) = read_serve(EngineOptions(config=file), None, None, {})[1]
-    assert (dict(model.adapters), model.max_adapters) == ({"sql": str(path)}, 3)
+    assert (dict(model.adapters), model.max_adapters, model.language_adapters) == ({"sql": str(path)}, 3, True)
     (model,) = read_serve(EngineOptions(model="a"), None, None, {}, [f"sql={path}"])[1]
     assert dict(model.adapters) == {"sql": str(path)}
     for given, words in ((["sql"], "NAME=PATH"), ([f"a={path}"] * 2, "twice"), (["a=/none"], "adapter_config.json")):

@@ -39,19 +39,13 @@ class _Known:
     rank: int
     weights: Adapter | None = None  # from when a request needs them until they are on the device
 
-    def read(self) -> Adapter:
-        """The weights from disk; raises ConfigError if they are not those that were loaded under this name."""
-        adapter = read_adapter(self.path)
-        if adapter.id != self.id:
-            raise ConfigError(f"the adapter in {self.path} has changed since it was loaded; load it again")
-        return adapter
-
 
 class EngineAdapters:
     """The adapters of one engine. Its thread calls what changes them; any thread may call `scope` and `info`."""
 
-    def __init__(self, model: Any, max_adapters: int = 1) -> None:
+    def __init__(self, model: Any, max_adapters: int = 1, language_only: bool = False) -> None:
         self.stacks = AdapterStacks(model, max_adapters)
+        self._language_only = language_only
         self._known: dict[str, _Known] = {}
         self._slots: OrderedDict[str, int] = OrderedDict()  # by id, the least recently used first
         self._users: Counter[str] = Counter()  # requests in the scheduler, by id
@@ -67,8 +61,19 @@ class EngineAdapters:
             raise InvalidArgumentError(f"the name of an adapter must be a text, got {show(name)}")
         if not isinstance(path, (str, os.PathLike)):
             raise InvalidArgumentError(f"adapter {name!r}: give the directory of its files, got {show(path)}")
-        adapter = read_adapter(path)
+        adapter = self._of_file(path)
         self.stacks.check(adapter)
+        return adapter
+
+    def _of_file(self, path: str | os.PathLike[str]) -> Adapter:
+        adapter = read_adapter(path)
+        return self.stacks.language_part(adapter) if self._language_only else adapter
+
+    def _again(self, known: _Known) -> Adapter:
+        """The weights from disk; raises ConfigError if they are not those that were loaded under this name."""
+        adapter = self._of_file(known.path)
+        if adapter.id != known.id:
+            raise ConfigError(f"the adapter in {known.path} has changed since it was loaded; load it again")
         return adapter
 
     def scope(self, name: str | None, scope: ReuseScope | None) -> ReuseScope:
@@ -84,7 +89,7 @@ class EngineAdapters:
             return given
         known = self._find(name)
         if known.id not in self._slots and known.weights is None:
-            known.weights = known.read()
+            known.weights = self._again(known)
         return replace(given, adapter=known.id)
 
     def _find(self, name: object) -> _Known:
@@ -133,7 +138,7 @@ class EngineAdapters:
                 raise InvalidArgumentError("the adapter of this request was unloaded before the request began")
             if len(self._slots) == self.stacks.num_slots and all(self._users[used] for used in self._slots):
                 return False
-            self._fill(known, known.weights or known.read())
+            self._fill(known, known.weights or self._again(known))
         self._slots.move_to_end(adapter_id)
         self._users[adapter_id] += 1
         return True

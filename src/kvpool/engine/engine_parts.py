@@ -123,7 +123,7 @@ def _made_ready(own: Any, settings: EngineSettings) -> _Ready:
     """Inspects the engine's copy of a model, and reads its adapters."""
     shape = _prepared(own, settings.compile)
     encoder = ImageEncoder(own)
-    adapters = EngineAdapters(own, settings.max_adapters)
+    adapters = EngineAdapters(own, settings.max_adapters, settings.language_adapters)
     for name, path in (settings.adapters or {}).items():
         adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
     return _Ready(own, shape, encoder, adapters)

@@ -50,7 +50,8 @@ class EngineSettings:
     `tier_timeout` seconds at most. A block is stored when `tier_min_uses` requests have used it, by default when it is full.
 
     `adapters` are directories of LoRA adapters by name, for `generate(adapter=NAME)`. At most `max_adapters` are on the
-    device at once: docs/adapters.md.
+    device at once. With `language_adapters` what they add outside of the language part, as to an encoder of images, is left
+    out: docs/adapters.md.
 
     `publish` is an address like `tcp://127.0.0.1:5557` at which routers hear what is cached; one port above they ask for what
     they missed: docs/cluster.md.
@@ -79,6 +80,7 @@ class EngineSettings:
     encoder_bytes: int = 2**28
     adapters: Mapping[str, str | Path] | None = None
     max_adapters: int = 16
+    language_adapters: bool = False
     scheduler: SchedulerConfig | None = None
     cache: Mapping[str, Any] | None = None
     record: str | Path | None = _shown(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
@@ -94,7 +96,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         """Refuses wrong values, and settings that contradict each other, before a model is loaded."""
         self._check_memory()
-        for name in ("cuda_graphs", "overlap", "compile", "model_defaults"):
+        for name in ("cuda_graphs", "overlap", "compile", "model_defaults", "language_adapters"):
             value, may_be_none = getattr(self, name), name in ("cuda_graphs", "overlap")
             if not (isinstance(value, bool) or (value is None and may_be_none)):
                 raise ConfigError(

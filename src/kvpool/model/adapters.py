@@ -180,6 +180,21 @@ class AdapterStacks:
         """Bytes of all stacks."""
         return sum(part.nbytes for each in self._products.values() for part in each.weights[:4])
 
+    def language_part(self, adapter: Adapter) -> Adapter:
+        """What an adapter adds to the language part of a model, without encoders of images and the like."""
+        outside = self._outside_language()
+        pairs = {name: pair for name, pair in adapter.pairs.items() if self._modules.get(name) not in outside}
+        if not pairs:
+            raise InvalidArgumentError(f"the adapter adds nothing to the language part of {type(self.model).__name__}")
+        return Adapter(_digest(pairs), pairs)
+
+    def _outside_language(self) -> set[nn.Module]:
+        """The modules that texts do not pass: none in a model of one part."""
+        if self.model.config.get_text_config() is self.model.config:
+            return set()
+        language = {*self.model.get_decoder().modules(), self.model.get_output_embeddings()}
+        return set(self._modules.values()) - language
+
     def check(self, adapter: Adapter) -> None:
         """Raises InvalidArgumentError unless all targets of an adapter are linear layers of the model, of its shapes."""
         if any(hasattr(module, "merged_adapters") for module in self._modules.values()):
@@ -286,8 +301,9 @@ class AdapterStacks:
         for module, counts in rows.items():
             if set(counts) != {len(logits)}:
                 name = next(name for name, each in self._modules.items() if each is _parts(module)[0])
+                hint = "; language_adapters=True leaves such targets out" * (module in self._outside_language())
                 raise UnsupportedModelError(
-                    f"the adapter targets {name}, which does not compute every token in one product; this is not served"
+                    f"the adapter targets {name}, which does not compute every token in one product; this is not served{hint}"
                 )
 
     def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -40,6 +40,7 @@ _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, 
 _OF_EACH_MODEL: dict[str, type] = {"max_sequences": int, "max_model_len": int, "chat_template": str, "tool_parser": str}
 _MODEL_KINDS: dict[str, type] = {
     **{"name": str, "model": str, "host_memory": str, "adapters": dict, "max_adapters": int},
+    "language_adapters": bool,
     **_OF_EACH_MODEL,
     **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
 }
@@ -80,6 +81,7 @@ class ModelSettings:
     tool_parser: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_adapters: int = 16
+    language_adapters: bool = False
 
     def __post_init__(self) -> None:
         for name, path in self.adapters.items():
@@ -101,6 +103,7 @@ class ModelSettings:
             cache=longest,
             adapters=adapters or None,
             max_adapters=self.max_adapters,
+            language_adapters=self.language_adapters,
         )
         if (template := self._template()) is not None and engine.tokenizer is not None:
             engine.tokenizer.chat_template = template
@@ -251,7 +254,9 @@ def _models(
         engine = options.changed(**own)
         engine.check(host_memory)
         own_settings = {**settings.of_each_model}
-        own_settings |= {key: keys[key] for key in (*_OF_EACH_MODEL, "adapters", "max_adapters") if key in keys}
+        own_settings |= {
+            key: keys[key] for key in (*_OF_EACH_MODEL, "adapters", "max_adapters", "language_adapters") if key in keys
+        }
         host = keys.get("host_memory", host_memory)
         found.append(ModelSettings(keys["name"], engine, host, **own_settings))
     return found
