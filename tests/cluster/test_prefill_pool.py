@@ -120,7 +120,15 @@ class Split:
 
     @property
     def told(self) -> Any:
-        return self.client.get("/route/stats").json()["prefill"]
+        """What the pool counted, which Prometheus is told, too."""
+        told = self.client.get("/route/stats").json()["prefill"]
+        text = self.client.get("/metrics").text
+        for name in ("handed_over", "blocks", "tokens", "direct"):
+            assert f"kvpool_route_prefill_{name}_total {told[name]}\n" in text
+        for reason, count in told["fallbacks"].items():
+            assert f'kvpool_route_prefill_fallbacks_total{{reason="{reason}"}} {count}\n' in text
+        assert f'kvpool_route_node_ready{{node="{self.prefill.live.url}",pool="prefill"}} ' in text
+        return told
 
     def ask(self, prompt: list[int], **body: Any) -> Any:
         headers = {"authorization": "Bearer k"}

@@ -361,6 +361,26 @@ def test_given_the_proxy_when_asked_for_its_statistics_then_nodes_decisions_and_
     assert all(node["events"]["num_applied"] > 0 for node in said["nodes"].values())
 
 
+def test_given_the_proxy_when_prometheus_asks_then_it_gets_figures_of_every_server_from_the_proxy_itself(
+    fleet: Fleet,
+) -> None:
+    families = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families
+    _, server = fleet.ask([1, 2, 3])
+    answer = fleet.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "x-kvpool-node" not in answer.headers
+    rows = {family.name: family.samples for family in families(answer.text)}
+    assert len(rows) == answer.text.count("# TYPE") > 10
+    for name in ("node_ready", "node_requests", "node_prompt_tokens", "node_blocks", "node_messages"):
+        assert {row.labels["node"] for row in rows[f"kvpool_route_{name}"]} == set(fleet.by_url)
+    told = fleet.client.get("/route/stats").json()
+    routes = {row.labels["node"]: row.value for row in rows["kvpool_route_node_routes"]}
+    assert routes == {url: node["num_routes"] for url, node in told["nodes"].items()}
+    assert routes[server.live.url] > 0
+    reasons = {row.labels["reason"]: row.value for row in rows["kvpool_route_decisions"]}
+    assert sum(reasons.values()) == told["router"]["num_routes"]
+
+
 @pytest.mark.parametrize(
     ("body", "question", "tokens"),
     [

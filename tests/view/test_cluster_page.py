@@ -223,7 +223,7 @@ def test_given_a_key_when_the_page_is_opened_then_it_asks_for_it(browser: Chromi
 
 
 def test_given_no_key_when_asked_under_another_name_then_the_view_is_refused(shown: Shown) -> None:
-    for path in ("/route/stats", "/view/stream"):
+    for path in ("/route/stats", "/metrics", "/view/stream"):
         assert httpx.get(shown.url + path, headers={"host": "evil.example"}, trust_env=False).status_code == 403
     assert httpx.get(shown.url + "/route/stats", headers={"host": "[::1]"}, trust_env=False).status_code == 200
     assert httpx.get(f"{shown.url}/view/nothing.js", trust_env=False).status_code == 404

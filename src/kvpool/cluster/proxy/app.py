@@ -26,6 +26,7 @@ from kvpool.checks import is_local_name, is_loopback
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
 from kvpool.cluster.proxy.everywhere import address_at, ask, forgotten
+from kvpool.cluster.proxy.metrics import prometheus_text
 from kvpool.cluster.proxy.passing import (
     ELSEWHERE,
     NODE_HEADER,
@@ -99,6 +100,12 @@ class ClusterView:
     async def stats(self, request: Request) -> Response:
         """The current state, for scripts."""
         return self._refused(request) or JSONResponse(self._look())
+
+    async def metrics(self, request: Request) -> Response:
+        """The same for Prometheus."""
+        return self._refused(request) or Response(
+            prometheus_text(self._look()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def stream(self, request: Request) -> Response:
         """A stream of the state, twice a second."""
@@ -359,8 +366,8 @@ class _NodeStream(EventStream):
 
 
 def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
-    """The ASGI application of a proxy. It answers `/`, `/view/...` and `/route/stats`; other paths go to a server, and
-    requests to forget something to all.
+    """The ASGI application of a proxy. It answers `/`, `/view/...`, `/route/stats` and `/metrics`; other paths go to a
+    server, and requests to forget something to all.
 
     A request to a loopback address must name that address in its `Host` header, unless `any_name`, because servers may have
     no keys.
@@ -374,7 +381,13 @@ def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
 
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
     everything = Path("/{path:path}", proxy.answer, methods=methods)
-    own = {"/route/stats": view.stats, "/view/stream": view.stream, "/": view.page, "/view/{name}": view.page}
+    own = {
+        "/route/stats": view.stats,
+        "/metrics": view.metrics,
+        "/view/stream": view.stream,
+        "/": view.page,
+        "/view/{name}": view.page,
+    }
     views = [Path(path, answer) for path, answer in own.items()]
     forgets = Path("/v1/cache/invalidate", proxy.invalidate, methods=["POST"])
     app = Starlette(routes=[*views, forgets, everything], lifespan=lifespan)

@@ -68,7 +68,8 @@ def route(
     kvpool route --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
 
     Servers are kvpool's, vLLM's, or others with OpenAI's API, /tokenize and vLLM's events. API keys are passed on to them.
-    / shows all nodes in the browser, /route/stats is for scripts; other machines need $KVPOOL_ROUTE_KEY. See docs/cluster.md.
+    / shows all nodes in the browser, /route/stats is for scripts and /metrics for Prometheus; other machines need
+    $KVPOOL_ROUTE_KEY. See docs/cluster.md.
     """
     uvicorn = _uvicorn()
     from kvpool.cluster.proxy.app import KEY_VARIABLE, Proxy, create_proxy_app, holders_of
