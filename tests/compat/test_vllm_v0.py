@@ -375,7 +375,7 @@ def test_given_bytes_that_v0s_worker_wrote_when_nobody_marks_them_then_swaps_and
         write("a", 6, 7)
         blocks.fork("a", "b")
         pairs = blocks.append_slots("b")
-        assert [src for src, _ in pairs] == blocks.get_block_table("a")[1:2]
+        assert [src for src, _ in pairs] == blocks.get_block_table("a")[1:]
         engine.copy(pairs)
         write("b", 7, 8)
         assert blocks.append_slots("a") == []
@@ -409,6 +409,19 @@ def test_given_samples_of_a_prompt_that_nobody_marks_when_the_next_step_begins_t
         assert numbers_in(engine, blocks.get_block_table(first), 7) == [5] * 6 + [6]
         assert blocks.get_block_table("s3") == blocks.get_block_table("s2")
         blocks.manager.check()
+
+
+def test_given_drafts_in_lookahead_slots_when_a_fork_takes_them_over_then_they_are_copied() -> None:
+    blocks = BlockManager(4, 16, layers=[LayerSpec(1, 4)], device="cpu")
+    engine = CacheEngine(blocks)
+    blocks.allocate("a", PROMPT[:4], num_lookahead_slots=4)
+    engine.gpu_cache[0][0][blocks.get_block_table("a")] = torch.tensor([[3], [9]]).bfloat16()[:, :, None, None]
+    assert blocks.append_slots("a", 4, num_tokens=0) == []
+    blocks.fork("a", "b")
+    pairs = blocks.append_slots("b", num_tokens=3)  # three drafts were accepted
+    assert pairs == [(blocks.get_block_table("a")[1], blocks.get_block_table("b")[1])]
+    engine.copy(pairs)
+    assert numbers_in(engine, blocks.get_block_table("b"), 7) == [3.0] * 4 + [9.0] * 3
 
 
 def test_given_a_window_when_nobody_marks_what_is_written_then_blocks_before_it_are_given_back() -> None:

@@ -288,8 +288,13 @@ class BlockManager(Adapter):
         V0's sequences know their new tokens, so its second argument is the lookahead. The places that the sequence had
         count as written from now on, as they do in `swap_out` and `fork`: V0's worker has run since.
         """
-        self.manager.extend(self._after_step(seq_id), num_tokens, num_lookahead_slots)
-        return self._pairs()
+        handle = self._after_step(seq_id)
+        before = handle.block_ids().tolist()
+        self.manager.extend(handle, num_tokens, num_lookahead_slots)
+        pairs = self._pairs()
+        # The manager copies no lookahead, as nothing is written there. V0's worker may have written drafts.
+        replaced = [pair for pair in zip(before, handle.block_ids().tolist(), strict=False) if pair[0] != pair[1]]
+        return pairs + [pair for pair in replaced if pair not in pairs]
 
     def mark_blocks_as_computed(self, seq_id: Hashable, tokens: Any) -> None:
         """These tokens (ids, how many of the prompt's, or None for its rest) are written: full blocks are reusable.
