@@ -289,11 +289,12 @@ class BlockManager(Adapter):
         count as written from now on, as they do in `swap_out` and `fork`: V0's worker has run since.
         """
         handle = self._after_step(seq_id)
-        before = handle.block_ids().tolist()
+        first = handle.num_written // self.manager.config.block_size
+        before = handle.block_ids()[first:].tolist()
         self.manager.extend(handle, num_tokens, num_lookahead_slots)
-        pairs = self._pairs()
+        pairs, after = self._pairs(), handle.block_ids()[first:].tolist()
         # The manager copies no lookahead, as nothing is written there. V0's worker may have written drafts.
-        replaced = [pair for pair in zip(before, handle.block_ids().tolist(), strict=False) if pair[0] != pair[1]]
+        replaced = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
         return pairs + [pair for pair in replaced if pair not in pairs]
 
     def mark_blocks_as_computed(self, seq_id: Hashable, tokens: Any) -> None:
