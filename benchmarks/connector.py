@@ -61,7 +61,7 @@ class Steps:
     def _admit(self, each: Any, behind: int) -> None:
         """Computes a prompt; `behind` tokens more, so that not all requests fill a block in the same step."""
         each.all_token_ids += [7] * behind
-        while self._side.look_up(each, 0)[0] is None:
+        while self._side.look_up(each, 0) is None:
             pass
         self._side.order_load(each, [], 0)
         pages = self._pages(-(-len(each.all_token_ids) // self._block_size))

@@ -22,8 +22,8 @@ def engine() -> Iterator[Callable[..., ToyEngine]]:
 
     opened: list[ToyEngine] = []
 
-    def make(**options: Any) -> ToyEngine:
-        opened.append(ToyEngine(**options))
+    def make(kind: type[ToyEngine] = ToyEngine, **options: Any) -> ToyEngine:
+        opened.append(kind(**options))
         return opened[-1]
 
     yield make

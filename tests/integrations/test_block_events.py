@@ -100,7 +100,7 @@ def test_given_blocks_that_a_tier_lost_then_they_are_told_when_somebody_looks(en
         worker._storer.flush(5)
         worker._tiers.watched[0].tier.remove(worker._space.keys(digests), timeout=5)
     toy.serve(ToyRequest("b", [7] * 17))  # takes the room on the host
-    assert toy.look_up(ToyRequest("c", PROMPT)) == (0, False)
+    assert toy.look_up(ToyRequest("c", PROMPT)) == 0
     assert mirror.read(toy).media[STORAGE] == {*ToyRequest("b", [7] * 17).block_hashes}
 
 

@@ -57,7 +57,7 @@ class Gate:
 def begin_load(toy: ToyEngine, request: ToyRequest) -> Gate:
     """A load that a tier is in the middle of."""
     gate = Gate(toy.workers[0]._tiers.watched[0].tier, "_load")
-    assert toy.look_up(request) == (16, True)
+    assert toy.look_up(request) == 16
     toy.scheduler.order_load(request, [PAGES], 16)
     toy._step_loads(set())
     until(lambda: gate.num_waiting == 1)
@@ -91,7 +91,7 @@ def test_given_a_request_that_is_aborted_before_tiers_have_answered_then_nothing
 ) -> None:
     toy = filled(engine, tmp_path, timeout=PATIENCE)
     gate = Gate(toy.scheduler._lookups.tiers()[0], "_contains")
-    assert toy.scheduler.look_up(ToyRequest("b", PROMPT), 0) == (None, False)
+    assert toy.scheduler.look_up(ToyRequest("b", PROMPT), 0) is None
     toy.scheduler.finish("b")
     gate.opens.set()
     assert toy.scheduler._requests == {}
@@ -108,7 +108,7 @@ def test_given_a_preemption_while_a_store_is_not_confirmed_then_it_is_stored_onc
     for name in toy.layers[0]:
         toy._compute(request, PAGES, name, range(4))
     worker.store(orders)  # and its report is on its way when the engine takes the pages for another request
-    assert toy.look_up(request) == (0, False)
+    assert toy.look_up(request) == 0
     others = [9, 8, 7, 6, 5]
     toy.scheduler.order_load(request, [others], 0)
     toy.scheduler.follow("a", [others], 18)
@@ -133,7 +133,7 @@ def test_given_a_reset_in_the_middle_of_a_load_then_nothing_of_it_is_found_or_to
     end_load(toy, "b", gate)
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
     assert toy.scheduler.manager.inspect.num_free_blocks() == 16
-    assert toy.look_up(ToyRequest("c", PROMPT)) == (0, False)
+    assert toy.look_up(ToyRequest("c", PROMPT)) == 0
 
 
 def test_given_a_reset_in_the_middle_of_the_load_of_an_aborted_request_then_nothing_of_it_is_found_or_told(
@@ -176,7 +176,7 @@ def test_given_a_tier_that_does_not_answer_look_ups_then_requests_are_computed(e
     gate = Gate(toy.scheduler._lookups.tiers()[0], "_contains")
     for number in range(5):  # more than threads that ask
         request = ToyRequest(f"b{number}", [*PROMPT, number])
-        until(lambda request=request: toy.scheduler.look_up(request, 0) == (0, False))  # type: ignore[misc]
+        until(lambda request=request: toy.scheduler.look_up(request, 0) == 0)  # type: ignore[misc]
         toy.scheduler.finish(request.request_id)
     assert gate.num_waiting <= 2
     gate.opens.set()
@@ -184,7 +184,7 @@ def test_given_a_tier_that_does_not_answer_look_ups_then_requests_are_computed(e
     toy.scheduler._lookups._timeout = toy.scheduler._lookups.patience = (
         PATIENCE  # a busy machine must not look like a tier that hangs
     )
-    assert toy.look_up(ToyRequest("c", PROMPT)) == (16, True)
+    assert toy.look_up(ToyRequest("c", PROMPT)) == 16
 
 
 def test_given_as_many_loads_that_hang_as_there_are_threads_then_the_next_one_fails_at_once(
@@ -194,11 +194,11 @@ def test_given_as_many_loads_that_hang_as_there_are_threads_then_the_next_one_fa
     gate, over = Gate(toy.workers[0]._tiers.watched[0].tier, "_load"), set()
     requests = [ToyRequest(f"b{number}", PROMPT) for number in range(3)]
     for number, request in enumerate(requests[:2]):
-        assert toy.look_up(request) == (16, True)
+        assert toy.look_up(request) == 16
         toy.scheduler.order_load(request, [[5 * number + page for page in PAGES]], 16)
     until(lambda: bool(over.update(toy._step_loads(set())) or len(over) == 2))
     assert gate.num_waiting == 2
-    assert toy.look_up(requests[2]) == (16, True)
+    assert toy.look_up(requests[2]) == 16
     toy.scheduler.order_load(requests[2], [[20, 21, 22, 23, 24]], 16)
     failed: set[int] = set()
     assert toy._step_loads(failed) == {"b2"}
@@ -215,11 +215,11 @@ def test_given_a_prefix_that_is_on_its_way_from_a_tier_then_others_wait_for_it_a
     toy = filled(engine, tmp_path, timeout=PATIENCE)
     gate = begin_load(toy, ToyRequest("b", PROMPT))
     longer, salted = ToyRequest("c", [*PROMPT, *PROMPT]), ToyRequest("d", PROMPT, cache_salt="ada")
-    until(lambda: toy.scheduler.look_up(longer, 0)[0] is None and not toy.scheduler._tracked(longer).is_asking)
-    assert toy.scheduler.look_up(longer, 0) == (None, False)
-    assert toy.look_up(salted) == (0, False)
+    until(lambda: toy.scheduler.look_up(longer, 0) is None and not toy.scheduler._tracked(longer).is_asking)
+    assert toy.scheduler.look_up(longer, 0) is None
+    assert toy.look_up(salted) == 0
     end_load(toy, "b", gate)
-    assert toy.scheduler.look_up(longer, 0) == (16, False)
+    assert toy.scheduler.look_up(longer, 0) == 16
     assert gate.num_waiting == 1
 
 
@@ -228,7 +228,7 @@ def test_given_a_prefix_that_never_comes_from_a_tier_then_others_do_not_wait_for
 ) -> None:
     toy = filled(engine, tmp_path, timeout=0.3)
     gate = begin_load(toy, ToyRequest("b", PROMPT))
-    until(lambda: toy.scheduler.look_up(ToyRequest("c", PROMPT), 0)[0] is not None)
+    until(lambda: toy.scheduler.look_up(ToyRequest("c", PROMPT), 0) is not None)
     gate.opens.set()
 
 
@@ -238,7 +238,7 @@ def test_given_a_prefix_that_could_not_be_loaded_then_those_who_waited_go_on(eng
     waiting = ToyRequest("c", PROMPT)
     gate._method = lambda keys, *rest: [Outcome.FAILED] * len(keys)
     end_load(toy, "b", gate)
-    assert toy.look_up(waiting) == (16, True), "it tries for itself"
+    assert toy.look_up(waiting) == 16, "it tries for itself"
 
 
 # --- servers that come later ---------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_given_a_redis_that_is_started_after_the_engine_then_it_gets_blocks_from
             request = ToyRequest(f"c{next(numbers)}", last.all_token_ids)
             answer = other.look_up(request)
             other.scheduler.finish(request.request_id)
-            return answer == (16, True)
+            return answer == 16
 
         until(finds)
     finally:
@@ -290,7 +290,7 @@ def test_given_a_node_then_all_ranks_of_several_engines_share_it_and_find_their_
         first.close()
         assert server.call(server.stats, PATIENCE)["num_values"] == 2 * 4
         second = engine(remote=address, timeout=30, num_workers=2)
-        until(lambda: second.look_up(ToyRequest("b", PROMPT)) == (16, True))
+        until(lambda: second.look_up(ToyRequest("b", PROMPT)) == 16)
         second.serve(ToyRequest("c", PROMPT))
         assert server.call(server.stats, PATIENCE)["num_values"] == 2 * 4, "each block once, whoever stores it"
 

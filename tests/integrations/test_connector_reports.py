@@ -118,7 +118,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> str:
 def hits(toy: ToyEngine, name: str) -> tuple[int, int, int]:
     """Where the blocks of a prompt would come from: host, disk, remote store."""
     request = ToyRequest(name, PROMPT)
-    number, _ = toy.look_up(request)
+    number = toy.look_up(request)
     toy.scheduler.order_load(request, [[0, 1, 2, 3, 4]], number)
     return toy.scheduler.hit_blocks(request)
 

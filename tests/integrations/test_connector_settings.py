@@ -18,6 +18,13 @@ def test_given_sizes_as_text_then_they_are_bytes() -> None:
     assert settings.has_tiers
 
 
+def test_given_no_size_then_the_host_fits_the_engine_and_the_machine() -> None:
+    assert ConnectorSettings.of({}).sized(1000, 8000, 1).host_bytes == 1000
+    assert ConnectorSettings.of({}).sized(1000, 8000, 4).host_bytes == 500
+    assert ConnectorSettings.of({"host_bytes": 10}).sized(1000, 8000, 1).host_bytes == 10
+    assert ConnectorSettings.of({"host_blocks": 3}).sized(1000, 8000, 1).num_rows(300) == 3
+
+
 def test_given_host_bytes_then_rows_are_as_many_blocks_as_fit() -> None:
     assert ConnectorSettings.of({"host_bytes": 1000}).num_rows(300) == 3
     assert ConnectorSettings.of({"host_blocks": 7}).num_rows(300) == 7

@@ -61,8 +61,7 @@ class StatefulToy(ToyEngine):
     def serve(self, request: ToyRequest, *, local_blocks: int = 0, chunk: int = 1000, stores: bool = True) -> int:
         """Prefills a request; returns the tokens that were loaded. Checks that it ends with the right state."""
         tokens, asked = request.all_token_ids, request.request_id
-        count, waits = self.look_up(request, local_blocks * BLOCK)
-        assert waits == (count > 0), "vLLM must hear of failures outside of steps"
+        count = self.look_up(request, local_blocks * BLOCK)
         pages = [(self._at + n) % self.num_pages for n in range(-(-len(tokens) // BLOCK))]
         self._at += len(pages)
         for page in pages:
@@ -75,7 +74,7 @@ class StatefulToy(ToyEngine):
             self._put(rank, live, content(tokens[:done], rank, "state") if not count and done else b"\xee" * PAGE_BYTES)
         table = [0] * (done // BLOCK - 1) + [live]
         self.scheduler.order_load(request, [pages], count, [table])
-        while waits and asked not in self._step_loads(set()):
+        while count and asked not in self._step_loads(set()):
             give_way()
         if set().union(*(worker.take_failed_requests() for worker in self.workers)):
             done, self.failed = 0, True
@@ -98,6 +97,8 @@ class StatefulToy(ToyEngine):
             if upto % BLOCK == 0 and stores:
                 self.scheduler.follow_checkpoint(request.request_id, [pages], upto, [target])
             orders = self.scheduler.orders(is_idle=False)
+            for worker in self.workers:
+                worker.begin_step(orders)
             for name in self.layers[0]:
                 self._compute(request, pages, name, range(done // BLOCK, upto // BLOCK))
             for rank in range(len(self.workers)):

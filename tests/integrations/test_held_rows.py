@@ -49,7 +49,7 @@ class Running:
 def found(toy: ToyEngine, tokens: list[int], **options: Any) -> int:
     """Whole blocks that the host has of these tokens."""
     probe = ToyRequest("probe", [*tokens, 1], **options)
-    number = toy.look_up(probe)[0] // BLOCK
+    number = toy.look_up(probe) // BLOCK
     toy.scheduler.finish("probe")
     return number
 

@@ -18,6 +18,8 @@ LAYOUTS = {
     "smaller pages in kernels": lambda: torch.randn(12, 4, 8),
     "bfloat16": lambda: torch.randn(6, 4, 8).to(torch.bfloat16),
     "layers side by side": lambda: torch.randn(6, 3, 4, 8)[:, 1],
+    "heads before tokens in the shape, behind them in memory": lambda: torch.randn(6, 4, 2, 8).transpose(1, 2),
+    "one head, whose stride says nothing": lambda: torch.randn(6, 4, 8).as_strided((6, 1, 4, 8), (32, 8, 8, 1)),
 }
 
 
@@ -62,8 +64,35 @@ def test_given_a_layout_then_pages_come_back_bit_for_bit(layout: str, device: st
 def test_given_a_shape_without_pages_then_the_layer_is_named() -> None:
     with pytest.raises(ConfigError, match="the cache of a has the shape"):
         EnginePages({"a": torch.zeros(7, 4)}, 6)
-    with pytest.raises(ConfigError, match="not contiguous"):
-        EnginePages({"a": torch.zeros(6, 4, 8).transpose(1, 2)}, 6)
+    with pytest.raises(ConfigError, match="a page of a does not lie in one piece"):
+        EnginePages({"a": torch.zeros(4, 6, 8).transpose(0, 1)}, 6)  # all pages of a head, then those of the next
+    for layer in (torch.zeros(6, 4, 16)[..., :8], torch.zeros(12, 3, 4, 8)[:, 1]):
+        with pytest.raises(ConfigError, match="does not lie in one piece"):
+            EnginePages({"a": layer}, 6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_layers_side_by_side_in_each_page_then_they_move_together_and_rows_are_as_with_layers_apart(
+    device: str,
+) -> None:
+    apart = torch.randn(3, 6, 4, 8, device=device)
+    beside = apart.transpose(0, 1).contiguous().transpose(0, 1)
+    rows = []
+    for memory, number in ((apart, 3), (beside, 1)):
+        pages = pages_on(device, {str(n): memory[n] for n in range(3)})
+        assert len(pages.parts) == number
+        host = HostRows(4, pages.row_bytes, pages.gpu)
+        is_over = pages.read([Move([[1, 5, 2]], [3, 0, 1])], host)
+        while not is_over():
+            pass
+        rows.append((host.array[[3, 0, 1]].tobytes(), pages.layout))
+    assert rows[0] == rows[1]
+
+
+def test_given_two_groups_that_follow_each_other_in_memory_then_their_parts_stay_apart() -> None:
+    memory = torch.randn(6, 2, 4)
+    pages = EnginePages({"a": memory[:, 0], "b": memory[:, 1]}, 6, [["a"], ["b"]])
+    assert [(part.group, part.width) for part in pages.parts] == [(0, 16), (1, 16)]
 
 
 def test_given_more_pages_then_the_layout_is_the_same_and_with_other_heads_it_is_not() -> None:
@@ -101,7 +130,7 @@ def busy(layer: torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-def test_given_pages_that_the_gpu_still_uses_then_rows_come_behind_that_and_before_what_is_computed_next() -> None:
+def test_given_pages_that_the_gpu_still_uses_then_rows_come_behind_that() -> None:
     layers = {name: torch.randn((600, 4096), device="cuda") for name in "ab"}
     right = {name: layer.clone() for name, layer in layers.items()}
     pages = LinkedPages(layers, 600)
@@ -113,7 +142,10 @@ def test_given_pages_that_the_gpu_still_uses_then_rows_come_behind_that_and_befo
         before = layers["b"].clone()
         for layer in layers.values():
             layer.zero_()
-        pages.write(moves, host)
+        pages.begin_step()
+        is_over = pages.write(moves, host)
+        while not is_over():
+            pass
         found = {name: layer.clone() for name, layer in layers.items()}
         assert torch.equal(before, right["b"])
         assert all(torch.equal(found[name], right[name]) for name in found)
@@ -122,23 +154,35 @@ def test_given_pages_that_the_gpu_still_uses_then_rows_come_behind_that_and_befo
 
 
 @pytest.mark.gpu
-def test_given_pages_that_are_written_when_the_layer_says_so_then_the_rows_hold_them_and_not_what_comes_next() -> None:
+def test_given_work_that_the_step_orders_then_a_load_does_not_wait_for_it() -> None:
+    layers = {"a": torch.zeros((64, 4096), device="cuda")}
+    pages = LinkedPages(layers, 64)
+    host = HostRows(64, pages.row_bytes, pages.gpu)
+    host.array[:] = 7
+    pages.begin_step()
+    for _ in range(20):
+        busy(layers["a"])
+    step = torch.cuda.current_stream().record_event()
+    is_over = pages.write([Move([list(range(64))], list(range(64)))], host)
+    while not is_over():
+        pass
+    assert not step.query()
+    assert (layers["a"].view(torch.uint8) == 7).all()
+
+
+@pytest.mark.gpu
+def test_given_a_fence_then_the_rows_hold_what_the_pages_held_before_it() -> None:
     layers = {name: torch.zeros((64, 4096), device="cuda") for name in "ab"}
     pages = LinkedPages(layers, 64)
     host = HostRows(64, pages.row_bytes, pages.gpu)
-    moves = [Move([list(range(64))], list(range(64)))]
     for value in (1.0, 2.0, 3.0):
-        for name, layer in layers.items():
+        for layer in layers.values():
             busy(layer)
             layer.fill_(value)
-            pages.read_layer(name, moves, host)
-        layers["b"].fill_(value + 0.5)  # a second pass over the layer
-        pages.read_layer("b", moves, host)
-        is_over = pages.read(moves, host)
+        is_over = pages.read([Move([list(range(64))], list(range(64)))], host)
+        pages.fence()
         for layer in layers.values():
             layer.fill_(-1.0)  # the engine gave the pages to somebody else
         while not is_over():
             pass
-        first, second = host.array.view("float32").reshape(64, 2, 4096).transpose(1, 0, 2)
-        assert (first == value).all()
-        assert (second == value + 0.5).all()
+        assert (host.array.view("float32") == value).all()

@@ -112,12 +112,12 @@ def test_given_a_ttl_then_the_host_forgets_after_it_and_tiers_never_get_it(engin
     now = [1000.0]
     toy = engine(disk=str(tmp_path), clock=lambda: now[0])
     toy.serve(wishing("a", ttl=60))
-    assert toy.look_up(ToyRequest("b", PROMPT)) == (16, False)
+    assert toy.look_up(ToyRequest("b", PROMPT)) == 16
     toy.scheduler.orders(is_idle=True)
     now[0] += 61
-    assert toy.look_up(ToyRequest("c", PROMPT)) == (0, False)
+    assert toy.look_up(ToyRequest("c", PROMPT)) == 0
     toy.close()
-    assert engine(disk=str(tmp_path)).look_up(ToyRequest("d", PROMPT)) == (0, False)
+    assert engine(disk=str(tmp_path)).look_up(ToyRequest("d", PROMPT)) == 0
 
 
 def test_given_a_time_that_ends_between_look_up_and_load_then_what_was_found_is_loaded(engine: Any) -> None:
@@ -125,7 +125,7 @@ def test_given_a_time_that_ends_between_look_up_and_load_then_what_was_found_is_
     toy = engine(clock=lambda: now[0])
     toy.serve(wishing("a", ttl=60))
     request = ToyRequest("b", PROMPT)
-    assert toy.look_up(request) == (16, False)
+    assert toy.look_up(request) == 16
     now[0] += 61  # a moment later, in truth
     toy.scheduler.order_load(request, [[0, 1, 2, 3, 4]], 16)
     (load,) = toy.scheduler.orders(is_idle=False).loads
@@ -137,8 +137,8 @@ def test_given_priorities_then_the_lower_one_leaves_first(engine: Any) -> None:
     toy.serve(wishing("a", priority=90))
     toy.serve(wishing("b", [7] * 17, priority=5))
     fill(toy, 2)
-    assert toy.look_up(ToyRequest("c", PROMPT)) == (16, False)
-    assert toy.look_up(ToyRequest("d", [7] * 17)) == (0, False)
+    assert toy.look_up(ToyRequest("c", PROMPT)) == 16
+    assert toy.look_up(ToyRequest("d", [7] * 17)) == 0
 
 
 def test_given_a_pinned_prompt_then_it_stays_until_the_pin_is_ended(engine: Any) -> None:
@@ -176,6 +176,6 @@ def test_given_an_adapter_whose_files_changed_then_nothing_is_shared_with_its_ol
     weights.write_bytes(b"one")
     toy = engine()
     toy.serve(ToyRequest("a", PROMPT, lora_request=lora("sql", str(tmp_path))))
-    assert toy.look_up(ToyRequest("b", PROMPT, lora_request=lora("sql", str(tmp_path))))[0] == 16
+    assert toy.look_up(ToyRequest("b", PROMPT, lora_request=lora("sql", str(tmp_path)))) == 16
     weights.write_bytes(b"other")
-    assert toy.look_up(ToyRequest("c", PROMPT, lora_request=lora("sql", str(tmp_path))))[0] == 0
+    assert toy.look_up(ToyRequest("c", PROMPT, lora_request=lora("sql", str(tmp_path)))) == 0

@@ -102,6 +102,20 @@ def test_given_requests_then_vllms_metrics_count_them(seen: Any) -> None:
     }
 
 
+@pytest.mark.parametrize(("steps", "stored_at_first"), [("large steps", 14), ("small steps", 0)])
+def test_given_more_prompts_than_vllm_keeps_then_the_host_has_those_that_it_gave_up(
+    seen: Any, steps: str, stored_at_first: int
+) -> None:
+    """A large step may take all of vLLM's blocks, so blocks are stored as they fill."""
+    assert of(seen, "write_back")[steps] == {
+        "right": 36,
+        "cached": [WHOLE] * 12,
+        "stored at first": stored_at_first,
+        "failed": 0,
+        "behind a reset": 0,
+    }
+
+
 def test_given_a_connector_that_brings_zeros_then_all_answers_differ(seen: Any) -> None:
     assert of(seen, "poisoned") == {"cached": [448] * 3, "same": 0}
 

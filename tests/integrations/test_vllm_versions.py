@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.vllm_versions import installed
 from kvpool.integrations.vllm_versions.installed import ADAPTERS, adapter_name, check_signatures
 
 
@@ -22,7 +24,24 @@ def test_given_a_known_minor_version_then_its_adapter_is_taken(version: str) -> 
     assert adapter_name(version) == ADAPTERS[version[:4]]
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.3.2", "1.32.0"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.40.1", "1.0.0rc1"])
+def test_given_a_later_version_then_the_newest_adapter_is_taken_if_signatures_match_and_one_line_says_so(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, newest = SimpleNamespace(KVConnectorBase_V1=Base), list(ADAPTERS.values())[-1]
+    adapter = SimpleNamespace(EXPECTED={"load": ("context", "kwargs")})
+    monkeypatch.setattr(installed, "installed_version", lambda: version)
+    monkeypatch.setattr(installed, "import_module", {installed.BASE: base, newest: adapter}.__getitem__)
+    assert installed.load_adapter() is adapter
+    (line,) = caplog.messages
+    assert version in line
+    adapter.EXPECTED = {"load": ("context",)}
+    with pytest.raises(ConfigError, match="takes"):
+        installed.load_adapter()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("version", ["0.30.4", "0.3.2", "unknown"])
 def test_given_another_version_then_the_ones_that_work_are_named(version: str) -> None:
     with pytest.raises(ConfigError, match=rf"vLLM {version}; versions that work: 0\.31\.x, 0\.32\.x, 0\.33\.x"):
         adapter_name(version)

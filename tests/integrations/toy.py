@@ -19,6 +19,7 @@ from kvpool.integrations.connector.pages import EnginePages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.worker_side import WorkerSide
+from kvpool.integrations.connector.write_back import EngineCache
 from kvpool.tiers import Fingerprint, Shard
 
 BLOCK = 4
@@ -92,6 +93,8 @@ class ToyEngine:
         device: str = "cpu",
         pages: type[EnginePages] = EnginePages,
         clock: Callable[[], float] = time.monotonic,
+        cache: EngineCache | None = None,
+        step_pages: int = 0,
         **extra: Any,
     ) -> None:
         settings = ConnectorSettings.of({"host_blocks": host_blocks, **extra})
@@ -107,7 +110,15 @@ class ToyEngine:
             WorkerSide(settings, pages(layers, num_pages), worker)
             for layers, worker in zip(self.layers, workers, strict=True)
         ]
-        self.scheduler = SchedulerSide(settings, BLOCK, workers, hash_size=BLOCK if announces else None, clock=clock)
+        self.scheduler = SchedulerSide(
+            settings,
+            BLOCK,
+            workers,
+            hash_size=BLOCK if announces else None,
+            cache=cache,
+            step_pages=step_pages,
+            clock=clock,
+        )
         self.num_pages = num_pages
         self.computed = 0  # tokens
         self._at = 0
@@ -121,7 +132,7 @@ class ToyEngine:
     def serve(self, request: ToyRequest, *, local_blocks: int = 0, chunk: int = 1000) -> int:
         """Prefills a request; returns the tokens that were loaded. The first blocks may be in the engine's own cache."""
         tokens = request.all_token_ids
-        count, waits = self.look_up(request, local_blocks * BLOCK)
+        count = self.look_up(request, local_blocks * BLOCK)
         pages = [(self._at + n) % self.num_pages for n in range(-(-len(tokens) // BLOCK))]
         self._at += len(pages)
         for page in pages:
@@ -130,7 +141,7 @@ class ToyEngine:
             self._compute(request, pages, name, range(local_blocks))
         self.scheduler.order_load(request, [pages], count)
         done = local_blocks * BLOCK + count
-        if waits:
+        if count:
             failed: set[int] = set()
             while request.request_id not in self._step_loads(failed):
                 give_way()
@@ -140,11 +151,11 @@ class ToyEngine:
         self.idle()
         return count
 
-    def look_up(self, request: ToyRequest, num_computed: int = 0) -> tuple[int, bool]:
+    def look_up(self, request: ToyRequest, num_computed: int = 0) -> int:
         while True:
-            count, waits = self.scheduler.look_up(request, num_computed)
+            count = self.scheduler.look_up(request, num_computed)
             if count is not None:
-                return count, waits
+                return count
             give_way()
 
     def idle(self) -> None:
@@ -158,24 +169,28 @@ class ToyEngine:
         is_new, total = True, len(request.all_token_ids)
         while done < total:
             upto = min(total, done + chunk)
+            new = self._new_pages(pages, upto)
             if is_new:
-                self.scheduler.follow(request.request_id, [pages], upto)
+                self.scheduler.follow(request.request_id, [list(pages)], upto, num_computed=done)
             else:
-                self.scheduler.follow_on([(request.request_id, None, upto)])
+                self.scheduler.follow_on([(request.request_id, [new] if new else None, upto)])
             orders, is_new = self.scheduler.orders(is_idle=False), False
             for worker in self.workers:
-                worker.load(orders)
+                worker.begin_step(orders)
             for name in self.layers[0]:
                 self._compute(request, pages, name, range(done // BLOCK, upto // BLOCK))
-                for worker in self.workers:
-                    worker.store_layer(orders, name)
             self.computed += upto - done
             for worker in self.workers:
+                worker.load(orders)
                 worker.store(orders)
                 worker.poll(is_idle=False)
             failed = set().union(*(worker.take_failed_pages() for worker in self.workers))
             self._report()
             done = self._first_failed(pages, failed, upto)
+
+    def _new_pages(self, pages: list[int], num_tokens: int) -> list[int]:
+        """Pages that a step adds to those of a request."""
+        return []
 
     def _compute(self, request: ToyRequest, pages: list[int], name: str, blocks: range) -> None:
         """A page depends on the page before it, as attention does: garbage in, garbage out."""
@@ -214,6 +229,7 @@ class ToyEngine:
         orders = self.scheduler.orders(is_idle=True)
         over = []
         for worker in self.workers:
+            worker.begin_step(orders)
             worker.load(orders)
             worker.store(orders)
             worker.poll(is_idle=True)

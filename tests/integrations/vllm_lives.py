@@ -179,6 +179,7 @@ def damage(disk: Path) -> None:
         slab.write_bytes(data)
 
 
+HOST = {"host_bytes": "64MB", "host_write": "through"}  # everything is on the host when vLLM forgets it
 PROMPTS = prompts(1, 3, 450)
 WHOLE = 448  # tokens of whole blocks in each of them
 
@@ -189,7 +190,7 @@ def plain_and_host(folder: Path) -> Any:
     llama = model("llama", folder)
     with life(llama) as alone:
         expected = alone.answers(PROMPTS)
-    with life(llama, {"host_bytes": "64MB"}) as with_host:
+    with life(llama, HOST) as with_host:
         cold = with_host.asked(PROMPTS)
         with_host.forget()
         host = with_host.asked(PROMPTS)
@@ -208,10 +209,35 @@ def plain_and_host(folder: Path) -> Any:
 
 
 @check
+def write_back(folder: Path) -> Any:
+    """More prompts than vLLM keeps, three times: the host gets what vLLM gives up, and nothing before."""
+    llama, asked = model("llama", folder), prompts(4, 12, 450)
+    with life(llama) as alone:
+        expected = [alone.answers([prompt]) for prompt in asked]
+    seen: dict[str, Any] = {}
+    for name, options in (("large steps", {}), ("small steps", {"max_num_batched_tokens": 128})):
+        with life(llama, {"host_bytes": "64MB"}, max_model_len=1024, num_gpu_blocks_override=60, **options) as each:
+            each.answers([asked[0]])
+            first = each.side.stats()["stored"]
+            found = [each.asked([prompt]) for prompt in asked * 3]
+            seen[name] = {
+                "right": sum(
+                    [one[0] for one in answer] == right for answer, right in zip(found, expected * 3, strict=True)
+                ),
+                "cached": [one[1] for answer in found for one in answer][-12:],
+                "stored at first": first,
+                "failed": each.side.stats()["failed"],
+            }
+            each.engine.reset_prefix_cache(reset_connector=True)
+            seen[name]["behind a reset"] = each.asked([asked[-1]])[0][1]
+    return seen
+
+
+@check
 def poisoned(folder: Path) -> Any:
     """A connector that brings zeros: the answers must differ, or the other checks prove nothing."""
     llama = model("llama", folder)
-    with life(llama, {"host_bytes": "64MB"}, connector="Poisoned", module="poisoned") as each:
+    with life(llama, HOST, connector="Poisoned", module="poisoned") as each:
         cold = each.answers(PROMPTS)
         each.forget()
         loaded = each.asked(PROMPTS)
@@ -224,7 +250,7 @@ def poisoned(folder: Path) -> Any:
 @check
 def wishes(folder: Path) -> Any:
     """Requests that are not to be stored, that have a salt, and a reset that is final."""
-    with life(model("llama", folder), {"host_bytes": "64MB"}) as each:
+    with life(model("llama", folder), HOST) as each:
 
         def cached(prompt: list[int], **options: Any) -> int:
             number = each.asked([prompt], **options)[0][1]
@@ -312,7 +338,7 @@ def adapters(folder: Path) -> Any:
 
     with life(llama, **options) as alone:
         expected = [answer for answer, _ in asked(alone)]
-    with life(llama, {"host_bytes": "64MB"}, **options) as each:
+    with life(llama, HOST, **options) as each:
         cold = asked(each)
         each.forget()
         host = asked(each)
@@ -416,7 +442,7 @@ def new_weights(folder: Path) -> Any:
     from kvpool.integrations.connector.settings import ConnectorSettings
     from kvpool.integrations.vllm_versions.vllm_identity import weights_name
 
-    llama, host = model("llama", folder), {"host_bytes": "64MB"}
+    llama, host = model("llama", folder), HOST
     seen: dict[str, Any] = {}
 
     def changed(worker: Any) -> None:
@@ -572,7 +598,7 @@ def hybrid(folder: Path) -> Any:
     with life(gemma, extra) as third:
         damaged = third.answers(PROMPTS, num_new=100)
         lost = third.side.stats()["failed"]
-    with life(gemma, {"host_bytes": "64MB"}, connector="Poisoned", module="poisoned") as poison:
+    with life(gemma, HOST, connector="Poisoned", module="poisoned") as poison:
         poison.answers(PROMPTS, num_new=100)
         poison.forget()
         wrong = poison.answers(PROMPTS, num_new=100)
@@ -628,7 +654,7 @@ def states(folder: Path) -> Any:
         seen["damaged"] = _seen(third.asked(PROMPTS, num_new=40), expected)[0]
         seen["lost"] = third.side.stats()["failed"] > 0
     for name in ("Poisoned", "PoisonedStates"):
-        with life(lfm2, {"host_bytes": "64MB"}, connector=name, module="poisoned", **alone_at_once) as poison:
+        with life(lfm2, HOST, connector=name, module="poisoned", **alone_at_once) as poison:
             poison.answers(PROMPTS, num_new=40)
             poison.forget()
             wrong = poison.asked(PROMPTS, num_new=40)
@@ -661,7 +687,7 @@ def delta_rule(folder: Path) -> Any:
         first.settle()
     with life(qwen, extra, **options) as second:
         seen["disk"] = cached_as(second.asked(asked), whole)
-    with life(qwen, {"host_bytes": "64MB"}, connector="PoisonedStates", module="poisoned", **options) as poison:
+    with life(qwen, HOST, connector="PoisonedStates", module="poisoned", **options) as poison:
         poison.answers(asked)
         poison.forget()
         seen["poisoned"] = sum(got == right for got, right in zip(poison.answers(asked), expected, strict=True))
@@ -712,7 +738,7 @@ def refused(folder: Path) -> Any:
     config.kv_transfer_config.kv_load_failure_policy = "fail"  # which is vLLM's default
     seen["policy"] = _answer(lambda: checked_block_size(config, SimpleNamespace(kv_cache_groups=[])))
     lfm2 = model("lfm2", folder)
-    seen["for real"] = _answer(lambda: Life(lfm2, {"host_bytes": "64MB"}, enable_prefix_caching=False))
+    seen["for real"] = _answer(lambda: Life(lfm2, HOST, enable_prefix_caching=False))
     return seen
 
 

@@ -1,8 +1,8 @@
 """Loads: how much of a prompt the host and the tiers below it have, and the orders that load it into pages.
 
-Background threads ask the tiers. A block counts as found if every worker finds its part of it. If layers keep states, only
-lengths count behind which there is a checkpoint, and all loads run outside of steps: vLLM can be told only there that one
-failed, and does not count the page of a loaded state in a step.
+All loads run outside of steps: the others go on meanwhile, and only there every version of vLLM computes the right thing
+after one failed. Background threads ask the tiers. A block counts as found if every worker finds its part of it. If layers
+keep states, only lengths count behind which there is a checkpoint.
 """
 
 from __future__ import annotations
@@ -70,32 +70,29 @@ class Loader:
         self._jobs: dict[int, _LoadJob] = {}
         self._in_flight: dict[bytes, float] = {}  # blocks in flight from tiers, and until when others wait for them
 
-    def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
-        """How many tokens after the engine's own can be loaded, and whether that takes a while. None: ask again."""
+    def look_up(self, tracked: TrackedRequest, num_computed: int) -> int | None:
+        """How many tokens after the engine's own can be loaded. None: ask again."""
         if tracked.num_loading:  # the engine went on without a load, so a tier may hang: do not ask it again
             tracked.has_lost = True
         first = tracked.num_local = num_computed // self._block_size
-        tracked.waits = False
+        tracked.uses_tiers = False
         tokens = tracked.tokens()
         last = (len(tokens) - 1) // self._block_size  # one token must be computed
         if last <= first:
-            return 0, False
+            return 0
         found = self._manager.match_prefix(tokens, tracked.scope, tracked.items or None)
-        num_blocks, waits = min(found.num_blocks, last), False
+        num_blocks = min(found.num_blocks, last)
         if self._lookups is not None and num_blocks < last and not tracked.has_lost:
             here = max(first, num_blocks)
             num_below = self._lookups.num_blocks(tracked, here, last)
             if num_below is None or (num_below > here and self._arrives(tracked, here)):
-                return None, False
+                return None
             if self._events is not None and not tracked.was_looked_up:
                 self._tell(tracked, here, num_below, last)
             if num_below > here:
                 num_below = self._with_room(tracked, num_blocks, num_below)
-                num_blocks, waits = max(num_blocks, num_below), num_below > num_blocks
-        if num_blocks <= first:
-            return 0, False
-        tracked.waits = waits or self._has_states
-        return (num_blocks - first) * self._block_size, tracked.waits
+                num_blocks, tracked.uses_tiers = max(num_blocks, num_below), num_below > num_blocks
+        return max(0, num_blocks - first) * self._block_size
 
     def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
         """Whether a load for another request brings this block to the host, so that it is not loaded twice."""
@@ -140,17 +137,17 @@ class Loader:
         if handle is not None:
             num_present = min(max(handle.num_cached_blocks, first), last)
         rows = [] if handle is None else handle.block_ids()[first:last].tolist()
-        digests = tracked.tier_digests(num_present, last) if tracked.waits and handle is not None else []
+        digests = tracked.tier_digests(num_present, last) if tracked.uses_tiers and handle is not None else []
         tracked.num_loading += 1
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests)
         if digests and self._lookups is not None:
             self._in_flight.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
-        holders = (tracked.lookup.value if tracked.waits and tracked.lookup is not None else None) or []
+        holders = (tracked.lookup.value if tracked.uses_tiers and tracked.lookup is not None else None) or []
         in_first = holders[num_present - tracked.asked_from : last - tracked.asked_from].count(0)
         tracked.hits = num_present - first, in_first, last - num_present - in_first
         request_id, present = tracked.request.request_id, num_present - first
         wanted = [of_group[first:last] for of_group in pages]
-        load = Load(job, request_id, rows, wanted, present, digests, tracked.waits)
+        load = Load(job, request_id, rows, wanted, present, digests)
         if self._has_states and handle is not None:
             row = handle.block_ids(CHECKPOINTS).item(last - 1)
             load.checkpoint = Checkpoint(row, [of_group[last - 1] for of_group in state_pages])
@@ -165,11 +162,11 @@ class Loader:
         except OutOfBlocksError:
             return None
 
-    def confirm(self, job: int, num_blocks: int) -> bool | None:
-        """All workers are done: publishes what tiers brought. Returns whether all of it came; None if this was no load."""
+    def confirm(self, job: int, num_blocks: int) -> bool:
+        """All workers are done: publishes what tiers brought. False if this was no load."""
         done = self._jobs.pop(job, None)
         if done is None:
-            return None
+            return False
         done.tracked.num_loading -= 1
         for digest in done.digests:
             self._in_flight.pop(digest, None)
@@ -191,7 +188,7 @@ class Loader:
         if came < wanted:
             done.tracked.has_lost = True
             done.tracked.lookup = None
-        return came == wanted
+        return True
 
     @property
     def num_jobs(self) -> int:

@@ -24,7 +24,9 @@ class Checkpoint(NamedTuple):
 
 @dataclass
 class Load:
-    """Copy rows into pages. Rows from `num_present` on are filled from tiers first, by `digests`; without these they fail.
+    """Copy rows into pages; the request waits outside of steps until this is done.
+
+    Rows from `num_present` on are filled from tiers first, by `digests`; without these they fail.
 
     A load with a checkpoint fails as a whole: states are right behind the last block and nowhere else. The checkpoint comes
     from tiers if a row does.
@@ -36,18 +38,18 @@ class Load:
     pages: list[list[int]]  # of each group
     num_present: int
     digests: list[bytes] = field(default_factory=list)
-    is_async: bool = False  # the request waits outside of steps until this is done
     checkpoint: Checkpoint | None = None  # behind the last block
 
 
 @dataclass
 class Store:
-    """Copy pages into rows, once the step has written them."""
+    """Copy pages into rows, once the step has written them, or before it begins if they are written already."""
 
     job: int
     pages: list[list[int]]  # of each group
     rows: list[int]
     checkpoint: Checkpoint | None = None  # behind the last block
+    is_written: bool = False
 
 
 @dataclass
@@ -68,6 +70,10 @@ class Orders:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     spills: list[Spill] = field(default_factory=list)
+    fence: bool = False
+    """The step may write pages that stores still read: it waits for them."""
+    fences_loads: bool = False
+    """The same of its loads."""
     is_idle: bool = False
     """The step computes nothing, so a short wait for loads delays no request."""
 

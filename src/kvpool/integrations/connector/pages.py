@@ -3,17 +3,17 @@
 A page is the memory of one block of tokens in every layer. Nothing here interprets the bytes: layouts differ between engines,
 versions and attention backends, but a copy to the same place of the same layout is always correct.
 
-On a GPU (`LinkedPages`), copies run on streams of their own, and the CPU does not wait for them:
+On a GPU (`LinkedPages`), copies run on streams of their own, beside what the GPU computes, and nobody waits for them:
 
-    loads    run before the step. Layer by layer during the step, they would cost more than they gain: docs/decisions
-    stores   run after the step; large ones run layer by layer, while the next layers are computed
+    loads    run behind the work that the GPU had when the step began. The request waits outside of steps.
+    stores   run behind the work that the GPU has. Work that would write their pages waits for them (`fence`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, TransferError
 from kvpool.integrations.connector.orders import NO_PAGE
 from kvpool.kernels.layout import current
 from kvpool.pools.arrays import Int32Array
-from kvpool.storage.dma import copy_places
+from kvpool.storage.dma import Places, copy_places
 from kvpool.storage.memory import HostMemory, free_bytes
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
@@ -34,13 +34,17 @@ _Parts = list[tuple[Bytes, slice]]
 _PARTS = 4  # the most pieces of a page per layer: keys, values, and the scales of both
 
 
-class LayerPages(NamedTuple):
-    """One layer: its group, where its bytes begin in a row, and its pieces, each uint8 [page, byte]."""
+class Part(NamedTuple):
+    """Bytes of a page that lie side by side: their group, where they begin in a row, and uint8 [page, byte]."""
 
-    name: str
     group: int
     start: int
-    pieces: list[Tensor]
+    bytes: Tensor
+
+    @property
+    def width(self) -> int:
+        """Bytes of one page."""
+        return self.bytes.shape[1]
 
 
 class Move(NamedTuple):
@@ -64,39 +68,51 @@ class EnginePages:
     """
 
     gpu: torch.device | None = None  # where the pages are
+    copies_later = False  # copies go on when the calls below have returned
 
     def __init__(
         self, layers: Mapping[str, Layer], num_pages: int, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
         named = [list(layers)] if groups is None else [list(group) for group in groups]
-        self.layers: list[LayerPages] = []
+        self.parts: list[Part] = []
         self.row_bytes = 0
+        described: dict[str, list[Any]] = {}
         for number, group in enumerate(named):
             for name in group:
                 pieces = _pieces(name, layers[name], num_pages)
-                self.layers.append(LayerPages(name, number, self.row_bytes, pieces))
-                self.row_bytes += sum(piece.shape[1] for piece in pieces)
+                described[name] = [[name, str(each.dtype), *_inside(each)] for each in pieces]
+                for piece in pieces:
+                    self._add(number, _as_bytes(piece))
         self.num_pages = num_pages
         self.num_groups = len(named)
-        of_groups = [name for name in layers if any(name in group for group in named)]
-        described: list[Any] = [
-            [name, str(each.dtype), list(each.shape), list(each.stride())]
-            for name in of_groups
-            for each in _tensors(layers[name])
-        ]
-        for each in described:
-            each[2] = [
-                0 if size == num_pages else size for size in each[2]
-            ]  # the number of pages is no part of the layout
-            each[3] = [stride for stride, size in zip(each[3], each[2], strict=True) if size]
-        told = described if len(named) == 1 else [described, named]
-        self.layout = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        in_order = [each for name in layers if name in described for each in described[name]]
+        self.layout = hashlib.sha256(
+            json.dumps(in_order if len(named) == 1 else [in_order, named]).encode()
+        ).hexdigest()
 
-    def write(self, moves: Sequence[Move], host: HostRows) -> None:
-        """Copies rows into pages, before anything that is computed next. After a `TransferError` some may be missing."""
+    def _add(self, group: int, piece: Tensor) -> None:
+        """Appends a piece to the row. If it follows the last one in the memory of every page, both become one part."""
+        start = self.row_bytes
+        self.row_bytes += piece.shape[1]
+        if self.parts and self.parts[-1].group == group:
+            last = self.parts[-1]
+            width, stride = last.width + piece.shape[1], piece.stride(0)
+            follows = last.bytes.data_ptr() + last.width == piece.data_ptr() and last.bytes.stride(0) == stride
+            if follows and width <= stride and _memory(last.bytes) == _memory(piece):
+                both = torch.as_strided(last.bytes, (piece.shape[0], width), (stride, 1))
+                self.parts[-1] = Part(group, last.start, both)
+                return
+        self.parts.append(Part(group, start, piece))
+
+    def write(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
+        """Begins to copy rows into pages. Returns a function that says whether the bytes are there.
+
+        After a `TransferError` some of them may be missing, and none is being copied any more.
+        """
         for page, whole, pieces in self._places(moves, host):
             for piece, part in pieces:
                 piece[page] = whole[part]
+        return nothing_left
 
     def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
         """Begins to copy written pages into rows. Returns a function that says whether the bytes are there."""
@@ -105,11 +121,14 @@ class EnginePages:
                 whole[part] = piece[page]
         return nothing_left
 
-    def read_layer(self, name: str, moves: Sequence[Move], host: HostRows) -> None:
-        """This layer has written its pages. `moves` are those that `read` will get."""
+    def begin_step(self, *, fences_loads: bool) -> None:
+        """Pages that `write` gets from now on belonged to others only in work that the engine has ordered already.
 
-    def settle(self) -> None:
-        """Waits until no row is being copied into pages, so that rows may be written."""
+        With `fences_loads`, `read` may still copy them.
+        """
+
+    def fence(self) -> None:
+        """Work that the engine orders from now on may write pages that `read` still copies, so it must come behind."""
 
     def close(self) -> None:
         """Waits for all copies, because their rows are about to be freed."""
@@ -124,22 +143,15 @@ class EnginePages:
 
     @cached_property
     def _arrays(self) -> list[_Parts]:
-        """The pieces of each group and their parts of a row, as numpy arrays, whose slices are copied fastest."""
+        """The parts of each group, in pages and in a row, as numpy arrays, whose slices are copied fastest."""
         groups: list[_Parts] = [[] for _ in range(self.num_groups)]
-        for layer in self.layers:
-            start = layer.start
-            for piece in layer.pieces:
-                groups[layer.group].append((piece.numpy(), slice(start, start + piece.shape[1])))
-                start += piece.shape[1]
+        for part in self.parts:
+            groups[part.group].append((part.bytes.numpy(), slice(part.start, part.start + part.width)))
         return groups
 
 
-def _tensors(layer: Layer) -> list[Tensor]:
-    return [layer] if isinstance(layer, Tensor) else list(layer)
-
-
 def _pieces(name: str, layer: Layer, num_pages: int) -> list[Tensor]:
-    """One layer as matrices of bytes, [page, byte]."""
+    """One layer as tensors [page, ...] whose pages are dense, in whatever order their dimensions lie."""
     if not isinstance(layer, Tensor):
         return [piece for part in layer for piece in _pieces(name, part, num_pages)]
     if layer.shape[0] == num_pages:
@@ -147,22 +159,43 @@ def _pieces(name: str, layer: Layer, num_pages: int) -> list[Tensor]:
     elif layer.dim() > 1 and layer.shape[0] <= _PARTS and layer.shape[1] == num_pages:
         parts = list(layer)
     elif layer.shape[0] % num_pages == 0:  # the kernels use smaller pages than the scheduler
-        parts = [layer.reshape(num_pages, -1, *layer.shape[1:])]
+        parts = [layer.unflatten(0, (num_pages, -1))]  # type: ignore[no-untyped-call]
     else:
         raise ConfigError(
             f"the cache of {name} has the shape {tuple(layer.shape)}, in which {num_pages} pages cannot be found"
         )
     for part in parts:
-        if not part[0].is_contiguous():
-            raise ConfigError(f"the pages of {name} are not contiguous: shape {tuple(part.shape)}, {part.stride()}")
-    return [_as_bytes(part) for part in parts]
+        if not _is_dense(part):
+            raise ConfigError(
+                f"a page of {name} does not lie in one piece of memory: shape {tuple(part.shape)}, strides {part.stride()}"
+            )
+    return parts
+
+
+def _is_dense(part: Tensor) -> bool:
+    """Whether each page is one stretch of memory that nothing else lies in."""
+    size = 1
+    for stride, length in sorted(zip(*reversed(_inside(part)), strict=True)):
+        if length > 1:
+            if stride != size:
+                return False
+            size *= length
+    return part.shape[0] == 1 or part.stride(0) >= size
+
+
+def _inside(part: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of one page: the order of its bytes, wherever pages lie."""
+    return list(part.shape[1:]), list(part.stride()[1:])
 
 
 def _as_bytes(part: Tensor) -> Tensor:
-    size = part.element_size()
     width, stride = part[0].numel(), part.stride(0)
     flat = torch.as_strided(part, (part.shape[0], width), (stride, 1))
-    return flat.view(torch.uint8) if size > 1 else flat
+    return flat.view(torch.uint8) if part.element_size() > 1 else flat
+
+
+def _memory(part: Tensor) -> int:
+    return part.untyped_storage().data_ptr()
 
 
 def _check_room(num_bytes: int) -> None:
@@ -197,110 +230,106 @@ class HostRows:
             self._memory.close()
 
 
-_Numbers = list[tuple[Int32Array, Int32Array]]  # of each group: pages, and their rows
-_MANY_BLOCKS = 64  # smaller stores are copied after the step, because a copy per layer costs time on the CPU
+class _Places(NamedTuple):
+    """Where the parts of one group lie: addresses of page 0, bytes from page to page, starts in a row, and widths."""
+
+    addresses: Places
+    strides: Places
+    starts: Places
+    widths: Places
 
 
 class LinkedPages(EnginePages):
-    """`EnginePages` for a GPU. Only the thread that computes uses it; any thread may call `settle`."""
+    """`EnginePages` for a GPU. Only the thread that computes uses it."""
+
+    copies_later = True
 
     def __init__(
         self, layers: Mapping[str, Layer], num_pages: int, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
         super().__init__(layers, num_pages, groups)
-        self.gpu = self._device = self.layers[0].pieces[0].device
+        self.gpu = self._device = self.parts[0].bytes.device
+        self._groups = [_places_of(part for part in self.parts if part.group == n) for n in range(self.num_groups)]
         with current(self._device):
             self._in: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._out: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._last_write: torch.cuda.Event | None = None
-        self._said: dict[str, int] = {}  # by layer: how often `read_layer` was called in this step
+        self._before: torch.cuda.Event | None = None  # what the GPU had to do when the step began
+        self._last_read: torch.cuda.Event | None = None
 
-    def write(self, moves: Sequence[Move], host: HostRows) -> None:
-        """Copies rows into pages after all work that the GPU has so far. Later work on the GPU waits for the copies."""
-        if not moves:
-            return
-        numbers = _numbers(moves)
+    def begin_step(self, *, fences_loads: bool) -> None:
+        """Loads from now on wait for the work that the GPU has by now, and not for what the step orders."""
         with current(self._device):
-            self._in.wait_stream(torch.cuda.current_stream())
-            self._in.wait_stream(self._out)
+            self._before = torch.cuda.current_stream().record_event()
+            if fences_loads and self._last_read is not None:
+                self._in.wait_event(self._last_read)
+
+    def fence(self) -> None:
+        """What the GPU gets to do from now on waits for all pages that are being read."""
+        if self._last_read is not None:
+            with current(self._device):
+                torch.cuda.current_stream().wait_event(self._last_read)
+
+    def write(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
+        """Copies rows into pages, beside what the GPU computes."""
+        with current(self._device):
+            if self._before is None:
+                self._in.wait_stream(torch.cuda.current_stream())
+            else:
+                self._in.wait_event(self._before)
             try:
                 with torch.cuda.stream(self._in):
-                    for layer in self.layers:
-                        self._copy(layer, numbers, host, to_host=False)
-            finally:
-                self._last_write = self._in.record_event()
-                torch.cuda.current_stream().wait_event(self._last_write)
+                    self._copy(moves, host, to_host=False)
+            except TransferError:  # the engine computes these pages itself now, behind what was begun
+                torch.cuda.current_stream().wait_stream(self._in)
+                raise
+            over = self._in.record_event()
+        return lambda: bool(over.query())
 
-    def settle(self) -> None:
-        """Waits until no row is copied into pages any more."""
-        if (event := self._last_write) is not None:
-            event.synchronize()
+    def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
+        """Copies pages into rows when the GPU has done the work that it has by now."""
+        with current(self._device):
+            self._out.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._out):
+                self._copy(moves, host, to_host=True)
+            over = self._last_read = self._out.record_event()
+        return lambda: bool(over.query())
 
     def close(self) -> None:
         """Waits for all copies: their rows are about to go."""
         self._in.synchronize()
         self._out.synchronize()
 
-    def read_layer(self, name: str, moves: Sequence[Move], host: HostRows) -> None:
-        """Copies a layer while the next ones are computed, if there are many blocks."""
-        if sum(len(move.rows) for move in moves) < _MANY_BLOCKS:
-            return
-        self._said[name] = self._said.get(name, 0) + 1
-        if self._said[name] == 1:
-            self._send([layer for layer in self.layers if layer.name == name], moves, host)
-
-    def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
-        """Copies layers that are not copied yet, or were written again since. Later work on the GPU waits for the copies."""
-        said, self._said = self._said, {}
-        self._send([layer for layer in self.layers if said.get(layer.name) != 1], moves, host)
-        with current(self._device):
-            over = self._out.record_event()
-            torch.cuda.current_stream().wait_event(over)  # the engine may give these pages to other requests
-        return lambda: bool(over.query())
-
-    def _send(self, layers: Sequence[LayerPages], moves: Sequence[Move], host: HostRows) -> None:
-        numbers = _numbers(moves)
-        with current(self._device):
-            self._out.wait_stream(torch.cuda.current_stream())
-            self._out.wait_stream(self._in)  # it may still read rows that belong to another request now
-            with torch.cuda.stream(self._out):
-                for layer in layers:
-                    self._copy(layer, numbers, host, to_host=True)
-
-    def _copy(self, layer: LayerPages, numbers: _Numbers, host: HostRows, *, to_host: bool) -> None:
+    def _copy(self, moves: Sequence[Move], host: HostRows, *, to_host: bool) -> None:
         """On the current stream."""
-        start = layer.start
-        for piece in layer.pieces:
-            end = start + piece.shape[1]
-            _copy_piece(piece, host, slice(start, end), *numbers[layer.group], to_host=to_host)
-            start = end
+        rows: Int32Array = np.array([row for move in moves for row in move.rows], np.int32)
+        for number, places in enumerate(self._groups):
+            pages: Int32Array = np.array([page for move in moves for page in move.pages[number]], np.int32)
+            there = pages != NO_PAGE
+            if not there.any():
+                continue
+            if not (host.is_pinned and _copy_at_once(places, pages[there], host, rows[there], to_host=to_host)):
+                _copy_each([part for part in self.parts if part.group == number], pages, host, rows, to_host=to_host)
 
 
-def _numbers(moves: Sequence[Move]) -> _Numbers:
-    """All pages and rows of each group, without those that have left their window."""
-    rows: Int32Array = np.array([row for move in moves for row in move.rows], np.int32)
-    numbers = []
-    for group in range(len(moves[0].pages)):
-        pages: Int32Array = np.array([page for move in moves for page in move.pages[group]], np.int32)
-        there = pages != NO_PAGE
-        numbers.append((pages[there], rows[there]))
-    return numbers
+def _places_of(parts: Iterable[Part]) -> _Places:
+    told = [(part.bytes.data_ptr(), part.bytes.stride(0), part.start, part.width) for part in parts]
+    return _Places(*(np.array(column, np.uint64) for column in zip(*told, strict=True)))
 
 
-def _copy_piece(
-    piece: Tensor, host: HostRows, part: slice, pages: Int32Array, rows: Int32Array, *, to_host: bool
-) -> None:
-    """Between pages of a piece and its part of each row."""
-    if not len(pages):
-        return
-    ours = host.array[:, part]
-    here = np.uint64(ours.ctypes.data) + rows.astype(np.uint64) * np.uint64(ours.strides[0])
-    there = np.uint64(piece.data_ptr()) + pages.astype(np.uint64) * np.uint64(piece.stride(0))
-    sizes = np.full(len(pages), piece.shape[1], np.uint64)
-    sources, targets = (there, here) if to_host else (here, there)
-    if host.is_pinned and copy_places(sources, targets, sizes):
-        return
+def _copy_at_once(places: _Places, pages: Int32Array, host: HostRows, rows: Int32Array, *, to_host: bool) -> bool:
+    """All parts of all pages, page after page, by the driver's batches; False if the driver has none."""
+    first, width = np.uint64(host.array.ctypes.data), np.uint64(host.array.strides[0])
+    here = (first + rows.astype(np.uint64)[:, None] * width + places.starts).ravel()
+    there = (places.addresses + pages.astype(np.uint64)[:, None] * places.strides).ravel()
+    sizes = np.tile(places.widths, len(pages))
+    return copy_places(there, here, sizes) if to_host else copy_places(here, there, sizes)
+
+
+def _copy_each(parts: Sequence[Part], pages: Int32Array, host: HostRows, rows: Int32Array, *, to_host: bool) -> None:
     for page, row in zip(pages.tolist(), rows.tolist(), strict=True):
-        place = torch.from_numpy(ours[row])
-        target, source = (place, piece[page]) if to_host else (piece[page], place)
-        target.copy_(source, non_blocking=True)
+        if page == NO_PAGE:
+            continue
+        for part in parts:
+            place = torch.from_numpy(host.array[row, part.start : part.start + part.width])
+            target, source = (place, part.bytes[page]) if to_host else (part.bytes[page], place)
+            target.copy_(source, non_blocking=True)

@@ -219,7 +219,7 @@ COUNTS = {
     "hits": "requests for which something was loaded",
     "stored": "blocks that were stored on the host",
     "no_room": "blocks that were not stored because everything on the host was in use",
-    "spoiled": "blocks that were stored and not kept, because a load before them had failed",
+    "spoiled": "blocks that were stored and not kept: a worker could not copy them, or a reset came before",
     "from_host": "blocks that were loaded from the host",
     "from_tiers": "blocks that were loaded from the tiers below the host",
     "failed": "blocks that were promised and could not be loaded; the engine computed them again",

@@ -210,7 +210,7 @@ class TrackedRequest:
     num_local: int = 0  # blocks that the engine's own cache had at the last look-up
     lookup: Pending[list[int]] | None = None  # which tier has each block from `asked_from` on; None: not asked
     asked_from: int = 0
-    waits: bool = False  # the last look-up promised a load that takes a while
+    uses_tiers: bool = False  # the last look-up promised blocks that tiers bring
     num_loading: int = 0  # loads that no worker has reported yet
     has_lost: bool = False  # a load failed: tiers are not asked again
     hits: tuple[int, int, int] = (0, 0, 0)  # of the last load: from the host, the first tier, others

@@ -1,6 +1,6 @@
 """Stores: copies pages to the host, publishes them when the workers confirm, and then has them stored in the tiers.
 
-    ordered    the copy goes with the step that writes the pages; the rows are held, and nobody can find them
+    ordered    the copy runs beside the step behind the one that writes the pages; the rows are held, nobody can find them
     confirmed  all workers have done it; blocks are published together, at the latest before the next look-up
     published  blocks can be found, and are ordered to the tiers below, if there are any
     done       the tiers have their own copy of the bytes: no job uses the rows any more
@@ -15,7 +15,7 @@ one is of no use. Rows are held only while jobs use them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ class SaveStats:
 
     stored: int = 0
     no_room: int = 0  # not stored because everything on the host was in use
-    spoiled: int = 0  # stored and not published: a load before them had failed, or a worker could not
+    spoiled: int = 0  # stored and not published: a worker could not copy them, or a reset came before
 
 
 @dataclass
@@ -48,7 +48,31 @@ class _StoreJob:
     saving: Saving
     first: int
     last: int
+    pages: list[list[int]]
     lease: KVCacheHandle | None = None  # holds its checkpoint until the tiers have it
+
+
+class PagesInUse:
+    """Pages that stores in flight read."""
+
+    def __init__(self) -> None:
+        self._stores: dict[int, int] = {}  # the last store of each page
+
+    def begin(self, job: int, pages: Iterable[Sequence[int]]) -> None:
+        """A store of these pages, of each group, is ordered."""
+        for of_group in pages:
+            self._stores.update(dict.fromkeys(of_group, job))
+
+    def end(self, job: int, pages: Iterable[Sequence[int]]) -> None:
+        """A store is over."""
+        for page in {page for of_group in pages for page in of_group}:
+            if self._stores.get(page) == job:
+                del self._stores[page]
+
+    def any_of(self, pages: Iterable[Sequence[int]]) -> bool:
+        """Whether a store in flight reads one of these pages."""
+        stores = self._stores
+        return bool(stores) and not all(stores.keys().isdisjoint(of_group) for of_group in pages)
 
 
 class Saver:
@@ -75,6 +99,7 @@ class Saver:
         self._events = events
         self._due: list[tuple[TrackedRequest, int]] = []  # requests that the planned step fills blocks of
         self._stores: dict[int, _StoreJob] = {}
+        self._read = PagesInUse()
         self._confirmed: list[_StoreJob] = []
         self._num_confirmed = 0  # blocks of them
         self._spills: dict[int, list[_StoreJob]] = {}
@@ -92,6 +117,10 @@ class Saver:
         last = min(num_tokens, tracked.num_ids) // self._block_size
         if tracked.num_seen < last <= min(map(len, tracked.pages)) and tracked.is_known:
             self._due.append((tracked, last))
+
+    def reads_any(self, pages: Iterable[Sequence[int]]) -> bool:
+        """Whether a store in flight reads one of these pages."""
+        return self._read.any_of(pages)
 
     def order(self, orders: Orders) -> None:
         """Orders copies of what the host lacks, and has published blocks stored in the tiers."""
@@ -144,9 +173,10 @@ class Saver:
             self._held.rest(saving)
             return
         saving.num_ordered = last
-        job = _StoreJob(self._new_job(), saving, first, last)
+        job = _StoreJob(self._new_job(), saving, first, last, pages)
         saving.num_jobs += 1
         self._stores[job.number] = job
+        self._read.begin(job.number, pages)
         store = Store(job.number, pages, saving.rows[first:last])
         if self._has_states:
             row = saving.handle.block_ids(CHECKPOINTS).item(last - 1)
@@ -166,6 +196,7 @@ class Saver:
                 self._let_go(spilled.saving)
             return
         done = self._stores.pop(job)
+        self._read.end(job, done.pages)
         if num_blocks < done.last - done.first:
             done.saving.is_spoiled = True
         if done.saving.is_spoiled:
@@ -226,18 +257,14 @@ class Saver:
         self._waiting.append(spill)
         self._spills[spill.job] = spilled
 
-    def spoil(self) -> None:
-        """Prevents blocks in flight from being published: they may depend on pages that were not loaded."""
-        for job in self._stores.values():
-            job.saving.is_spoiled = True
-
     def forget(self) -> None:
         """After a reset: nothing in flight is published, or reported as stored in tiers."""
         self.make_room()  # publishes confirmed blocks one last time
-        self.spoil()
+        for job in self._stores.values():
+            job.saving.is_spoiled = True
         for spilled in self._spills.values():
-            for job in spilled:
-                job.saving.is_spoiled = True
+            for done in spilled:
+                done.saving.is_spoiled = True
 
     def _drop(self, done: _StoreJob) -> None:
         self.stats.spoiled += done.last - done.first

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.integrations.connector.loading import Loader, TierLookups
+from kvpool.integrations.connector.loading import Loader, LoadStats, TierLookups
 from kvpool.integrations.connector.orders import Introduction, JobProgress, Orders, Report
 from kvpool.integrations.connector.reports import BlockEvent, BlockEvents, Increments, NoHitWarning
 from kvpool.integrations.connector.requests import (
@@ -33,6 +33,7 @@ from kvpool.integrations.connector.requests import (
 )
 from kvpool.integrations.connector.saving import Saver
 from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.write_back import EngineCache, WriteBack
 from kvpool.manager import KVCacheManager
 from kvpool.prefix.readers import Pin
 from kvpool.quiet import QuietLog
@@ -58,6 +59,10 @@ class StepClock:
         self._held = None
 
 
+_NO_WRITE_BACK = (
+    "host_write='back' needs vLLM's prefix caching, layers in one group without states, and no KV events: blocks go to the "
+    "host when they are computed, as with 'through'"
+)
 _MAX_EVENTS = 65_536  # kept until the engine takes them
 # Any shape will do: the manager only counts rows.
 _ANY_LAYER = [LayerSpec(kv_heads=1, head_dim=8)]
@@ -76,9 +81,15 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
         hash_size: int | None = None,
+        cache: EngineCache | None = None,
+        step_pages: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hash_size` is the number of tokens of each hash in `block_hashes` of requests. With it, events are reported."""
+        """`hash_size` is the number of tokens of each hash in `block_hashes` of requests. With it, events are reported.
+
+        `cache` is the engine's own; the tokens of a step fill `step_pages` pages of it at most. With it, blocks are stored
+        when it gives them up next, if the settings ask for that.
+        """
         self._clock = StepClock(clock)
         self.num_workers = len(workers)
         if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
@@ -93,7 +104,7 @@ class SchedulerSide:
                 gpu_blocks=(num_rows, num_checkpoints) if has_states else num_rows,
                 partial_match=False,
                 watermark=0.0,
-                eviction_policy=settings.policy,
+                eviction_policy=settings.policy or "adaptive",
                 default_ttl=settings.ttl,
                 event_buffer_size=0 if hash_size is None else _MAX_EVENTS,
             ),
@@ -107,6 +118,11 @@ class SchedulerSide:
         common: dict[str, Any] = dict(has_states=has_states, events=self._events)
         self._saver = Saver(self.manager, block_size, num_rows, self._job, has_tiers=spills, **common)
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, **common)
+        self._write_back: WriteBack | None = None
+        if cache is not None and settings.writes_back and not has_states and hash_size is None:
+            self._write_back = WriteBack(cache, num_rows, step_pages, self._job)
+        elif settings.host_write == "back":
+            _log.warning("kvpool connector: %s", _NO_WRITE_BACK)
         self._no_hit_warning = NoHitWarning(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)
         self._adapters = Adapters()
@@ -121,22 +137,32 @@ class SchedulerSide:
         self._epoch = ""
         self._quiet = QuietLog(_log)
 
+    @property
+    def writes_back(self) -> bool:
+        """Whether blocks go to the host when the engine gives them up, and not when they are computed."""
+        return self._write_back is not None
+
     # --- loads -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after `num_computed_tokens` can be loaded, and whether outside of steps; None: ask again."""
+    def look_up(self, request: Any, num_computed_tokens: int) -> int | None:
+        """How many tokens after `num_computed_tokens` can be loaded, outside of steps. None: ask again."""
         tracked = self._tracked(request)
         if not self._loads or not tracked.is_known:
-            return 0, False
+            return 0
+        num_tokens = self._num_found(tracked, num_computed_tokens)
+        if num_tokens is not None and not tracked.was_looked_up:
+            tracked.was_looked_up = True
+            self._load_stats.requests += 1
+            self._no_hit_warning.looked(tracked, tracked.num_local, num_tokens // self._block_size)
+        return num_tokens
+
+    def _num_found(self, tracked: TrackedRequest, num_computed_tokens: int) -> int | None:
+        if self._write_back is not None:
+            return self._write_back.look_up(tracked, num_computed_tokens, self._orders)
         self._clock.hold()
         self._saver.publish()
         self._pins.apply()
-        num_tokens, waits = self._loader.look_up(tracked, num_computed_tokens)
-        if num_tokens is not None and not tracked.was_looked_up:
-            tracked.was_looked_up = True
-            self._loader.stats.requests += 1
-            self._no_hit_warning.looked(tracked, tracked.num_local, num_tokens // self._block_size)
-        return num_tokens, waits
+        return self._loader.look_up(tracked, num_computed_tokens)
 
     def order_load(
         self, request: Any, pages: Sequence[list[int]], num_tokens: int, state_pages: Sequence[list[int]] = ()
@@ -147,7 +173,13 @@ class SchedulerSide:
         """
         tracked = self._tracked(request)
         tracked.hits = (0, 0, 0)
-        if num_tokens:
+        if not num_tokens:
+            return
+        self._orders.fences_loads |= self._reads_any([of_group[tracked.num_local :] for of_group in pages])
+        if self._write_back is not None:
+            self._write_back.taken(tracked, pages[0])
+            self._write_back.order_load(tracked, pages[0], num_tokens, self._orders)
+        else:
             self._loader.order(tracked, pages, num_tokens, self._job(), self._orders, state_pages)
 
     def hit_blocks(self, request: Any) -> tuple[int, int, int]:
@@ -157,9 +189,22 @@ class SchedulerSide:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def follow(self, request_id: str, pages: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """A step computes a request, new or resumed, up to `num_tokens`; `pages` are all its pages."""
-        if (tracked := self._requests.get(request_id)) is not None:
+    def _will_write(self, pages: Iterable[Sequence[int]]) -> None:
+        """Pages that the engine gave to a request. If a store of their last owner still reads one, the step waits for it."""
+        self._orders.fence = self._orders.fence or self._reads_any(pages)
+
+    def _reads_any(self, pages: Iterable[Sequence[int]]) -> bool:
+        return (self._write_back or self._saver).reads_any(pages)
+
+    def follow(
+        self, request_id: str, pages: Sequence[Sequence[int]], num_tokens: int, *, num_computed: int = 0
+    ) -> None:
+        """A step computes a request, new or resumed, from `num_computed` to `num_tokens`; `pages` are all its pages."""
+        self._will_write(of_group[num_computed // self._block_size :] for of_group in pages)
+        tracked = self._requests.get(request_id)
+        if self._write_back is not None:
+            self._write_back.taken(tracked, pages[0])
+        if tracked is not None:
             tracked.pages, tracked.num_seen = [list(of_group) for of_group in pages], 0
             self._consider(tracked, num_tokens)
 
@@ -185,7 +230,11 @@ class SchedulerSide:
         """
         requests, size = self._requests, self._block_size
         for request_id, new_pages, num_tokens in steps:
+            if new_pages:
+                self._will_write(new_pages)
             tracked = requests.get(request_id)
+            if self._write_back is not None and new_pages:
+                self._write_back.taken(tracked, new_pages[0])
             if tracked is None:
                 continue
             if new_pages and tables is None:
@@ -197,13 +246,21 @@ class SchedulerSide:
                 self._consider(tracked, num_tokens)
 
     def _consider(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        if self._stores and not tracked.options.no_store:
+        if not self._stores or tracked.options.no_store:
+            return
+        if self._write_back is not None:
+            self._write_back.fills(tracked, num_tokens)
+        else:
             self._saver.save(tracked, num_tokens)
 
     def orders(self, *, is_idle: bool) -> Orders:
         """What goes to the workers with this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = is_idle
+        if self._write_back is not None:
+            if self._stores:
+                self._write_back.order(len(self._requests), orders)
+            return orders
         self._clock.go_on()
         self._saver.order(orders)
         self._pins.apply()
@@ -211,29 +268,20 @@ class SchedulerSide:
 
     def take_report(self, report: Report) -> None:
         """What workers did in a step. A job counts when all of them have done it."""
-        over: list[tuple[int, int]] = []
         for job, progress in sorted(report.jobs.items()):
             if job in self._reports:
                 progress = self._reports.pop(job).joined(progress)
             if progress.num_workers < self.num_workers:
                 self._reports[job] = progress
-            else:
-                over.append((job, progress.num_blocks))
-        # Loads first: blocks that were computed after a failed load must not be published.
-        rest = [(job, num_blocks) for job, num_blocks in over if not self._end_load(job, num_blocks)]
-        for job, num_blocks in rest:
-            self._saver.confirm(job, num_blocks)
-
-    def _end_load(self, job: int, num_blocks: int) -> bool:
-        came = self._loader.confirm(job, num_blocks)
-        if came is False:
-            self._saver.spoil()
-        return came is not None
+            elif self._write_back is not None:
+                self._write_back.confirm(job, progress.num_blocks)
+            elif not self._loader.confirm(job, progress.num_blocks):
+                self._saver.confirm(job, progress.num_blocks)
 
     @property
     def has_waiting(self) -> bool:
         """Whether the engine must run steps without requests, because stores to tiers are in flight."""
-        return self._saver.has_waiting
+        return (self._write_back or self._saver).has_waiting
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -243,12 +291,14 @@ class SchedulerSide:
             self._saver.finish(tracked)
             if self._loads:
                 self._no_hit_warning.ended(tracked)
-            if tracked.options.pin is not None and tracked.is_known:
+            if tracked.options.pin is not None and tracked.is_known and self._write_back is None:
                 self._pins.add(tracked)
 
     def reset(self) -> None:
         """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
         self._saver.forget()
+        if self._write_back is not None:
+            self._write_back.forget()
         self._no_hit_warning.forget()
         self._pins.end_all()
         self.manager.cache.reset()
@@ -260,7 +310,12 @@ class SchedulerSide:
 
     def stats(self) -> dict[str, int]:
         """Requests so far, and blocks stored and loaded."""
-        return {**vars(self._saver.stats), **vars(self._loader.stats)}
+        saved = self._saver.stats if self._write_back is None else self._write_back.saved
+        return {**vars(saved), **vars(self._load_stats)}
+
+    @property
+    def _load_stats(self) -> LoadStats:
+        return self._loader.stats if self._write_back is None else self._write_back.loaded
 
     def take_counts(self) -> dict[str, int]:
         """How much `stats` have grown since the last call."""
@@ -293,7 +348,14 @@ class SchedulerSide:
     def _options_of(self, request: Any) -> RequestOptions:
         """The options of a request. Wrong ones do not stop the engine: they are logged, and the request has none."""
         try:
-            return RequestOptions.of(request.kv_transfer_params)
+            options = RequestOptions.of(request.kv_transfer_params)
+            if self._write_back is not None and (options.priority is not None or options.pin is not None):
+                self._quiet.warning(
+                    "kvpool connector: request %s: priority and pin have no effect unless blocks go to the host when they "
+                    "are computed: set host_write='through'",
+                    request.request_id,
+                )
+            return options
         except ConfigError as error:
             self._quiet.warning("kvpool connector: request %s: %s", request.request_id, error)
             return NO_OPTIONS

@@ -25,8 +25,8 @@ from kvpool.terminal import parse_bytes
 from kvpool.tiers import KeyedTier, KeySpace, opening
 from kvpool.tiers.settings import REQUEST_TIMEOUT, TierConfig
 
-DEFAULT_HOST_BYTES = 4 * 2**30
 _CHECKPOINT_SHARE = 4  # checkpoints get one byte in so many of the host, as in a cache of kvpool's own engine
+_HOST_WRITES = ("back", "through")
 _QUOTA_KEYS = {"guaranteed", "maximum"}
 
 
@@ -38,11 +38,16 @@ class ConnectorSettings:
     2147483648
     """
 
-    host_bytes: int = DEFAULT_HOST_BYTES
-    """Memory of the host in each worker."""
+    host_bytes: int | None = None
+    """Memory of the host in each worker; None: see `sized`."""
     host_blocks: int | None = None
     """The same in blocks; instead of `host_bytes`."""
-    policy: str = "adaptive"
+    host_write: str | None = None
+    """When blocks go to the host. `"back"`: when the engine's own cache gives them up next; the block that it gave up first
+    leaves the host first. `"through"`: when they are computed. The default is `"back"`, or `"through"` if a setting is given
+    that needs it: `policy`, `ttl`, `quotas`, `disk` or `remote`."""
+    policy: str | None = None
+    """The order in which blocks leave the host; None: `"adaptive"`, if they are stored when they are computed."""
     ttl: float | None = None
     """Seconds after which an unused block is forgotten by the host."""
     quotas: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -81,7 +86,8 @@ class ConnectorSettings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        check_int(self.host_bytes, "host_bytes", 1, MAX_BYTES)
+        if self.host_bytes is not None:
+            check_int(self.host_bytes, "host_bytes", 1, MAX_BYTES)
         if self.host_blocks is not None:
             check_int(self.host_blocks, "host_blocks", 1, MAX_BLOCKS)
         for name in ("policy", "disk", "remote", "model_id"):
@@ -90,7 +96,15 @@ class ConnectorSettings:
                 raise ConfigError(f"{name} must be text that is not empty, got {show(value)}")
         if check_bool(self.read_only, "read_only") and not self.has_tiers:
             raise ConfigError("read_only=True needs disk or remote, to read from")
-        make_policy(self.policy)
+        if self.policy is not None:
+            make_policy(self.policy)
+        if self.host_write not in (None, *_HOST_WRITES):
+            raise ConfigError(f"host_write must be {' or '.join(map(repr, _HOST_WRITES))}, got {show(self.host_write)}")
+        if self.host_write == "back" and (needing := self._needs_through()):
+            raise ConfigError(
+                f"host_write='back' has no {needing}, which needs blocks on the host when they are computed; take "
+                f"host_write='through', or leave out {needing}"
+            )
         self.tiers(self.disk, read_only=self.read_only)
         if self.ttl is not None and check_number(self.ttl, "ttl", "seconds above 0") <= 0:
             raise ConfigError(f"ttl={self.ttl} must be seconds above 0; leave it out for no limit")
@@ -117,10 +131,27 @@ class ConnectorSettings:
         """Whether there are tiers below the host."""
         return self.disk is not None or self.remote is not None
 
+    @property
+    def writes_back(self) -> bool:
+        """Whether blocks are stored when the engine's cache gives them up, if the engine shows that."""
+        return self.host_write == "back" or (self.host_write is None and not self._needs_through())
+
+    def _needs_through(self) -> str | None:
+        """The first setting that has no meaning with write-back."""
+        names = ("policy", "ttl", "quotas", "disk", "remote")
+        return next((name for name in names if getattr(self, name) not in (None, {})), None)
+
+    def sized(self, cache_bytes: int, free_bytes: int, num_workers: int) -> ConnectorSettings:
+        """With a size of the host, if none was given: that of the engine's own cache, at most a quarter of what is free."""
+        if self.host_bytes is not None or self.host_blocks is not None:
+            return self
+        return replace(self, host_bytes=max(1, min(cache_bytes, free_bytes // 4 // num_workers)))
+
     def num_rows(self, block_bytes: int) -> int:
         """How many blocks of `block_bytes` the host holds."""
         if self.host_blocks is not None:
             return self.host_blocks
+        assert self.host_bytes is not None, "sized() says how many"
         if self.host_bytes < block_bytes:
             raise ConfigError(f"host_bytes={self.host_bytes} holds no block: one has {block_bytes} bytes; raise it")
         return min(self.host_bytes // block_bytes, MAX_BLOCKS)
@@ -128,6 +159,7 @@ class ConnectorSettings:
     def num_checkpoints(self, block_bytes: int, checkpoint_bytes: int) -> tuple[int, int]:
         """How many blocks and how many checkpoints the host holds, if layers keep states."""
         total = self.host_bytes if self.host_blocks is None else self.host_blocks * block_bytes
+        assert total is not None, "sized() says how many"
         number = min(total // _CHECKPOINT_SHARE // checkpoint_bytes, MAX_BLOCKS)
         num_rows = (total - number * checkpoint_bytes) // block_bytes
         if not number or not num_rows:

@@ -38,6 +38,7 @@ _FETCH_THREADS = 2
 _STAGING_BLOCKS = 64
 _STAGING_BYTES = 256 * 2**20
 _COUNT_SECONDS = 1.0
+_LOOK_AGAIN = 0.0002
 
 _log = logging.getLogger("kvpool")
 
@@ -49,8 +50,16 @@ class _TierLoad(NamedTuple):
     rows: Pending[int]
 
 
+class _Copied(NamedTuple):
+    """Copies between pages and rows that were begun: `is_over` says whether the bytes are there."""
+
+    is_over: Callable[[], bool]
+    loads: list[tuple[Load, int]]  # with the blocks that each of them brings
+    stores: list[Store]
+
+
 class WorkerSide:
-    """Copies between pages and rows within a step, and between rows and tiers in the background."""
+    """Copies between pages and rows beside the steps, and between rows and tiers in the background."""
 
     def __init__(
         self,
@@ -60,8 +69,13 @@ class WorkerSide:
         *,
         states: EnginePages | None = None,
         is_reader: bool = False,
+        stores_at_once: bool = False,
     ) -> None:
-        """`states` are the pages of layers that keep a state; `pages` are those of all others."""
+        """`states` are the pages of layers that keep a state; `pages` are those of all others.
+
+        `stores_at_once`: the engine may write a page again before it begins the next step, as it does with states, so
+        everything behind a step waits for its stores.
+        """
         self._settings = settings
         self._pages = pages
         self._host = HostRows(introduction.num_rows, pages.row_bytes, pages.gpu)
@@ -76,7 +90,9 @@ class WorkerSide:
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
         self._threads = ThreadPool("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
         self._fetches: list[_TierLoad] = []
-        self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # each with a check whether it is done
+        self._due: list[Store] = []  # of the step before, which has written their pages
+        self._loading: deque[_Copied] = deque()
+        self._storing: deque[_Copied] = deque()
         self._ended = threading.Event()  # set when a fetch ends
         self._report = Report()
         self._loaded: set[str] = set()
@@ -84,48 +100,84 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._quiet = QuietLog(_log)
         self._increments = Increments()
+        self._stores_at_once = stores_at_once or states is not None or not pages.copies_later
         self._next_counts = 0.0
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def load(self, orders: Orders) -> None:
-        """Does the loads of the step, and starts the loads for which requests outside of it wait."""
-        landing = []
-        for load in orders.loads:
-            if load.is_async:
-                self._begin(load)
-            else:
-                landing.append((load, load.num_present if load.rows else 0))
-        self._land(landing)
+    def begin_step(self, orders: Orders) -> None:
+        """Before the step computes: stores of pages that are written begin now, behind the work that the GPU has."""
+        self._due += [store for store in orders.stores if store.is_written]
+        self._store_due()
+        if orders.fence:
+            self._fence()
+        if orders.loads:
+            for pages in self._each_pages():
+                pages.begin_step(fences_loads=orders.fences_loads)
 
-    def store_layer(self, orders: Orders, name: str) -> None:
-        """The step has written the pages of this layer; `store` follows when it has written all."""
-        if orders.stores and self._pages.gpu is not None:  # on a CPU, all layers are copied at the end
-            self._pages.read_layer(name, _moves(orders), self._host)
+    def load(self, orders: Orders) -> None:
+        """Starts loads, for which requests wait outside of steps."""
+        here = []
+        for load in orders.loads:
+            if load.rows and load.num_present == len(load.rows):
+                here.append((load, load.num_present))
+            else:
+                self._begin(load)
+        self._land(here)
 
     def store(self, orders: Orders) -> None:
-        """Copies what the step has written, and has confirmed rows stored in the tiers."""
-        if orders.stores:
-            over = [self._pages.read(_moves(orders), self._host)]
-            if self._states is not None:
-                over.append(self._states.read(_state_moves(orders.stores), self._state_host))
-            self._storing.append((lambda: all(each() for each in over), orders.stores))
-            self._confirm_stores()
+        """Takes the stores of what the step writes, and has confirmed rows stored in the tiers."""
+        self._due += [store for store in orders.stores if not store.is_written]
+        if self._stores_at_once or orders.is_idle:
+            self._store_due()
+            self._fence()
+            self._end_copies()
         for spill in orders.spills:
             self._spill(spill)
 
-    def _confirm_stores(self) -> None:
-        """Confirms the stores whose bytes have arrived, in their order."""
-        while self._storing and self._storing[0][0]():
-            for store in self._storing.popleft()[1]:
+    def _store_due(self) -> None:
+        stores, self._due = self._due, []
+        if not stores:
+            return
+        try:
+            over = [self._pages.read(_moves(stores), self._host)]
+            if self._states is not None:
+                over.append(self._states.read(_state_moves(stores), self._state_host))
+        except TransferError as error:
+            _log.warning("kvpool connector: %s", error)
+            for store in stores:
+                self._done(store.job, 0)
+            return
+        self._storing.append(_Copied(lambda: all(each() for each in over), [], stores))
+
+    def _fence(self) -> None:
+        for pages in self._each_pages():
+            pages.fence()
+
+    def _each_pages(self) -> list[EnginePages]:
+        return [self._pages] if self._states is None else [self._pages, self._states]
+
+    def _end_copies(self) -> None:
+        """Ends loads and stores whose bytes have arrived, in their order."""
+        while self._storing and self._storing[0].is_over():
+            for store in self._storing.popleft().stores:
                 self._done(store.job, len(store.rows))
+        while self._loading and self._loading[0].is_over():
+            for load, num_loaded in self._loading.popleft().loads:
+                self._end_load(load, num_loaded)
+
+    def _end_load(self, load: Load, num_loaded: int) -> None:
+        """So many blocks of a load are in their pages. The request goes on, and computes the others."""
+        self._lose(load, num_loaded)
+        self._done(load.job, num_loaded)
+        self._loaded.add(load.request_id)
 
     def poll(self, *, is_idle: bool) -> None:
         """Ends loads whose rows have come, and stores that are over."""
-        self._confirm_stores()
         self._ended.clear()
-        if is_idle and self._fetches and not any(fetch.rows.has_ended for fetch in self._fetches):
-            self._ended.wait(IDLE_WAIT)
+        self._end_copies()
+        if is_idle and not self._loaded and not any(fetch.rows.has_ended for fetch in self._fetches):
+            self._wait()
         over: list[_TierLoad] = []
         in_flight: list[_TierLoad] = []
         for fetch in self._fetches:
@@ -135,41 +187,46 @@ class WorkerSide:
         for fetch in over:
             if fetch.rows.is_given_up:
                 self._done(fetch.load.job, 0)
-            else:
-                self._loaded.add(fetch.load.request_id)
         for fetch in self._fetches:
             if fetch.rows.is_overdue and not fetch.rows.is_given_up and fetch.rows.give_up():
                 self._lose(fetch.load, 0)  # its rows stay held until the tier does not use them any more
                 self._loaded.add(fetch.load.request_id)
 
+    def _wait(self) -> None:
+        """Waits for the first copy or the first tier, for a short while: the step computes nothing."""
+        if self._loading:
+            due = time.monotonic() + IDLE_WAIT
+            while not self._loading[0].is_over() and time.monotonic() < due:
+                time.sleep(_LOOK_AGAIN)
+            self._end_copies()
+        elif self._fetches:
+            self._ended.wait(IDLE_WAIT)
+
     def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
-        """Copies so many rows of each load into their pages and ends the load; reports the other pages as failed."""
+        """Begins to copy so many rows of each load into their pages; reports the other pages as failed when that is over."""
+        if not landing:
+            return
         if self._states is not None:  # whole or not at all
             landing = [(load, number if number == len(load.pages[0]) else 0) for load, number in landing]
         moves = [Move([of_group[:number] for of_group in load.pages], load.rows[:number]) for load, number in landing]
         try:
-            self._pages.write(moves, self._host)
+            over = [self._pages.write(moves, self._host)]
             if self._states is not None:
-                self._states.write(_state_moves([load for load, number in landing if number]), self._state_host)
+                checkpoints = _state_moves([load for load, number in landing if number])
+                over.append(self._states.write(checkpoints, self._state_host))
         except TransferError as error:
             _log.warning("kvpool connector: %s", error)
-            landing = [(load, 0) for load, _ in landing]
-        for load, num_loaded in landing:
-            self._lose(load, num_loaded)
-            self._done(load.job, num_loaded)
+            over, landing = [], [(load, 0) for load, _ in landing]
+        self._loading.append(_Copied(lambda: all(each() for each in over), list(landing), []))
+        self._end_copies()
 
     def _lose(self, load: Load, num_loaded: int) -> None:
         """Reports that pages from `num_loaded` on hold nothing."""
         if lost := load.pages[0][num_loaded:]:
             if len(load.pages) == 1 and self._states is None:
                 self._failed_pages.update(page for page in lost if page != NO_PAGE)
-            elif load.is_async:
-                self._failed_requests.add(load.request_id)
             else:
-                raise TransferError(
-                    f"{len(lost)} blocks of {load.request_id} could not be loaded in a step, and an engine with several "
-                    "groups of layers cannot be told to compute them again: restart it"
-                )
+                self._failed_requests.add(load.request_id)
             self._warn(f"{len(lost)} of {len(load.pages[0])} blocks of {load.request_id} could not be loaded")
 
     def _done(self, job: int, num_blocks: int) -> None:
@@ -178,7 +235,7 @@ class WorkerSide:
     # --- what the engine asks for ------------------------------------------------------------------------------------
 
     def take_loaded(self) -> set[str]:
-        """Requests outside of steps whose loads are over, with or without success."""
+        """Requests whose loads are over, with or without success."""
         loaded, self._loaded = self._loaded, set()
         return loaded
 
@@ -248,11 +305,9 @@ class WorkerSide:
         load, came = fetch.load, 0
         try:
             keys = self._space.keys(load.digests)
-            self._pages.settle()  # the rows may still be copied to pages of an earlier owner
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
             if load.checkpoint is not None:
                 assert self._states is not None
-                self._states.settle()
                 keys = keys + self._space.keys(load.digests[-1:], CHECKPOINTS)
                 rows.append(self._state_host.array[load.checkpoint.row])
             came = self._tiers.load_prefix(keys, rows, fetch.rows.due)
@@ -280,8 +335,8 @@ class WorkerSide:
             self._state_host.close()
 
 
-def _moves(orders: Orders) -> list[Move]:
-    return [Move(store.pages, store.rows) for store in orders.stores]
+def _moves(stores: Sequence[Store]) -> list[Move]:
+    return [Move(store.pages, store.rows) for store in stores]
 
 
 def _state_moves(orders: Sequence[Load | Store]) -> list[Move]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from kvpool.integrations.connector.orders import NO_PAGE, Introduction, Orders, Report
 from kvpool.integrations.connector.pages import EnginePages, LinkedPages
@@ -28,10 +29,14 @@ from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.vllm_versions.vllm_identity import checked_block_size, fingerprint, is_windowed, keeps_state
+from kvpool.storage.memory import free_bytes
+
+_log = logging.getLogger("kvpool")
 
 EXPECTED = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
     "register_kv_caches": ("kv_caches",),
+    "bind_connector_metadata": ("connector_metadata",),
     "start_load_kv": ("forward_context", "kwargs"),
     "wait_for_layer_load": ("layer_name",),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
@@ -103,8 +108,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._introduction: Introduction | None = None  # of this worker, until it was sent
         self._workers: list[Introduction] = []
         self._hash_size = self._block_size
-        self._pool: Any = None  # vLLM's, if its weights may change in place
-        self._found_in: Any = None  # where the pool finds blocks: another object after each reset
+        self._pool: Any = None  # vLLM's own cache
+        self._found_in: Any = None  # where it finds blocks: another object after each reset
+        self._follows_resets = vllm_config.weight_transfer_config is not None  # weights may change in place
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -115,7 +121,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The worker has made its pages."""
-        config, settings = self._vllm_config, self._settings
+        config = self._vllm_config
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         of_rows, of_states = ([groups[n] for n in some] for some in (self._row_groups, self._state_groups))
         on_gpu = any(kv_caches[name].is_cuda for of_group in of_rows for name in of_group)
@@ -123,6 +129,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_blocks = self._kv_cache_config.num_blocks
         pages = kind(kv_caches, num_blocks, of_rows if len(groups) > 1 else None)
         states = kind(kv_caches, num_blocks, of_states) if of_states else None
+        each_block = pages.row_bytes + (0 if states is None else states.row_bytes)
+        settings = self._settings.sized(num_blocks * each_block, free_bytes("cpu"), config.parallel_config.world_size)
         num_rows, num_checkpoints = settings.num_rows(pages.row_bytes), 0
         if states is not None:
             num_rows, num_checkpoints = settings.num_checkpoints(pages.row_bytes, states.row_bytes)
@@ -133,8 +141,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fingerprint(config, settings, self._block_size, pages, states),
             num_checkpoints,
         )
-        is_reader = not config.kv_transfer_config.is_kv_producer
-        self._worker = WorkerSide(settings, pages, introduction, states=states, is_reader=is_reader)
+        # With several groups, vLLM may fill new blocks with zeros, or copies, before it says that a step begins.
+        self._worker = WorkerSide(
+            settings,
+            pages,
+            introduction,
+            states=states,
+            is_reader=not config.kv_transfer_config.is_kv_producer,
+            stores_at_once=len(groups) > 1,
+        )
 
     def get_handshake_metadata(self) -> WorkerIntroduction | None:
         """The introduction of this worker. vLLM asks every worker before the first step.
@@ -147,19 +162,24 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         introduction, self._introduction = self._introduction, None
         return WorkerIntroduction(introduction)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: takes its orders."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._step_orders)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does the loads of the step, and starts loads for which requests wait."""
+        """Starts loads, for which requests wait outside of steps."""
         self._ready_worker.load(self._step_orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: all loads of a step run before it. docs/decisions/0014 says why."""
+        """Nothing to do: no layer of a step waits for a load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """The step has written the pages of a layer."""
-        self._ready_worker.store_layer(self._step_orders, layer_name)
+        """Nothing to do: all layers are stored together, beside the next step."""
 
     def wait_for_save(self) -> None:
-        """The step has written its pages."""
+        """The step has written its pages, or has told the GPU to."""
         self._ready_worker.store(self._step_orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -204,15 +224,31 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             hash_size=self._hash_size if announces(self._vllm_config) else None,
+            cache=self._own_cache(),
+            step_pages=self._vllm_config.scheduler_config.max_num_batched_tokens // self._block_size,
         )
+        num_rows, num_blocks = min(worker.num_rows for worker in self._workers), self._kv_cache_config.num_blocks
+        if num_rows < num_blocks and not self._scheduler.writes_back:
+            _log.warning(
+                "kvpool connector: the host has room for %s blocks and vLLM for %s: most of what it holds is a copy of "
+                "what vLLM has; a larger host_bytes would help, or host_write='back' where nothing else needs 'through'",
+                f"{num_rows:,}",
+                f"{num_blocks:,}",
+            )
+
+    def _own_cache(self) -> OwnCache | None:
+        """vLLM's own cache, if it can be followed: all layers share their pages, and each hash names one block."""
+        is_simple = len(self._kv_cache_config.kv_cache_groups) == 1 and self._hash_size == self._block_size
+        return OwnCache(self._pool) if self._pool is not None and self._pool.enable_caching and is_simple else None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What can be loaded for a waiting request; asked in every step while it waits."""
         if self._scheduler is None:
             return None, False  # the first step brings the introductions of the workers
-        if self._pool is not None:
+        if self._follows_resets and self._pool is not None:
             self._follow_resets(self._scheduler)
-        return self._scheduler.look_up(request, num_computed_tokens)
+        num_tokens = self._scheduler.look_up(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave a request its blocks."""
@@ -229,22 +265,24 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._follow_states(side, scheduler_output.kv_connector_block_state)
             return StepMetadata(side.orders(is_idle=not scheduled))
         for new in scheduler_output.scheduled_new_reqs:
-            side.follow(new.req_id, self._pages(new.block_ids), new.num_computed_tokens + scheduled[new.req_id])
+            self._follow(side, new.req_id, new.block_ids, new.num_computed_tokens, scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         going_on = []
         for name, pages, computed in running:
-            num_tokens = computed + scheduled[name]
             if name in cached.resumed_req_ids:
-                side.follow(name, self._pages(pages), num_tokens)
+                self._follow(side, name, pages, computed, scheduled[name])
             else:
-                going_on.append((name, pages, num_tokens))
+                going_on.append((name, pages, computed + scheduled[name]))
         if self._has_windows:
             tables = scheduler_output.kv_connector_block_state.get_block_ids
             side.follow_on(going_on, lambda name: self._pages(tables(name)))
         else:
             side.follow_on(going_on)
         return StepMetadata(side.orders(is_idle=not scheduled))
+
+    def _follow(self, side: SchedulerSide, name: str, pages: Any, computed: int, scheduled: int) -> None:
+        side.follow(name, self._pages(pages), computed + scheduled, num_computed=computed)
 
     def _follow_states(self, side: SchedulerSide, step: Any) -> None:
         """vLLM says which of its blocks hold a state behind a whole block of a request, after this step at the latest.
@@ -284,10 +322,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished(request, block_ids[self._main_group])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Takes the number of tokens of each hash of vLLM."""
+        """Takes vLLM's own cache, and the number of tokens of each of its hashes."""
         self._hash_size = int(gpu_block_pool.hash_block_size)
-        if self._vllm_config.weight_transfer_config is not None:
-            self._pool, self._found_in = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
+        self._pool, self._found_in = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
     def _follow_resets(self, side: SchedulerSide) -> None:
         """Forgets everything when vLLM has reset its own cache only, which it does not tell.
@@ -381,6 +418,25 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _ready_scheduler(self) -> SchedulerSide:
         assert self._scheduler is not None, "all workers introduce themselves first"
         return self._scheduler
+
+
+class OwnCache:
+    """What vLLM's own cache gives up next. It is read between steps only, as vLLM's scheduler does."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def next_to_go(self, number: int) -> Iterable[int]:
+        """The free blocks in the order in which vLLM takes them."""
+        block = self._pool.free_block_queue.fake_free_list_head
+        for _ in range(min(number, self._pool.free_block_queue.num_free_blocks)):
+            block = block.next_free_block
+            yield block.block_id
+
+    def name_of(self, page: int) -> Any | None:
+        """The hash of a block that vLLM can find."""
+        found = self._pool.blocks[page].block_hash
+        return None if found is None else get_block_hash(found)
 
 
 def announces(vllm_config: Any) -> bool:

