@@ -56,7 +56,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-slow test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-slow test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -170,6 +170,13 @@ test-vllm: vllm-site ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) w
 test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its environment is there already
 	@[ -e $(VLLM_VENV)/.stamp ] || { echo "$(VLLM_VENV) is not there: make test-vllm installs it"; exit 1; }
 	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py tests/cluster/test_vllm_index.py $(ARGS)
+
+# On a machine with a GPU: KVPOOL_VLLM_PYTHON names the Python that has vLLM; it needs nothing else of the project.
+test-vllm-gpu: ## a real vLLM on a GPU with kvpool's connector: same answers and bytes, wherever they come from; nine minutes; ARGS="--prompts 20 --lives host"
+	PYTHONPATH=src $(or $(KVPOOL_VLLM_PYTHON),$(PYTHON)) tests/integrations/vllm_gpu.py $(ARGS)
+
+bench-vllm-gpu: ## the same engine beside vLLM alone and vLLM with its own offload, ten minutes on an H200; ARGS="--only small --repeats 1"
+	PYTHONPATH=src $(or $(KVPOOL_VLLM_PYTHON),$(PYTHON)) benchmarks/vllm_gpu.py $(ARGS)
 
 # LMCache's packages lie beside vLLM's: without them, or without redis-server, their lines of the table say so.
 lmcache-site: vllm-site
