@@ -250,7 +250,7 @@ def test_given_a_package_that_is_missing_then_the_extra_that_brings_it_is_named(
 
     monkeypatch.setattr("kvpool.cli.build_app", no_app)
     assert main([command, "--help"]) == 2
-    said = f"kvpool: the command line needs {missing}: pip install 'kvpool[{extra}]'\n"
+    said = f"kvpool: the command line needs {missing}: pip install '.[{extra}]' in a checkout of kvpool\n"
     assert capsys.readouterr().err == said
 
 
@@ -259,7 +259,9 @@ def test_given_no_torch_when_an_engine_is_made_then_it_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvpool.engine.engine", None)
     assert main(["generate", "Hello"]) == 2
-    assert capsys.readouterr().err.endswith("kvpool: an engine needs kvpool.engine.engine: pip install 'kvpool[hf]'\n")
+    assert capsys.readouterr().err.endswith(
+        "kvpool: an engine needs kvpool.engine.engine: pip install '.[hf]' in a checkout of kvpool\n"
+    )
 
 
 def test_given_an_interrupt_while_a_command_loads_then_no_traceback_is_shown(

@@ -139,3 +139,10 @@ def test_given_the_numbers_of_the_readme_then_the_benchmark_pages_have_them() ->
     numbers = re.findall(r"\| \*\*([\d.]+)×\*\* \|", why)
     assert len(numbers) == 3
     assert [number for number in numbers if not re.search(rf"(?<![\d.]){re.escape(number)}(\.\d)?×", measured)] == []
+
+
+def test_given_a_sentence_on_how_to_install_then_it_works_from_a_checkout() -> None:
+    """kvpool is on no package index, so `pip install 'kvpool[hf]'` finds nothing."""
+    texts = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    by_name = re.compile(r"pip install '?kvpool\b")
+    assert [str(path) for path in texts if by_name.search(path.read_text(encoding="utf-8"))] == []

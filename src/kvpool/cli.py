@@ -116,7 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         called = words[0] if words and error.name not in ("typer", "rich") else ""
         extra = COMMANDS[called].extra if called in COMMANDS else "cli"
-        print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[{extra}]'", file=sys.stderr)
+        print(
+            f"kvpool: the command line needs {error.name}: pip install '.[{extra}]' in a checkout of kvpool",
+            file=sys.stderr,
+        )
         return 2
     from kvpool.errors import KVPoolError
     from kvpool.removed import instead_of, instead_of_command

@@ -61,7 +61,9 @@ def test_given_no_llguidance_then_the_error_says_what_to_install(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=re.escape("need llguidance: pip install 'kvpool[server]'")):
+    with pytest.raises(
+        ConfigError, match=re.escape("need llguidance: pip install '.[server]' in a checkout of kvpool")
+    ):
         engine.json_grammar(SCHEMA)
 
 

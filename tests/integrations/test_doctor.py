@@ -53,9 +53,14 @@ def test_given_compiled_attention_or_none_then_the_line_says_which(monkeypatch: 
 
 def test_given_nothing_then_each_part_says_what_to_install() -> None:
     lines = diagnosis(having({}, others=None))
-    assert "  no   engine: torch, transformers, safetensors are not installed; pip install 'kvpool[hf]'" in lines
-    assert "  no   command line: typer, rich are not installed; pip install 'kvpool[cli]'" in lines
-    assert "  no   llama.cpp: llama-cpp-python is not installed; pip install 'kvpool[llama]'" in lines
+    assert (
+        "  no   engine: torch, transformers, safetensors are not installed; pip install '.[hf]' in a checkout of kvpool"
+        in lines
+    )
+    assert "  no   command line: typer, rich are not installed; pip install '.[cli]' in a checkout of kvpool" in lines
+    assert (
+        "  no   llama.cpp: llama-cpp-python is not installed; pip install '.[llama]' in a checkout of kvpool" in lines
+    )
     assert "  no   SGLang: sglang is not installed" in lines
     assert "  no   vLLM: vLLM is not installed; versions that work: 0.31.x, 0.32.x, 0.33.x" in lines
 
@@ -77,9 +82,9 @@ def test_given_vllm_under_another_name_then_no_command_is_named_that_it_does_not
 def test_given_no_xxhash_then_vllm_gets_the_host_only_and_the_others_nothing() -> None:
     lines = diagnosis(having(ENGINES, without="xxhash"))
     assert "disk" not in line(lines, "         vllm serve")
-    assert "kvpool[tiers]" in line(lines, "       With pip")
-    assert "kvpool[tiers]" in line(lines, "  no   SGLang 0.5.23")
-    assert "kvpool[tiers]" in line(lines, "  no   llama.cpp (llama-cpp-python 0.3.36)")
+    assert "'.[tiers]' in a checkout" in line(lines, "       With pip")
+    assert "'.[tiers]' in a checkout" in line(lines, "  no   SGLang 0.5.23")
+    assert "'.[tiers]' in a checkout" in line(lines, "  no   llama.cpp (llama-cpp-python 0.3.36)")
 
 
 def test_given_mooncake_for_gpus_then_its_tier_works() -> None:

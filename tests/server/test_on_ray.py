@@ -342,7 +342,7 @@ def test_given_no_ray_then_one_line_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     assert main(["serve", "--ray", "--model", "nowhere"]) == 2
-    assert "serving on Ray needs ray: pip install 'kvpool[ray]'" in capsys.readouterr().err
+    assert "serving on Ray needs ray: pip install '.[ray]' in a checkout of kvpool" in capsys.readouterr().err
 
 
 def test_given_a_device_then_a_replica_asks_ray_for_one_gpu() -> None:

@@ -63,7 +63,9 @@ def _require(package: str, device: torch.device) -> None:
     if device.type != "cuda":
         raise UnsupportedAttentionError(f"the {package} backend needs a CUDA device, not {device}; use torch")
     if importlib.util.find_spec(package) is None:
-        raise UnsupportedAttentionError(f"the {package} backend needs the package {package}: pip install 'kvpool[gpu]'")
+        raise UnsupportedAttentionError(
+            f"the {package} backend needs the package {package}: pip install '.[gpu]' in a checkout of kvpool"
+        )
 
 
 def create_backend(name: str = "auto", device: torch.device | str | None = None) -> AttentionBackend:

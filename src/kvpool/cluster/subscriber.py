@@ -327,5 +327,7 @@ def _zmq() -> Any:
         import msgspec  # noqa: F401
         import zmq
     except ModuleNotFoundError as error:
-        raise ConfigError(f"following events needs {error.name}: pip install 'kvpool[cluster]'") from None
+        raise ConfigError(
+            f"following events needs {error.name}: pip install '.[cluster]' in a checkout of kvpool"
+        ) from None
     return zmq

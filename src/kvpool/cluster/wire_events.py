@@ -190,5 +190,7 @@ def _msgpack() -> Any:
     try:
         import msgspec.msgpack
     except ModuleNotFoundError as error:
-        raise ConfigError(f"events on the wire need {error.name}: pip install 'kvpool[cluster]'") from None
+        raise ConfigError(
+            f"events on the wire need {error.name}: pip install '.[cluster]' in a checkout of kvpool"
+        ) from None
     return msgspec.msgpack

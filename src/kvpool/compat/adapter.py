@@ -280,5 +280,7 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise StorageError("keys and values need torch: pip install 'kvpool[torch]'; block ids alone do not") from None
+        raise StorageError(
+            "keys and values need torch: pip install '.[torch]' in a checkout of kvpool; block ids alone do not"
+        ) from None
     return torch

@@ -1,4 +1,4 @@
-"""Runs Hugging Face causal language models on the cache. Needs torch and transformers (`pip install kvpool[hf]`)."""
+"""Runs Hugging Face causal language models on the cache. Needs torch and transformers (`pip install '.[hf]'`)."""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ class Grammars:
         try:
             library = importlib.import_module("llguidance")
         except ModuleNotFoundError:
-            raise ConfigError("answers in a given form need llguidance: pip install 'kvpool[server]'") from None
+            raise ConfigError(
+                "answers in a given form need llguidance: pip install '.[server]' in a checkout of kvpool"
+            ) from None
         with self._lock:
             if self._prepared is None:
                 described = _described(self._tokenizer)

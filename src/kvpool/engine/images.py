@@ -58,7 +58,9 @@ def _opened(image: str | Path | bytes) -> Iterator[Image]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise InvalidArgumentError("reading images needs Pillow: pip install 'kvpool[vision]'") from error
+        raise InvalidArgumentError(
+            "reading images needs Pillow: pip install '.[vision]' in a checkout of kvpool"
+        ) from error
     name = "" if isinstance(image, bytes) else f" {image}"
     if isinstance(image, bytes) and image.startswith(b"\xff\xd8") and image.count(_SCAN) > _MOST_SCANS:
         raise InvalidArgumentError(f"the image cannot be read: it is a JPEG of over {_MOST_SCANS} scans")

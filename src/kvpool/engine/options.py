@@ -91,7 +91,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
         try:
             from kvpool.engine.engine import Engine
         except ModuleNotFoundError as error:
-            raise ConfigError(f"an engine needs {error.name}: pip install 'kvpool[hf]'") from None
+            raise ConfigError(f"an engine needs {error.name}: pip install '.[hf]' in a checkout of kvpool") from None
         return Engine(self.model if model is None else model, **settings)
 
     def check(self, host_memory: str | None = None) -> None:

@@ -41,7 +41,7 @@ FEATURES = (
 )
 
 _DISK = "/var/cache/kvpool"
-_NO_DISK = "With pip install 'kvpool[tiers]'"
+_NO_DISK = "With pip install '.[tiers]' in a checkout of kvpool"
 TRANSFER = {
     "kv_connector": "KVPoolConnector",
     "kv_connector_module_path": "kvpool.integrations.vllm",
@@ -77,7 +77,8 @@ def diagnosis(find: VersionOf = version_of) -> list[str]:
 def _feature_line(feature: Feature, find: VersionOf) -> str:
     found = [_first_found(package, find) for package in feature.needs]
     if missing := [package for package, version in found if version is None]:
-        return f"  no   {feature.name}: {_listed(missing)} not installed; pip install 'kvpool[{feature.extra}]'"
+        remedy = f"pip install '.[{feature.extra}]' in a checkout of kvpool"
+        return f"  no   {feature.name}: {_listed(missing)} not installed; {remedy}"
     return f"  yes  {feature.name} ({', '.join(f'{package} {version}' for package, version in found)})"
 
 
@@ -128,7 +129,7 @@ def _sglang_lines(find: VersionOf) -> list[str]:
 def _llama_lines(find: VersionOf) -> list[str]:
     version = find("llama-cpp-python")
     if version is None:
-        return ["  no   llama.cpp: llama-cpp-python is not installed; pip install 'kvpool[llama]'"]
+        return ["  no   llama.cpp: llama-cpp-python is not installed; pip install '.[llama]' in a checkout of kvpool"]
     try:
         check_version(version)
     except ConfigError as error:

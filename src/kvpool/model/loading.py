@@ -96,7 +96,9 @@ def load_model(
     try:
         import transformers
     except ImportError as error:
-        raise ModelLoadError("loading a model needs transformers: pip install 'kvpool[hf]'") from error
+        raise ModelLoadError(
+            "loading a model needs transformers: pip install '.[hf]' in a checkout of kvpool"
+        ) from error
     where = torch_device(device)
     wanted = _torch_dtype(dtype)
     usual = torch.bfloat16 if where.type == "cuda" else torch.float32

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server over engines. Needs `pip install 'kvpool[server]'`; start it with `kvpool serve`."""
+"""An OpenAI-compatible HTTP server over engines. Needs `pip install '.[server]'`; start it with `kvpool serve`."""
 
 from __future__ import annotations
 

@@ -175,4 +175,4 @@ def _check_packages() -> None:
     """Looks for packages without importing them."""
     for name in ("uvicorn", "fastapi", "prometheus_client", "torch", "transformers"):
         if find_spec(name) is None:
-            raise ConfigError(f"the server needs {name}: pip install 'kvpool[server]'")
+            raise ConfigError(f"the server needs {name}: pip install '.[server]' in a checkout of kvpool")

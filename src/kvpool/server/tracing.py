@@ -39,7 +39,7 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as error:
-            raise ConfigError(f"traces need {error.name}: pip install 'kvpool[traces]'") from None
+            raise ConfigError(f"traces need {error.name}: pip install '.[traces]' in a checkout of kvpool") from None
         provider = TracerProvider(resource=Resource.create({"service.name": "kvpool"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         return cls(provider)

@@ -1,4 +1,4 @@
-"""The data plane: the bytes behind the block ids. Needs torch (`pip install kvpool[torch]`)."""
+"""The data plane: the bytes behind the block ids. Needs torch (`pip install '.[torch]'`)."""
 
 from kvpool.kernels.layout import Runs, SlotStates
 from kvpool.storage.data_plane import DataPlane, StepSlots

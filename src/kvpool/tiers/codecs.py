@@ -335,5 +335,7 @@ def _functions(method: str, level: int) -> tuple[Callable[[Any], bytes], Callabl
 
             return (lambda plane: lz4.block.compress(plane, store_size=False, compression=level)), unpack_lz4
     except ImportError as error:
-        raise ConfigError(f"compression by {method} needs {error.name}: pip install 'kvpool[tiers]'") from None
+        raise ConfigError(
+            f"compression by {method} needs {error.name}: pip install '.[tiers]' in a checkout of kvpool"
+        ) from None
     raise ConfigError(f"method={show(method)} must be zstd or lz4")

@@ -45,5 +45,7 @@ def _xxhash() -> Any:
     try:
         import xxhash
     except ImportError:
-        raise ConfigError("tiers that outlive a process need xxhash: pip install 'kvpool[tiers]'") from None
+        raise ConfigError(
+            "tiers that outlive a process need xxhash: pip install '.[tiers]' in a checkout of kvpool"
+        ) from None
     return xxhash

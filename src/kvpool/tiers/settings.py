@@ -294,7 +294,9 @@ def _toml() -> Any:
     try:
         return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ModuleNotFoundError:
-        raise ConfigError("a configuration file needs tomli on Python 3.10: pip install 'kvpool[tiers]'") from None
+        raise ConfigError(
+            "a configuration file needs tomli on Python 3.10: pip install '.[tiers]' in a checkout of kvpool"
+        ) from None
 
 
 # --- checks ------------------------------------------------------------------------------------------------------------

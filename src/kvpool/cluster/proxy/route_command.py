@@ -124,5 +124,5 @@ def _uvicorn() -> Any:
         import starlette  # noqa: F401
         import uvicorn
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the proxy needs {error.name}: pip install 'kvpool[cluster]'") from None
+        raise ConfigError(f"the proxy needs {error.name}: pip install '.[cluster]' in a checkout of kvpool") from None
     return uvicorn

@@ -123,7 +123,7 @@ def ray_serve() -> Any:
     try:
         from ray import serve
     except ModuleNotFoundError as error:
-        raise ConfigError(f"serving on Ray needs {error.name}: pip install 'kvpool[ray]'") from None
+        raise ConfigError(f"serving on Ray needs {error.name}: pip install '.[ray]' in a checkout of kvpool") from None
     return serve
 
 

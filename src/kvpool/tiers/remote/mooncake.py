@@ -310,7 +310,11 @@ def _import_mooncake() -> Any:
     try:
         import mooncake.store
     except ImportError as error:
-        remedy = "apt-get install libibverbs1" if "libibverbs" in str(error) else "pip install 'kvpool[mooncake]'"
+        remedy = (
+            "apt-get install libibverbs1"
+            if "libibverbs" in str(error)
+            else "pip install '.[mooncake]' in a checkout of kvpool"
+        )
         raise ConfigError(f"mooncake:// tiers need Mooncake's client ({error}): {remedy}") from None
     return mooncake.store
 

@@ -264,7 +264,9 @@ def import_glide() -> Any:
         import glide_sync
         from glide_shared.logger import Level
     except ImportError:
-        raise ConfigError("redis:// tiers need valkey-glide-sync: pip install 'kvpool[redis]'") from None
+        raise ConfigError(
+            "redis:// tiers need valkey-glide-sync: pip install '.[redis]' in a checkout of kvpool"
+        ) from None
     glide_sync.Logger.init(Level.OFF)
     return glide_sync
 

@@ -276,7 +276,7 @@ def _import_obstore() -> Any:
         import obstore
         import obstore.store
     except ImportError:
-        raise ConfigError("s3:// tiers need obstore: pip install 'kvpool[s3]'") from None
+        raise ConfigError("s3:// tiers need obstore: pip install '.[s3]' in a checkout of kvpool") from None
     return obstore
 
 
