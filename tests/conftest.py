@@ -19,6 +19,7 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(REPO_ROOT / "tests"))  # for managers.py: tests are collected with --import-mode=importlib
 
+import kvpool.replay.policies  # noqa: E402, F401  # known by name in all tests, as in every replay
 import lock_watch  # noqa: E402
 
 if os.environ.get("KVPOOL_LOCK_WATCH") != "0":  # an audit hook lets threads fail to start while they are traced

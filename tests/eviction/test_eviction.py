@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -16,20 +18,23 @@ from stand_in import StandInRun
 from kvpool import eviction
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction import (
-    ARCPolicy,
-    CostAwarePolicy,
     EvictionPolicy,
     KeyedPolicy,
     LRUPolicy,
-    S3FIFOPolicy,
-    TwoQueuePolicy,
     make_policy,
     policy_names,
     register_policy,
 )
-from kvpool.eviction.classic import GhostPolicy, SievePolicy
-from kvpool.eviction.policy import _MAX_CHECKPOINTS
 from kvpool.eviction.run import RunQueue
+from kvpool.replay.policies import (
+    _MAX_CHECKPOINTS,
+    ARCPolicy,
+    CostAwarePolicy,
+    GhostPolicy,
+    S3FIFOPolicy,
+    SievePolicy,
+    TwoQueuePolicy,
+)
 
 BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
 
@@ -723,6 +728,23 @@ def test_unknown_policy_names_the_known_ones(wrong: Any) -> None:
     known = "2q, adaptive, arc, clock, cost, fifo, lfu, lru, priority, s3fifo, sieve"
     with pytest.raises(InvalidArgumentError, match=known):
         make_policy(wrong)
+
+
+def test_given_the_name_of_a_policy_that_replays_compare_then_the_error_says_how_to_serve_with_it() -> None:
+    code = (
+        "from kvpool import KVCacheConfig, KVCacheManager, LayerSpec\n"
+        "config = KVCacheConfig([LayerSpec(1, 16)], gpu_blocks=8)\n"
+        "try:\n"
+        "    KVCacheManager(config, policy='arc')\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+        "import kvpool.replay\n"
+        "print(KVCacheManager(config, policy=kvpool.replay.ARCPolicy).stats() is not None)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    refused, served = done.stdout.splitlines()
+    assert refused.endswith("give its class: KVCacheManager(config, policy=kvpool.replay.ARCPolicy)")
+    assert served == "True"
 
 
 def test_an_instance_that_serves_a_cache_cannot_serve_another() -> None:

@@ -11,10 +11,10 @@ from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.eviction import AdaptivePolicy, CostAwarePolicy, make_policy, policy_names
+from kvpool.eviction import AdaptivePolicy, make_policy, policy_names
 from kvpool.recording import TraceRecorder
 from kvpool.recording.playback import replay_recording
-from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
+from kvpool.replay import CostAwarePolicy, ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.bounds import run_model
 from kvpool.replay.simulate import PrefillTime
 from kvpool.scheduling import LinearCostModel

@@ -32,7 +32,8 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
-from kvpool.eviction import LFUPolicy, LRUPolicy, Run
+from kvpool.eviction import LRUPolicy, Run
+from kvpool.replay import LFUPolicy
 from managers import FULL
 
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)

@@ -78,9 +78,9 @@ RULES: dict[Any, dict[str, tuple[str, list[Any], list[Any]]]] = {
     NodeSettings: {
         "bytes": sizes(2**20, MOST),
         "policy": (
-            "must be one of 2q, adaptive, arc, clock, cost, fifo, lfu, lru, priority, s3fifo, sieve",
-            ["lru", "2q", "sieve"],
-            ["", "mine"],
+            "must be one of adaptive, lru, priority",
+            ["lru", "priority"],
+            ["", "mine", "sieve"],
         ),
         "engine_share": SHARE,
         "tenant_share": SHARE,

@@ -370,7 +370,7 @@ def test_given_a_quota_of_a_tenant_then_it_holds_for_that_tenant_alone(folder: P
         assert used > MEGABYTE // 2
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "clock", "sieve", "s3fifo", "2q", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "priority"])
 def test_given_any_policy_that_needs_no_tokens_then_a_full_node_evicts_by_it(folder: Path, policy: str) -> None:
     with node_thread(folder, MEGABYTE, policy=policy) as server, tier_of(folder) as tier:
         for number in range(80):

@@ -116,11 +116,11 @@ def test_given_a_second_node_of_one_name_then_it_says_who_was_first(
 def test_given_a_file_and_options_then_options_win(tmp_path: Path) -> None:
     file = tmp_path / "kvpool.toml"
     file.write_text(
-        '[node]\nbytes = "1GB"\npolicy = "sieve"\nengine_share = 0.5\ntenants = { acme = 0.25 }\n'
+        '[node]\nbytes = "1GB"\npolicy = "priority"\nengine_share = 0.5\ntenants = { acme = 0.25 }\n'
         'disk = "cache"\ndisk_bytes = "2GB"\nremote = "redis://host"\nmetrics = "127.0.0.1:9"\n'
     )
     found = read_node(file, {"bytes": "2GB", "policy": None})
-    assert (found.bytes, found.policy, found.metrics) == (2 * 2**30, "sieve", ("127.0.0.1", 9))
+    assert (found.bytes, found.policy, found.metrics) == (2 * 2**30, "priority", ("127.0.0.1", 9))
     assert found.quotas.tenants == {tenant_tag("acme"): 0.25}
     assert found.tiers.disk_address == f"disk:cache?bytes={2 * 2**30}"
     assert found.tiers.remote_address == "redis://host"

@@ -9,43 +9,18 @@ from typing import TypeVar
 from kvpool.compiling import tell_apart
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.adaptive import AdaptivePolicy
-from kvpool.eviction.classic import (
-    ARCPolicy,
-    ClockPolicy,
-    GhostPolicy,
-    RememberingPolicy,
-    S3FIFOPolicy,
-    SievePolicy,
-    TwoQueuePolicy,
-)
 from kvpool.eviction.contained import ContainedPolicy
-from kvpool.eviction.policy import (
-    CostAwarePolicy,
-    EvictionPolicy,
-    FIFOPolicy,
-    KeyedPolicy,
-    LFUPolicy,
-    LRUPolicy,
-    PriorityPolicy,
-)
+from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy, LRUPolicy, PriorityPolicy
 from kvpool.eviction.run import Key, Run
 
 __all__ = [
-    "ARCPolicy",
     "AdaptivePolicy",
-    "ClockPolicy",
-    "CostAwarePolicy",
     "EvictionPolicy",
-    "FIFOPolicy",
     "Key",
     "KeyedPolicy",
-    "LFUPolicy",
     "LRUPolicy",
     "PriorityPolicy",
     "Run",
-    "S3FIFOPolicy",
-    "SievePolicy",
-    "TwoQueuePolicy",
     "contained",
     "make_policy",
     "policy_names",
@@ -56,6 +31,17 @@ PolicyLike = str | type[EvictionPolicy] | EvictionPolicy
 PolicyClass = TypeVar("PolicyClass", bound=type[EvictionPolicy])
 
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
+# What only replays compare, by name: importing `kvpool.replay` registers them.
+_OF_REPLAYS = {
+    "2q": "TwoQueuePolicy",
+    "arc": "ARCPolicy",
+    "clock": "ClockPolicy",
+    "cost": "CostAwarePolicy",
+    "fifo": "FIFOPolicy",
+    "lfu": "LFUPolicy",
+    "s3fifo": "S3FIFOPolicy",
+    "sieve": "SievePolicy",
+}
 
 
 def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
@@ -90,8 +76,8 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
 
     >>> make_policy("LRU").name
     'lru'
-    >>> make_policy(S3FIFOPolicy(small_fraction=0.2)).name
-    's3fifo'
+    >>> make_policy(LRUPolicy()).name
+    'lru'
     """
     if isinstance(policy, EvictionPolicy):
         if len(policy) > 0:
@@ -103,6 +89,11 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
         return policy()
     found = _POLICIES.get(_normalised(policy))
     if found is None:
+        if (name := _OF_REPLAYS.get(_normalised(policy))) is not None:
+            raise InvalidArgumentError(
+                f"the policy {policy!r} is one that replays compare; to serve with it, give its class: "
+                f"KVCacheManager(config, policy=kvpool.replay.{name})"
+            )
         known = ", ".join(policy_names())
         raise InvalidArgumentError(f"unknown eviction policy {policy!r}; known: {known}; add yours by register_policy")
     return found()
@@ -110,27 +101,15 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
 
 def contained(policy: EvictionPolicy, failures: deque[tuple[str, Exception]]) -> EvictionPolicy:
     """The policy as a cache may ask it: one of a user's cannot fail there, and what it raises is added to `failures`."""
-    return policy if type(policy) in _OWN else ContainedPolicy(policy, failures)
+    is_own = type(policy).__module__.partition(".")[0] == "kvpool"
+    return policy if is_own else ContainedPolicy(policy, failures)
 
 
 def _normalised(name: object) -> str:
     return name.strip().lower() if isinstance(name, str) else ""
 
 
-_OWN: tuple[type[EvictionPolicy], ...] = (
-    LRUPolicy,
-    LFUPolicy,
-    FIFOPolicy,
-    ClockPolicy,
-    SievePolicy,
-    S3FIFOPolicy,
-    TwoQueuePolicy,
-    ARCPolicy,
-    PriorityPolicy,
-    CostAwarePolicy,
-    AdaptivePolicy,
-)
-tell_apart(KeyedPolicy, RememberingPolicy, GhostPolicy)
-for _policy in _OWN:
+tell_apart(KeyedPolicy)
+for _policy in (LRUPolicy, PriorityPolicy, AdaptivePolicy):
     tell_apart(_policy)
     register_policy(_policy.name)(_policy)

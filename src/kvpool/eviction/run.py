@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from heapq import heappop, heappush
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 from zlib import crc32
@@ -258,38 +257,3 @@ class RunQueue(Queue[Item]):
         item = Item(key, run)
         self.insert(item)
         return item
-
-
-class GhostList:
-    """Fingerprints of runs that were evicted, oldest first, with the number of blocks each one had."""
-
-    __slots__ = ("_blocks_of", "num_blocks")
-
-    def __init__(self) -> None:
-        self._blocks_of: OrderedDict[int, int] = OrderedDict()
-        self.num_blocks = 0
-
-    def __len__(self) -> int:
-        return len(self._blocks_of)
-
-    def add(self, fingerprint: int, num_blocks: int) -> None:
-        """Remember a run as the youngest ghost. Each weighs a block at least, so `trim` bounds their number too."""
-        self.take(fingerprint)
-        self._blocks_of[fingerprint] = max(num_blocks, 1)
-        self.num_blocks += max(num_blocks, 1)
-
-    def take(self, fingerprint: int) -> int:
-        """Forget a ghost; returns how many blocks it had, 0 if it was not there."""
-        num_blocks = self._blocks_of.pop(fingerprint, 0)
-        self.num_blocks -= num_blocks
-        return num_blocks
-
-    def trim(self, max_blocks: float) -> None:
-        """Forget the oldest ghosts until at most `max_blocks` blocks are remembered."""
-        while self._blocks_of and self.num_blocks > max_blocks:
-            _, num_blocks = self._blocks_of.popitem(last=False)
-            self.num_blocks -= num_blocks
-
-    def clear(self) -> None:
-        self._blocks_of.clear()
-        self.num_blocks = 0

@@ -218,7 +218,7 @@ def _check_quotas(quotas: object) -> None:
 
 _GIGABYTE = 2**30
 _REMOTE_SCHEMES = ("redis", "rediss", "s3")
-_POLICIES = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
+_POLICIES = {"LRU": "lru"}
 # Settings that always hold here, or have no equal. They are logged, so that a user knows that they have no effect.
 _WITHOUT_EFFECT = {
     "chunk_size": "blocks have vLLM's block size",

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.eviction import policy_names
 from kvpool.tiers.keys import tenant_tag
 from kvpool.tiers.node.region import MIN_BYTES
 from kvpool.tiers.node.values import Quotas
@@ -46,7 +45,7 @@ class NodeSettings:
     """What a node is started with."""
 
     bytes: int = field(default=0, metadata={"kind": size(MIN_BYTES)})
-    policy: str = field(default="lru", metadata={"kind": choice(*policy_names())})
+    policy: str = field(default="lru", metadata={"kind": choice("adaptive", "lru", "priority")})
     engine_share: float = field(default=1.0, metadata={"kind": _SHARE})
     tenant_share: float = field(default=1.0, metadata={"kind": _SHARE})
     tenants: Mapping[str, float] = field(default_factory=dict, metadata={"kind": _SHARES})

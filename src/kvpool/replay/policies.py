@@ -1,14 +1,149 @@
-"""Policies from the literature: Clock, SIEVE, S3-FIFO, 2Q, ARC. All remember runs while they are no candidates."""
+"""Policies from the literature, which replays compare: FIFO, LFU, greedy-dual, Clock, SIEVE, S3-FIFO, 2Q, ARC.
+
+Importing this module makes them known by name. A cache that serves is given the class: `KVCacheManager(config,
+policy=kvpool.replay.ARCPolicy)`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_left
+from collections import OrderedDict
 from typing import Any, ClassVar
 
-from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.policy import EvictionPolicy
-from kvpool.eviction.run import GhostList, Item, Key, Run, RunQueue
+from kvpool.eviction import register_policy
+from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
+from kvpool.eviction.run import Item, Key, Run, RunQueue
+
+
+class LFUPolicy(KeyedPolicy):
+    """The run that the fewest requests reused goes first; of equals the least recently used."""
+
+    name: ClassVar[str] = "lfu"
+
+    def key(self, run: Run) -> tuple[int, int]:
+        return run.hits, run.last_access
+
+
+class FIFOPolicy(KeyedPolicy):
+    """The run that was inserted first goes first, however often it was used since."""
+
+    name: ClassVar[str] = "fifo"
+
+    def key(self, run: Run) -> int:
+        return run.created
+
+
+_MAX_CHECKPOINTS = 4096
+
+
+class CostAwarePolicy(KeyedPolicy):
+    """Greedy-dual: value = the aging clock when the run was last used + the cost per block of computing it again.
+
+    A block at depth d (in blocks) costs `base_cost + depth_cost * d`: the projections and the MLP cost the same at any
+    position, attention reads everything before it. The n blocks of a run that starts at depth s thus cost
+    `base_cost + depth_cost * (s + (n - 1) / 2)` each on average: more with position and with length. The least valuable
+    run is the victim and the clock rises to its value, so an expensive run that is not used any more is overtaken by
+    the fresh ones in the end. Of equal values the least recently used goes.
+
+    The defaults are the ratio of a dense 8B model with blocks of 16 tokens: 4 * layers * hidden FLOPs of attention for
+    each token before it against 2 * parameters, about 5e-4 per block of depth.
+
+    The clock is looked up by `last_access`, not taken when the run is added: a parent that becomes a candidate because
+    its last child left, or a run that was trimmed, is as old as its last use.
+    """
+
+    name: ClassVar[str] = "cost"
+    weighs: ClassVar[bool] = True
+
+    def __init__(self, base_cost: float = 1.0, depth_cost: float = 5e-4) -> None:
+        if not base_cost > 0.0 or not depth_cost >= 0.0:
+            raise InvalidArgumentError(
+                f"base_cost is {base_cost} and depth_cost is {depth_cost}; the first must be > 0, the second >= 0"
+            )
+        super().__init__()
+        self._base_cost = base_cost
+        self._depth_cost = depth_cost
+        self._latest = 0  # newest access seen
+        # The clock rose to _clocks[i] after tick _ticks[i]; accesses after it see that value.
+        self._ticks: list[int] = []
+        self._clocks: list[float] = []
+
+    def weigh(self, depth_cost: float) -> None:
+        self._depth_cost = self._base_cost * depth_cost
+
+    def recompute_cost(self, run: Run) -> float:
+        """Average cost of computing one block of `run` again, in units of a block at depth 0."""
+        return self._base_cost + self._depth_cost * (run.start + (run.num_blocks - 1) / 2)
+
+    def key(self, run: Run) -> tuple[float, int]:
+        last_access = run.last_access
+        self._latest = max(self._latest, last_access)
+        rises_before = bisect_left(self._ticks, last_access)
+        clock = self._clocks[rises_before - 1] if rises_before else 0.0
+        return clock + self.recompute_cost(run), last_access
+
+    def victim(self) -> Run:
+        run = super().victim()
+        value: float = run.entry.key[0]
+        if not self._clocks or value > self._clocks[-1]:
+            self._raise_clock(value)
+        return run
+
+    def clear(self) -> None:
+        super().clear()
+        self._latest = 0
+        self._ticks.clear()
+        self._clocks.clear()
+
+    def _raise_clock(self, value: float) -> None:
+        if self._ticks and self._ticks[-1] == self._latest:
+            self._clocks[-1] = value
+            return
+        self._ticks.append(self._latest)
+        self._clocks.append(value)
+        if len(self._ticks) > _MAX_CHECKPOINTS:  # the older half is kept at half the resolution
+            del self._ticks[1 : _MAX_CHECKPOINTS // 2 : 2]
+            del self._clocks[1 : _MAX_CHECKPOINTS // 2 : 2]
+
+
+# --- policies that remember runs while they are no candidates ---
+
+
+class GhostList:
+    """Fingerprints of runs that were evicted, oldest first, with the number of blocks each one had."""
+
+    __slots__ = ("_blocks_of", "num_blocks")
+
+    def __init__(self) -> None:
+        self._blocks_of: OrderedDict[int, int] = OrderedDict()
+        self.num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks_of)
+
+    def add(self, fingerprint: int, num_blocks: int) -> None:
+        """Remember a run as the youngest ghost. Each weighs a block at least, so `trim` bounds their number too."""
+        self.take(fingerprint)
+        self._blocks_of[fingerprint] = max(num_blocks, 1)
+        self.num_blocks += max(num_blocks, 1)
+
+    def take(self, fingerprint: int) -> int:
+        """Forget a ghost; returns how many blocks it had, 0 if it was not there."""
+        num_blocks = self._blocks_of.pop(fingerprint, 0)
+        self.num_blocks -= num_blocks
+        return num_blocks
+
+    def trim(self, max_blocks: float) -> None:
+        """Forget the oldest ghosts until at most `max_blocks` blocks are remembered."""
+        while self._blocks_of and self.num_blocks > max_blocks:
+            _, num_blocks = self._blocks_of.popitem(last=False)
+            self.num_blocks -= num_blocks
+
+    def clear(self) -> None:
+        self._blocks_of.clear()
+        self.num_blocks = 0
 
 
 class Record:
@@ -25,7 +160,6 @@ class Record:
         self.credit = 0  # S3-FIFO: further rounds that the run has earned
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class RememberingPolicy(EvictionPolicy):
     """Keeps candidates in one or more queues; a run that was away comes back to its queue and its place in it."""
 
@@ -96,7 +230,6 @@ def _stand_in(run: Run, record: Record, left: Record) -> None:
     record.seen_hits, record.credit = run.hits, 0
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class GhostPolicy(RememberingPolicy):
     """Two queues, and a memory of evicted runs by fingerprint: a run that is computed again is recognised.
 
@@ -151,7 +284,6 @@ class GhostPolicy(RememberingPolicy):
         return self._new.num_blocks + self._proven.num_blocks
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ClockPolicy(RememberingPolicy):
     """Second chance: a visited run is sent to the end of the queue once, then it must be visited again.
 
@@ -192,7 +324,6 @@ class ClockPolicy(RememberingPolicy):
         self._newest = self._moves = 0
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class SievePolicy(RememberingPolicy):
     """SIEVE (NSDI '24): visited runs keep their place while the hand moves from old to new, then starts over.
 
@@ -247,7 +378,6 @@ class SievePolicy(RememberingPolicy):
 _MAX_CREDIT = 3
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class S3FIFOPolicy(GhostPolicy):
     """Sizes are counted in blocks: `small_fraction` of the candidate blocks may stand in the small queue.
 
@@ -300,7 +430,6 @@ class S3FIFOPolicy(GhostPolicy):
         return self._arrivals
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class TwoQueuePolicy(GhostPolicy):
     """2Q (VLDB '94): first-time runs are a FIFO, runs that came back after leaving it are an LRU.
 
@@ -338,7 +467,6 @@ class TwoQueuePolicy(GhostPolicy):
             self._out.trim(self._out_fraction * self._capacity)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ARCPolicy(GhostPolicy):
     """ARC (FAST '03): an LRU of runs used once and an LRU of runs used again, with a boundary that learns.
 
@@ -387,3 +515,16 @@ class ARCPolicy(GhostPolicy):
     def clear(self) -> None:
         super().clear()
         self._target = 0.0
+
+
+for _policy in (
+    FIFOPolicy,
+    LFUPolicy,
+    CostAwarePolicy,
+    ClockPolicy,
+    SievePolicy,
+    S3FIFOPolicy,
+    TwoQueuePolicy,
+    ARCPolicy,
+):
+    register_policy(_policy.name)(_policy)
