@@ -89,6 +89,22 @@ def test_given_layers_side_by_side_in_each_page_then_they_move_together_and_rows
     assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_latents_beside_an_indexers_keys_then_a_block_of_both_moves_in_one_piece(device: str) -> None:
+    memory = torch.randint(0, 256, (6, 16 * (576 * 2 + 132)), dtype=torch.uint8, device=device)
+    latents = memory[:, : 16 * 576 * 2].view(torch.bfloat16).unflatten(1, (16, 576))
+    keys = memory[:, 16 * 576 * 2 :].unflatten(1, (16, 132))
+    before = memory.clone()
+    pages = pages_on(device, {"layer": latents, "layer.indexer": keys})
+    assert [(part.start, part.width) for part in pages.parts] == [(0, memory.shape[1])]
+    host = HostRows(2, pages.row_bytes, pages.gpu)
+    pages.read([Move([[4, 2]], [1, 0])], host)
+    memory.zero_()
+    pages.write([Move([[4, 2]], [1, 0])], host)
+    assert torch.equal(memory[[2, 4]], before[[2, 4]])
+    assert not memory[[0, 1, 3, 5]].any()
+
+
 def test_given_two_groups_that_follow_each_other_in_memory_then_their_parts_stay_apart() -> None:
     memory = torch.randn(6, 2, 4)
     pages = EnginePages({"a": memory[:, 0], "b": memory[:, 1]}, 6, [["a"], ["b"]])

@@ -262,7 +262,8 @@ def test_given_kinds_of_layers_then_vllm_starts_with_those_that_are_served_and_o
     seen: Any,
 ) -> None:
     result = of(seen, "refused")
-    assert [result[kind] for kind in ("full", "latent", "windows", "states")] == [16] * 4
+    served = ("full", "latent", "latents beside an indexer's keys", "windows", "states")
+    assert [result[kind] for kind in served] == [16] * 5
     for kind, named in {
         "states without prefix caching": "as without --enable-prefix-caching",
         "states and drafts": "beside speculative decoding",

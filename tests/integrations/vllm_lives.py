@@ -711,6 +711,16 @@ def refused(folder: Path) -> Any:
     models = {
         "full": [full],
         "latent": [kinds.MLAAttentionSpec(**{**shape, "num_kv_heads": 1})],
+        "latents beside an indexer's keys": [
+            kinds.UniformTypeKVCacheSpecs.from_specs(
+                {
+                    "layer": kinds.MLAAttentionSpec(**{**shape, "num_kv_heads": 1, "head_size": 576}),
+                    "indexer": kinds.MLAAttentionSpec(
+                        **{**shape, "num_kv_heads": 1, "head_size": 132, "dtype": torch.uint8}
+                    ),
+                }
+            )
+        ],
         "windows": [full, window],
         "states": [full, state],
         "states without prefix caching": [full, replace(state, mamba_cache_mode="none")],

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.pages import EnginePages
@@ -43,12 +49,18 @@ def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 
 def is_windowed(group: Any) -> bool:
     """Whether pages of this group are freed as the sequence grows."""
-    return isinstance(group.kv_cache_spec, SlidingWindowSpec)
+    return any(isinstance(spec, SlidingWindowSpec) for spec in _specs(group))
 
 
 def keeps_state(group: Any) -> bool:
     """Whether its layers keep a state (Mamba, linear attention, short convolutions), right at one position."""
-    return isinstance(group.kv_cache_spec, MambaSpec)
+    return any(isinstance(spec, MambaSpec) for spec in _specs(group))
+
+
+def _specs(group: Any) -> list[Any]:
+    """The kinds of the layers of a group. What they keep of a token may differ, as latents and an indexer's keys do."""
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if type(spec) is UniformTypeKVCacheSpecs else [spec]
 
 
 def _reasons_beside_states(groups: Sequence[Any], parallel: Any) -> set[str]:
@@ -65,7 +77,12 @@ def _reasons_beside_states(groups: Sequence[Any], parallel: Any) -> set[str]:
 
 def _reason(group: Any) -> str | None:
     """Why a group of layers cannot be served; None if it can."""
-    spec = group.kv_cache_spec
+    if getattr(group, "host_resident", False):
+        return "layers that vLLM keeps on the host itself"
+    return next((reason for spec in _specs(group) if (reason := _reason_of(spec)) is not None), None)
+
+
+def _reason_of(spec: Any) -> str | None:
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode != "align":
             return "layers with a state that vLLM keeps nowhere but at the end, as without --enable-prefix-caching"
@@ -76,8 +93,6 @@ def _reason(group: Any) -> str | None:
         return f"layers of the kind {type(spec).__name__}"
     if getattr(spec, "non_causal", False):
         return "layers that attend to later tokens, so that a block depends on more than what is before it"
-    if getattr(group, "host_resident", False):
-        return "layers that vLLM keeps on the host itself"
     return None
 
 
