@@ -152,7 +152,9 @@ def test_broken_files_of_a_directory_are_one_error_that_names_it(broken: str, tm
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("t5", "has an encoder beside its decoder"), ("vit", "no causal")])
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("t5", "has an encoder beside its decoder"), ("vit", "is not a causal")]
+)
 def test_a_model_of_another_kind_is_refused_by_what_its_configuration_says(
     model_type: str, reason: str, tmp_path: Path
 ) -> None:
@@ -218,7 +220,7 @@ def test_a_loaded_model_is_used_as_it_is() -> None:
     [
         ({"hidden_size": 8}, ConfigError, "no model_type"),
         ({"model_type": "no_such_type"}, ConfigError, "no_such_type"),
-        ({"model_type": "clip_vision_model"}, UnsupportedModelError, "no causal language model"),
+        ({"model_type": "clip_vision_model"}, UnsupportedModelError, "is not a causal language model"),
         (17, InvalidArgumentError, "17 is a int"),
         (torch.nn.Linear(2, 2), InvalidArgumentError, "Linear.* is no model of transformers"),
     ],

@@ -31,7 +31,9 @@ def guaranteed_engine(mine: int = 0, yours: int = 0, **config: Any) -> ToyEngine
 
 def test_a_request_that_needs_blocks_guaranteed_to_another_tenant_is_refused_by_name() -> None:
     engine = guaranteed_engine(mine=10)
-    with pytest.raises(NeverFitsError, match=r"7 blocks of pool 0.*6 are left.*10 are guaranteed to 'mine'.*set_quota"):
+    with pytest.raises(
+        NeverFitsError, match=r"7 blocks of pool 0: 6 of 16 are available.*10 are guaranteed to 'mine'.*set_quota"
+    ):
         add(engine, request("a", 24, 5, scope=YOURS))
     fits, own = request("b", 20, 5, scope=YOURS), request("c", 40, 5, scope=MINE)
     add(engine, fits, own)
@@ -50,7 +52,7 @@ def test_a_guarantee_that_is_not_filled_yet_counts_too() -> None:
 def test_when_every_block_is_guaranteed_to_another_tenant_then_not_even_one_token_fits() -> None:
     manager = make_manager()
     manager.cache.set_quota("mine", guaranteed=16)
-    with pytest.raises(NeverFitsError, match="need 1 blocks of pool 0, of whose 16 only 0 are left"):
+    with pytest.raises(NeverFitsError, match="need 1 blocks of pool 0: 0 of 16 are available to this tenant"):
         add(make_engine(manager), request("a", 1, 1, scope=YOURS))
 
 

@@ -300,7 +300,7 @@ def test_a_narrowed_sequence_comes_back_from_the_host_without_a_state() -> None:
     manager.check()
     manager.extend(handle, 6)
     manager.check()
-    with pytest.raises(SequenceStateError, match="no state behind its first 4 tokens"):
+    with pytest.raises(SequenceStateError, match="no state at position 4; start at num_written"):
         manager.state_places([handle], 4, 10)
 
 

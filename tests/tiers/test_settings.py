@@ -231,8 +231,8 @@ def test_given_a_wrong_option_then_the_error_names_it_as_it_was_typed() -> None:
     ("content", "words"),
     [
         (b"[tiers\n", "is not TOML"),
-        (b"[tier]\n", r"has no use for a section \[tier\]: write \[tiers\]"),
-        (b"[server]\n[tires]\ndisk = 'x'\n", r"write \[tiers\]"),
+        (b"[tier]\n", r"has an unknown section \[tier\]; did you mean \[tiers\]\?"),
+        (b"[server]\n[tires]\ndisk = 'x'\n", r"did you mean \[tiers\]"),
         (b"[other]\ndisk = 'x'\n", r"no section \[tiers\]; it has other"),
         (b"tiers = 5\n", r"no section \[tiers\]"),
         (b"\xff\xfe", "no text in UTF-8"),
@@ -253,8 +253,8 @@ def test_given_a_file_that_is_no_configuration_then_the_error_names_it(
 def test_given_an_option_of_engines_then_its_help_says_what_it_is_for_and_what_it_is_without_it() -> None:
     texts = {option: help_of(setting) for option, setting in COMMAND_OPTIONS.items()}
     assert list(texts) == ["tier_timeout", "disk", "disk_bytes", "remote"]
-    assert texts["tier_timeout"] == "Seconds that a request waits for them at most: 2."
-    assert texts["disk_bytes"].endswith(": 10GiB.")
+    assert texts["tier_timeout"] == "Longest wait for --disk and --remote, in seconds (default 2)."
+    assert texts["disk_bytes"].endswith("(default 10GiB).")
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------

@@ -54,17 +54,17 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, shared ones included.")] = 256,
     shared_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens that all prompts begin with; default: 128, or half of short prompts."),
+        typer.Option(min=0, help="Tokens that all prompts begin with (default 128, or half of short prompts)."),
     ] = None,
     max_tokens: opt.MaxTokens = 32,
     max_sequences: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     max_tokens_per_step: Annotated[
-        int | None, typer.Option(help="Tokens of one step, decoding and prefill together; default: 2048 or more.")
+        int | None, typer.Option(help="Tokens of one step, decoding and prefill together (default 2048 or more).")
     ] = None,
     compare: Annotated[bool, typer.Option(help="Measure without the prefix cache too.")] = True,
     costs: Annotated[
         bool | None,
-        typer.Option(help="Also time single steps, for `kvpool replay|plan --costs`; default: with --json."),
+        typer.Option(help="Also time single steps, for `kvpool replay|plan --costs` (default: with --json)."),
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
     quiet: opt.Quiet = False,

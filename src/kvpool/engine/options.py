@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the engine imports torch, which takes seconds: commands che
     from kvpool.engine.engine import Engine, Prompt
     from kvpool.engine.generation import Completion
 
-HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
+HostMemory = Annotated[str | None, typer.Option(help="Host memory for swapped-out requests, e.g. 16GiB.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
 
@@ -51,7 +51,7 @@ class _OfModel:
 
     model: Annotated[
         str | None,
-        typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
+        typer.Option(help="A directory, a GGUF file, a config.json (random weights) (default SmolLM2-135M-Instruct)."),
     ] = None
 
 
@@ -66,7 +66,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers]: docs/tiers.md.")
     ] = None
     objective: Annotated[
-        str | None, typer.Option(help="What eviction saves: blocks, or seconds of computing them; default: blocks.")
+        str | None, typer.Option(help="What eviction saves: blocks (default), or seconds of computing them.")
     ] = None
 
     def changed(self, **options: Any) -> EngineOptions:
@@ -131,7 +131,7 @@ class SamplingOptions:
     """The options of every command that prints text."""
 
     temperature: Annotated[
-        float | None, typer.Option(help="0 always takes the likeliest token; default: as the model says.")
+        float | None, typer.Option(help="0 always takes the likeliest token (default: as the model says).")
     ] = None
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")

@@ -250,7 +250,7 @@ def _family_of(config: Any) -> Any:
         return AutoModelForCausalLM
     if hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping:
         return AutoModelForImageTextToText
-    raise UnsupportedModelError(f"{name} is of no causal language model: transformers has none of that type")
+    raise UnsupportedModelError(f"{name}: its model_type is not a causal language model in transformers")
 
 
 def _one_line(error: BaseException) -> str:

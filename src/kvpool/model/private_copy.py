@@ -138,7 +138,7 @@ class SharedWeights:
             different = next(i for i, pair in enumerate(zip(members, self._members, strict=True)) if pair[0] != pair[1])
             raise self._replaced(f"weights or modules in {self._names[different] or 'it'}")
         if self._find() != self._addresses:
-            raise self._replaced("its weights")
+            raise self._replaced("weights")
         versions = self._count()
         samples = self._sample() if compare else self._samples
         changed = versions != self._versions or samples != self._samples
@@ -147,8 +147,8 @@ class SharedWeights:
 
     def _replaced(self, what: str) -> SequenceStateError:
         return SequenceStateError(
-            f"the {self._model_name} is another one now: {what} were replaced or moved; close what was made of it before (an "
-            "Engine, a CachePool) and make a new one"
+            f"{what} of the {self._model_name} were replaced or moved after this engine or pool was made; close it and make "
+            "a new one"
         )
 
     def _identities(self) -> list[tuple[int, ...]]:

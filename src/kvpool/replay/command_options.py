@@ -19,7 +19,7 @@ TraceFile: TypeAlias = Annotated[
 ]
 Policy: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="Policies, comma separated; 'all' for every one. Default: lru.", rich_help_panel=_SIZES),
+    typer.Option(help="Policies, comma separated (default lru); 'all' for every one.", rich_help_panel=_SIZES),
 ]
 Capacity: TypeAlias = Annotated[
     str, typer.Option(help="Blocks of the cache: 10k, 1k:100k, 1k,5k,inf.", rich_help_panel=_SIZES)
@@ -43,13 +43,13 @@ Objective: TypeAlias = Annotated[
 CheckpointEvery: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Of a --model whose layers keep a state: tokens between checkpoints inside prompts, none,1k,4k; default: none.",
+        help="Of a --model whose layers keep a state: tokens between checkpoints inside prompts, none,1k,4k (default none).",
         rich_help_panel=_SIZES,
     ),
 ]
 BlockSize: TypeAlias = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),
+    typer.Option(min=1, help="Tokens per block (default: the trace's, 16 for tokens).", rich_help_panel=_SIZES),
 ]
 Bounds: TypeAlias = Annotated[
     bool, typer.Option(help="Add the infinite cache and the offline optimum.", rich_help_panel=_SIZES)
@@ -83,11 +83,11 @@ TensorParallel: TypeAlias = Annotated[
 AllReduceBandwidth: TypeAlias = Annotated[
     float | None,
     typer.Option(
-        help="GB/s between ranks, measured: the bus bandwidth of nccl-tests; default: 80 % of the data sheet."
+        help="GB/s between ranks, measured: the bus bandwidth of nccl-tests (default: 80 % of the data sheet)."
     ),
 ]
 AllReduceLatency: TypeAlias = Annotated[
-    float | None, typer.Option(help="µs of the smallest all-reduce, measured; default: 15.")
+    float | None, typer.Option(help="µs of the smallest all-reduce, measured (default 15).")
 ]
 SloTtft: TypeAlias = Annotated[
     float, typer.Option(help="Goodput: seconds to the first token, at most.", rich_help_panel=_SERVING)
@@ -103,7 +103,7 @@ Exact: TypeAlias = Annotated[
 ]
 Limit: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")]
 MaxErrors: TypeAlias = Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")]
-Workers: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Processes; default: one per processor.")]
+Workers: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Processes (default: one per processor).")]
 Csv: TypeAlias = Annotated[
     str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
 ]

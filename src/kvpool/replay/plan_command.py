@@ -61,7 +61,7 @@ def plan(
     all_reduce_latency: opt.AllReduceLatency = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     weight_bytes: Annotated[
-        float | None, typer.Option(help="Bytes per parameter; default: as the config says.")
+        float | None, typer.Option(help="Bytes per parameter (default: as the config says).")
     ] = None,
     gpu_fraction: Annotated[float, typer.Option(help="Part of the GPU memory to use.")] = GPU_FRACTION,
     host: Annotated[str, typer.Option(help="Host memory for the cache, for example 512GB.")] = "0",

@@ -79,7 +79,7 @@ def synth(
     requests: Annotated[str, typer.Option(help="How many, for example 10k.")] = "10k",
     rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
     tenants: Annotated[
-        int | None, typer.Option(min=0, help="Who asks: so many tenants; default: as in --like.")
+        int | None, typer.Option(min=0, help="Who asks: so many tenants (default: as in --like).")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
     show: Annotated[bool, typer.Option("--show", help="Print the fitted parameters.")] = False,

@@ -171,7 +171,7 @@ class Capacity:
             if need > left:
                 whose = ", ".join(f"{blocks} are guaranteed to {tenant!r}" for tenant, blocks in kept.items())
                 return (
-                    f"{needs}, of whose {sizes[index]} only {left} are left: {whose}; "
+                    f"{needs}: {left} of {sizes[index]} are available to this tenant, {whose}; "
                     "ask for fewer tokens, lower a guarantee with set_quota, or use a larger pool"
                 )
         return None

@@ -93,8 +93,8 @@ class RowStates:
             source = self.group.column_of(row, start.item(index))
             if target < 0 or passed[index] or (source < 0 < start[index]):
                 raise SequenceStateError(
-                    f"request {batch.handles[index].request_id!r} has no state behind its first {start[index]} tokens: they "
-                    "were narrowed or are committed; a step goes on behind what is written"
+                    f"request {batch.handles[index].request_id!r} has no state at position {start[index]}; "
+                    "start at num_written"
                 )
             targets[index] = row[target]
             sources[index] = row[source] if source >= 0 else -1

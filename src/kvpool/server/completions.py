@@ -71,7 +71,7 @@ async def chat(
 
 
 def _refuse_contradictions(body: ChatCompletions) -> None:
-    """Refuses fields of which one would be ignored."""
+    """Refuses contradictory fields."""
     if body.top_logprobs and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", code="invalid_value", param="top_logprobs")
     if body.max_tokens and body.max_completion_tokens not in (None, body.max_tokens):

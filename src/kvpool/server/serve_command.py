@@ -30,7 +30,7 @@ class ServerOptions:
 
     host: Annotated[
         str | None,
-        typer.Option(help="The address to listen at: 127.0.0.1. Others than this machine's own need keys."),
+        typer.Option(help="The address to listen at (default 127.0.0.1). Others than this machine's own need keys."),
     ] = None
     port: Annotated[int | None, typer.Option(help="8000; 0 takes a free one.", min=0, max=65535)] = None
     keys: Annotated[
@@ -44,15 +44,15 @@ class ServerOptions:
     ] = None
     insecure: Annotated[bool | None, typer.Option(help="Listen at any address, under any name, without keys.")] = None
     max_requests: Annotated[
-        int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
+        int | None, typer.Option(help="Requests that run or wait at once (default 512); more get status 429.", min=1)
     ] = None
     traces: Annotated[
         str | None,
         typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
     ] = None
-    max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None
+    max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step (default 256).", min=1)] = None
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer; default: what the model can.", min=1)
+        int | None, typer.Option(help="Tokens of a prompt and its answer (default: what the model can).", min=1)
     ] = None
     chat_template: Annotated[
         str | None, typer.Option(help="A file with a chat template that takes the place of the model's own.")
@@ -72,7 +72,7 @@ class ServerOptions:
     ] = None
     tls_cert: Annotated[str | None, typer.Option(help="A certificate, to serve https.")] = None
     tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None
-    log_level: Annotated[str | None, typer.Option(help="warning; debug, info and error are the others.")] = None
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning (default), error.")] = None
     image_hosts: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,7 +90,7 @@ def serve(
     *,
     engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; default: its file's name.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model (default: its file's name).")] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,7 +104,7 @@ def serve(
             "--ray", help="Engines as replicas on Ray Serve, routed by what each has cached: docs/cluster.md."
         ),
     ] = False,
-    replicas: Annotated[int | None, typer.Option(help="Engines on Ray: 1.", min=1)] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines on Ray (default 1).", min=1)] = None,
     new_key_for: Annotated[
         str | None,
         typer.Option("--new-key", help="Print a new key of a tenant and its line for the file of keys, and end."),

@@ -85,7 +85,7 @@ class TierConfig:
         seconds(LONGEST_TIMEOUT),
         default=REQUEST_TIMEOUT,
         option="tier_timeout",
-        help=f"Seconds that a request waits for them at most: {REQUEST_TIMEOUT:g}.",
+        help=f"Longest wait for --disk and --remote, in seconds (default {REQUEST_TIMEOUT:g}).",
     )
     min_uses: int | None = _setting(_USES, default=1)  # of a block before it is stored
     host_bytes: int | None = _setting(size(0), option="host_memory")
@@ -93,7 +93,7 @@ class TierConfig:
     offload_min_priority: int | None = _setting(count(0, 100))
     host_write: str | int | None = _setting(_HOST_WRITE)
     disk: str | None = _setting(_DIRECTORY, help="Keep prefixes in this directory: the next start finds them.")
-    disk_bytes: int | None = _of_tier(DiskOptions, "bytes", help="As much as --disk may hold: 10GiB.")
+    disk_bytes: int | None = _of_tier(DiskOptions, "bytes", help="As much as --disk may hold (default 10GiB).")
     disk_threads: int | None = _of_tier(DiskOptions, "threads")
     disk_direct: bool | None = _of_tier(DiskOptions, "direct")
     disk_read_only: bool | None = _of_tier(DiskOptions, "read_only")
@@ -254,7 +254,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     for name, value in found.items():  # sections of other programs may be there
         known = {SECTION, *OTHER_SECTIONS}
         if isinstance(value, (dict, list)) and name not in known and (meant := get_close_matches(name, known, 1, 0.8)):
-            raise ConfigError(f"the configuration {path} has no use for a section [{name}]: write [{meant[0]}]")
+            raise ConfigError(f"the configuration {path} has an unknown section [{name}]; did you mean [{meant[0]}]?")
     return found
 
 

@@ -38,12 +38,12 @@ AT_ONCE = 32
 _T = TypeVar("_T")
 DirectoryArgument = Annotated[
     str | None,
-    typer.Argument(help="The directory of a disk tier; default: `disk` of the settings.", show_default=False),
+    typer.Argument(help="The directory of a disk tier (default: `disk` of the settings).", show_default=False),
 ]
 AddressArgument = Annotated[
     str | None,
     typer.Argument(
-        help="A directory, or the address of a store; default: `disk` of the settings, else `remote`.",
+        help="A directory, or the address of a store (default: `disk` of the settings, else `remote`).",
         show_default=False,
     ),
 ]
@@ -241,7 +241,7 @@ def warm(
     directory: DirectoryArgument = None,
     target: Annotated[
         str | None,
-        typer.Argument(help="Where to: the address of a tier; default: `remote` of the settings.", show_default=False),
+        typer.Argument(help="Where to: the address of a tier (default: `remote` of the settings).", show_default=False),
     ] = None,
     config: ConfigOption = None,
     space: SpaceOption = None,

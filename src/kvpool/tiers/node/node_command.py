@@ -35,7 +35,7 @@ def node(
     disk: Annotated[
         str | None, typer.Option(help="Keep values in this directory, too: one writer for a machine.")
     ] = None,
-    disk_bytes: Annotated[str | None, typer.Option(help="As much as --disk may hold: 10GiB.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(help="As much as --disk may hold (default 10GiB).")] = None,
     remote: Annotated[
         str | None, typer.Option(envvar="KVPOOL_NODE_REMOTE", help="A store behind it: redis://, rediss://, s3://.")
     ] = None,
@@ -43,9 +43,9 @@ def node(
         str | None, typer.Option(help="What is evicted first: lru, adaptive, priority, cost, s3fifo, …")
     ] = None,
     engine_share: Annotated[
-        float | None, typer.Option(help="The largest share of the memory that one engine may fill: 1.")
+        float | None, typer.Option(help="The largest share of the memory that one engine may fill (default 1).")
     ] = None,
-    tenant_share: Annotated[float | None, typer.Option(help="The same for one tenant: 1.")] = None,
+    tenant_share: Annotated[float | None, typer.Option(help="The same for one tenant (default 1).")] = None,
     metrics: Annotated[str | None, typer.Option(help="Serve /metrics and /stats at HOST:PORT.")] = None,
     config: Annotated[
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [node].")
