@@ -128,6 +128,25 @@ def test_given_a_file_that_is_no_text_then_the_error_names_it(
     assert "prompts.bin is no UTF-8 text" in capsys.readouterr().err
 
 
+def test_given_a_terminal_and_no_prompt_then_it_says_what_it_waits_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def read(self, size: int | None = -1) -> str:
+            said.append(capsys.readouterr().err)
+            return ""
+
+    said: list[str] = []
+    monkeypatch.setattr("sys.stdin", Terminal())
+    for words in (["generate"], ["generate", "-"], ["generate", "--quiet"]):
+        assert main(words) == 2
+        capsys.readouterr()
+    assert said == ["reading prompts, one per line; Ctrl-D ends them\n"] * 2 + [""]
+
+
 def test_given_stdin_that_is_no_text_then_the_error_names_it(
     model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

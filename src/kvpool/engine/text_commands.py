@@ -49,7 +49,7 @@ def generate(
 ) -> None:
     """Completes prompts with a model. A single prompt is printed while it is generated."""
     check_files(json)
-    texts = _read_prompts(prompts, file)
+    texts = _read_prompts(prompts, file, quiet)
     params = sampling.make_params(max_new_tokens=max_tokens, n=n, num_beams=beams, stop=stop or ())
     opt.tell_loading("loading the model ...", quiet)
     with engine_options.make_engine(
@@ -73,13 +73,15 @@ def generate(
         opt.tell(_summary(engine, results), quiet)
 
 
-def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
+def _read_prompts(prompts: list[str] | None, file: Path | None, quiet: bool) -> list[str]:
     if file is not None:
         if prompts:
             raise InvalidArgumentError("give prompts or --file, not both")
         source = str(file)
     elif not prompts or prompts == ["-"]:
         source = "stdin"
+        if sys.stdin.isatty():
+            opt.tell("reading prompts, one per line; Ctrl-D ends them", quiet)
     else:
         return prompts
     try:
