@@ -6,10 +6,13 @@ import csv
 import json
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -132,3 +135,29 @@ def console(to_stderr: bool) -> Any:
     from rich.console import Console
 
     return Console(stderr=to_stderr, highlight=False, markup=False)  # a file may hold "[/b]"
+
+
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Raises an interrupt again, at its end, that something in it has swallowed. For work that takes seconds.
+
+    Where Ctrl-C meets a destructor or a callback from C, Python prints the interrupt and goes on.
+    """
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    has_come = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if has_come:
+        raise KeyboardInterrupt

@@ -6,7 +6,9 @@ import errno
 import io
 import json
 import shutil
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,26 @@ def test_given_no_room_for_the_answer_then_the_error_is_one_line(
     monkeypatch.setattr("sys.stdout", FullDisk())
     assert run("generate", "w1", "--max-tokens", "2", "--quiet", model=model_directory) == 1
     assert capsys.readouterr().err.strip() == "kvpool: [Errno 28] No space left on device"
+
+
+def test_given_ctrl_c_that_a_library_swallows_while_it_loads_then_the_command_ends_and_the_engine_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[str] = []
+
+    class Loading:
+        def __init__(self, model: object, **settings: object) -> None:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+        def close(self) -> None:
+            closed.append("engine")
+
+    monkeypatch.setattr("kvpool.engine.engine.Engine", Loading)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["generate", "w1", "--quiet"]) == 130
+    assert closed == ["engine"]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_given_no_prompt_then_the_error_is_one_line(

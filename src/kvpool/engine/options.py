@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +21,7 @@ from kvpool.engine.starting import Start
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.model.sources import check_source
 from kvpool.scheduling import SchedulerConfig
-from kvpool.terminal import check_files, parse_bytes
+from kvpool.terminal import check_files, parse_bytes, raising_interrupts
 from kvpool.tiers import TierConfig, read_tiers
 from kvpool.tiers.settings import COMMAND_OPTIONS
 
@@ -92,7 +92,12 @@ class EngineOptions(_Shown):  # type: ignore[misc]
             from kvpool.engine.engine import Engine
         except ModuleNotFoundError as error:
             raise ConfigError(f"an engine needs {error.name}: pip install '.[hf]' in a checkout of kvpool") from None
-        return Engine(self.model if model is None else model, **settings)
+        with ExitStack() as closing:
+            with raising_interrupts():
+                engine = Engine(self.model if model is None else model, **settings)
+                closing.callback(engine.close)
+            closing.pop_all()
+        return engine
 
     def check(self, host_memory: str | None = None) -> None:
         """Refuses wrong options before a model is loaded."""
