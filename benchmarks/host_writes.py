@@ -1,4 +1,4 @@
-"""When should runs be copied to the host: on eviction, at once, or after some uses? Replays of traces, counted, not timed.
+"""When should runs be copied to the host: on eviction, or at once? Replays of traces, counted, not timed.
 
     python benchmarks/host_writes.py [--traces DIR] [--policy adaptive] [--json FILE]
 
@@ -20,7 +20,7 @@ from kvpool.replay import ReplayConfig, read_trace, replay
 TRACES = ("mooncake_conversation_trace.jsonl", "lmcache_magagent_b16.jsonl", "wekacc_dev.jsonl.gz")
 GPU_SHARE = 0.05  # of the different blocks of a trace
 HOST_FACTORS = (1, 4)  # times the GPU pool
-WRITES: tuple[str | int, ...] = ("back", "through", 1, 2)
+WRITES = ("back", "through")
 
 
 def measure(path: Path, policy: str) -> Iterator[dict[str, Any]]:

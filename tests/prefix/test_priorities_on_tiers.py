@@ -59,7 +59,7 @@ def check_step(before: Blocks, after: Blocks, own: int) -> None:
     ids=["host", "host and disk", "disk"],
 )
 @pytest.mark.parametrize("policy", ["adaptive", "priority"])
-@pytest.mark.parametrize("host_write", ["back", "through", 1])
+@pytest.mark.parametrize("host_write", ["back", "through"])
 def test_low_priorities_never_push_out_high_ones_on_any_tier(
     tiers: dict[str, int], policy: str, host_write: Any
 ) -> None:

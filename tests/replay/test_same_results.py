@@ -199,7 +199,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     configs = [
         *(ReplayConfig(policy, 30, objective="seconds") for policy in ("adaptive", "cost")),
         ReplayConfig("lru", 30, host=40, layers=LAYERS),
-        ReplayConfig("adaptive", 20, host=30, disk=60, host_write=1),
+        ReplayConfig("adaptive", 20, host=30, disk=60, host_write="through"),
         ReplayConfig("lru", 20, block_size=64, time=PrefillTime(1.0, 0.5, 0.1, 0.2), disk=9),
         ReplayConfig("lru", None, layers=(*LAYERS, STATE)),
         ReplayConfig("lru", 60, host=20, disk=30, layers=(*LAYERS, STATE), checkpoint_every=64),

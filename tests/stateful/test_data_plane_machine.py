@@ -416,7 +416,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         block_size=4,
         gpu_blocks=10,
         host_blocks=12,
-        host_write=1,
+        host_write="through",
     ),
     "disk without host": dict(layers=[FULL], block_size=2, gpu_blocks=12, disk_blocks=12),
     "with cross-attention": dict(

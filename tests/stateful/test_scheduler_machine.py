@@ -70,7 +70,7 @@ def draw_config(
         enable_prefix_caching=caching,
         partial_match=rng.random() < 0.8,
         offload_on_evict=offload,
-        host_write=rng.choice(("back", "through", 1)) if offload else "back",
+        host_write=rng.choice(("back", "through")) if offload else "back",
         eviction_policy=rng.choice(policy_names()),
         watermark=watermark,
     )

@@ -33,7 +33,7 @@ def test_settings_cover_what_is_allowed() -> None:
     configs = [setting.config for setting in settings]
     ours = {name for name in policy_names() if type(make_policy(name)).__module__.startswith("kvpool.")}
     assert {config.eviction_policy for config in configs} == ours
-    assert {config.host_write for config in configs if config.num_blocks(Tier.HOST)} == {"back", "through", 1, 2}
+    assert {config.host_write for config in configs if config.num_blocks(Tier.HOST)} == {"back", "through"}
     assert {group.kind for config in configs for group in config.groups} == set(GroupKind)
     assert any(len(config.pools) > 2 for config in configs)
     assert any(len(config.groups) == 5 for config in configs)

@@ -124,7 +124,7 @@ def draw_config(rng: Random, layers: list[LayerSpec | StateSpec], size: int) -> 
         cache_unfilled_blocks=caching and partial and not has_states and rng.random() < 0.6,
         checkpoint_every=size * rng.randrange(1, 4) if has_states and rng.random() < 0.5 else None,
         offload_on_evict=offload,
-        host_write=rng.choice(("back", "back", "through", "through", 1, 2)) if offload else "back",
+        host_write=rng.choice(("back", "through")) if offload else "back",
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
         eviction_policy=rng.choice(POLICIES),
         default_ttl=rng.choice((0.75, 8.0)) if caching and rng.random() < 0.1 else None,

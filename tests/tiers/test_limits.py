@@ -51,9 +51,9 @@ RULES: dict[Any, dict[str, tuple[str, list[Any], list[Any]]]] = {
         "offload_on_evict": FLAG,
         "offload_min_priority": whole(0, 100),
         "host_write": (
-            "must be back, through, or a number of uses from 1 to 2147483647",
-            ["back", "through", 1, 2**31 - 1],
-            ["around", 0, 2**31, True],
+            "must be one of back, through",
+            ["back", "through"],
+            ["around", 1, True],
         ),
         "disk": ("must be the path of a directory, without a question mark", ["d", "/d"], ["", "a?b", 7]),
         "disk_bytes": BYTES,

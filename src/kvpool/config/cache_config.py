@@ -76,7 +76,7 @@ class KVCacheConfig:
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
     # When cached GPU blocks are copied to HOST: "back" on eviction, "through" when their last reader leaves, a number n: from
     # the n-th use on (blocks used less often are dropped on eviction). docs/decisions/0013
-    host_write: str | int = "back"
+    host_write: str = "back"
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
     objective: str = "blocks"  # what eviction saves: the number of "blocks", or the "seconds" to compute them
@@ -494,14 +494,13 @@ class KVCacheConfig:
         return f"gpu_blocks={shown} ({num_bytes} bytes)"
 
 
-def check_host_write(given: object, error: type[KVPoolError] = ConfigError) -> str | int:
-    """`host_write` as it is, if it says when runs are copied to the host: a way by name, or a number of uses from 1 on."""
-    if not isinstance(given, str):
-        return check_int(given, "host_write", 1, MAX_BLOCKS, error)
-    if given in HOST_WRITES:
+def check_host_write(given: object, error: type[KVPoolError] = ConfigError) -> str:
+    """`host_write` as it is, if it says when runs are copied to the host."""
+    if isinstance(given, str) and given in HOST_WRITES:
         return given
     expected = " or ".join(f"'{name}'" for name in HOST_WRITES)
-    raise error(f"host_write={show(given)} must be {expected}, or after how many uses a run is copied")
+    instead = "; a number of uses left in 0.3" * (type(given) is int)
+    raise error(f"host_write={show(given)} must be {expected}{instead}")
 
 
 def _exact(fraction: float) -> Fraction:

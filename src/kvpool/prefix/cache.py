@@ -42,14 +42,12 @@ class PrefixCache:
         new_policy: Callable[[], EvictionPolicy],
         offload_on_evict: bool,
         offload_min_priority: int,
-        host_write: str | int = "back",
+        host_write: str = "back",
         depth_cost: float | None = None,
     ) -> None:
         self.context = context
         self.offload_on_evict = offload_on_evict
         self.offload_min_priority = offload_min_priority
-        # Of a run that may leave the GPU for a lower tier
-        self.least_uses = host_write if isinstance(host_write, int) else 0
         if host_write != "back":
             context.host_copies.waiting = []
         usable = [tier for tier in range(context.num_tiers) if all(tiers[tier].num_blocks for tiers in context.pools)]
@@ -180,8 +178,7 @@ class PrefixCache:
 
     def _goes_down(self, node: Node) -> bool:
         """Whether a run should have a place below its tier when it is evicted."""
-        used = node.tier != GPU or node.hits >= self.least_uses
-        return self.offload_on_evict and used and importance(node) >= self.offload_min_priority
+        return self.offload_on_evict and importance(node) >= self.offload_min_priority
 
     def _move_down(self, node: Node, num_blocks: int, reason: EvictionReason) -> int:
         """Moves the last blocks of an idle leaf one tier down. If only a first part of them fits, it drops the rest.
@@ -205,7 +202,7 @@ class PrefixCache:
 
     def copy_ahead(self) -> None:
         """Ends an operation: runs that nobody reads any more are copied to the host before they are evicted."""
-        self.mover.copy_ahead(self.least_uses, self.offload_min_priority)
+        self.mover.copy_ahead(self.offload_min_priority)
 
     def enforce_quota(self, root: Root) -> None:
         """Evicts a tenant's own idle blocks while it is over its maximum."""

@@ -145,15 +145,15 @@ class TierMover:
 
     # --- ahead of eviction -------------------------------------------------------------------------------------------
 
-    def copy_ahead(self, least_uses: int, least_priority: int) -> None:
-        """Copies runs to the host whose last reader left in the present operation, and that were used often enough."""
+    def copy_ahead(self, least_priority: int) -> None:
+        """Copies runs to the host whose last reader left in the present operation."""
         host_copies = self.context.host_copies
         waiting, host_copies.waiting = host_copies.waiting, []
         if self.lower_tier[GPU] != HOST:
             return
         for node in reversed(waiting or ()):  # parents before their children, as they would be matched
             stays = node.tier == GPU and not node.detached and node.host_copy is None
-            if stays and node.hits >= least_uses and node.priority >= least_priority:
+            if stays and node.priority >= least_priority:
                 self._copy_to_host(node)
 
     def _copy_to_host(self, node: Node) -> None:

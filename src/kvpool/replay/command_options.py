@@ -30,7 +30,7 @@ Tiers: TypeAlias = Annotated[
 HostWrite: TypeAlias = Annotated[
     str,
     typer.Option(
-        help="When runs are copied to the host: back (on eviction), through (at once), or after so many uses.",
+        help="When runs are copied to the host: back (on eviction) or through (at once).",
         rich_help_panel=_SIZES,
     ),
 ]

@@ -174,14 +174,14 @@ def _sizes(policy: str, capacity: str, tiers: str, host_write: str, objective: s
             f"--objective {objective} needs a policy that knows what blocks cost: adaptive, cost"
         )
     blocks = parse_tiers(tiers) if tiers else {}
-    write = check_host_write(int(host_write) if host_write.isdecimal() else host_write, InvalidArgumentError)
+    check_host_write(host_write, InvalidArgumentError)
     if host_write != "back" and not blocks.get("host"):
         raise InvalidArgumentError(
             f"--host-write {host_write} does nothing without a host; write --tiers gpu=10k,host=50k"
         )
     if not tiers:
         return _Sizes(names, parse_capacities(capacity), {})
-    return _Sizes(names, [blocks.pop("gpu")], {**blocks, "host_write": write})
+    return _Sizes(names, [blocks.pop("gpu")], {**blocks, "host_write": host_write})
 
 
 def _rules(checkpoint_every: str | None, machine: _Machine | None) -> list[dict[str, Any]]:

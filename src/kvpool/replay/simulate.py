@@ -93,7 +93,7 @@ class ReplayConfig:
     capacity: int | None = None
     host: int = 0
     disk: int = 0
-    host_write: str | int = "back"  # when runs are copied to the host: see `KVCacheConfig`
+    host_write: str = "back"  # when runs are copied to the host: see `KVCacheConfig`
     block_size: int | None = None
     layers: tuple[LayerSpec | StateSpec, ...] = ()  # of the model; none: bytes are not reported
     checkpoint_every: int | None = None  # tokens, where layers keep a state: see `KVCacheConfig`

@@ -29,7 +29,7 @@ from kvpool.files import other_format, read_plain
 from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
 from kvpool.tiers.node.node_tier import NodeOptions
-from kvpool.tiers.options import FLAG, Kind, count, option_kinds, seconds, size, text
+from kvpool.tiers.options import FLAG, Kind, choice, count, option_kinds, seconds, size, text
 from kvpool.tiers.remote.mooncake import MooncakeOptions
 from kvpool.tiers.remote.redis_node import RedisOptions
 from kvpool.tiers.remote.s3 import S3Options
@@ -51,12 +51,6 @@ _STORES: Mapping[str, Any] = {
     "mooncake://": MooncakeOptions,
     "node:": NodeOptions,
 }
-_USES = count(1, MAX_COUNT)
-_HOST_WRITE = Kind(
-    f"must be back, through, or a number of uses from 1 to {MAX_COUNT}",
-    lambda value: value if value in HOST_WRITES else _USES.check(value),
-    lambda value, name: value if value in HOST_WRITES else int(value),
-)
 _DIRECTORY = text("be the path of a directory, without a question mark", lambda path: bool(path) and "?" not in path)
 _REMOTE = text(
     "be the address of a tier: node:, redis://, rediss://, s3:// or mooncake://",
@@ -87,11 +81,11 @@ class TierConfig:
         option="tier_timeout",
         help=f"Longest wait for --disk and --remote, in seconds (default {REQUEST_TIMEOUT:g}).",
     )
-    min_uses: int | None = _setting(_USES, default=1)  # of a block before it is stored
+    min_uses: int | None = _setting(count(1, MAX_COUNT), default=1)  # of a block before it is stored
     host_bytes: int | None = _setting(size(0), option="host_memory")
     offload_on_evict: bool | None = _setting(FLAG)
     offload_min_priority: int | None = _setting(count(0, 100))
-    host_write: str | int | None = _setting(_HOST_WRITE)
+    host_write: str | None = _setting(choice(*HOST_WRITES))
     disk: str | None = _setting(_DIRECTORY, help="Keep prefixes in this directory: the next start finds them.")
     disk_bytes: int | None = _of_tier(DiskOptions, "bytes", help="As much as --disk may hold (default 10GiB).")
     disk_threads: int | None = _of_tier(DiskOptions, "threads")
