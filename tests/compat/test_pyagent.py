@@ -394,7 +394,7 @@ def test_given_no_torch_when_bytes_are_asked_for_then_the_error_says_how_to_get_
         lambda: cache.write("a", 0, 0, [0.0] * 16, [0.0] * 16),
         lambda: KVCacheAllocator(small()),
     ):
-        with pytest.raises(StorageError, match=r"pip install 'kvpool\[torch\]'"):
+        with pytest.raises(StorageError, match=r"pip install '\.\[torch\]' in a checkout"):
             call()
 
 

@@ -109,7 +109,7 @@ def test_given_no_exporter_then_the_message_says_what_to_install() -> None:
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
     except ModuleNotFoundError:
-        with pytest.raises(ConfigError, match=r"traces need opentelemetry.* pip install 'kvpool\[traces\]'"):
+        with pytest.raises(ConfigError, match=r"traces need opentelemetry.* pip install '\.\[traces\]' in a checkout"):
             Tracing.to("http://127.0.0.1:9/v1/traces")
     else:
         Tracing.to("http://127.0.0.1:9/v1/traces").close()

@@ -303,7 +303,7 @@ def test_given_what_is_no_address_of_a_master_then_it_is_refused_without_its_pas
     ("missing", "remedy"),
     [
         ("libibverbs.so.1: cannot open", "apt-get install libibverbs1"),
-        ("No module", "pip install 'kvpool\\[mooncake\\]'"),
+        ("No module", "pip install '\\.\\[mooncake\\]' in a checkout"),
     ],
 )
 def test_given_no_client_of_mooncake_then_the_error_says_what_to_install(

@@ -153,7 +153,7 @@ def test_given_a_client_that_cannot_be_made_or_no_package_then_the_error_says_so
         S3Tier("s3://a:secret@bucket/p")
     monkeypatch.undo()
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"s3:// tiers need obstore: pip install 'kvpool\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"s3:// tiers need obstore: pip install '\.\[s3\]' in a checkout"):
         S3Tier("s3://bucket")
 
 
