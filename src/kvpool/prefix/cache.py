@@ -67,7 +67,7 @@ class PrefixCache:
             self.windows,
             self.readers,
             self.announcer,
-            self._evictable_below,
+            self._available_below,
             self._make_room_below,
         )
         self._spared: Node | None = None  # what `evict` must hold before it could leave
@@ -80,8 +80,8 @@ class PrefixCache:
     def _drop_expired(self, node: Node) -> None:
         self.drop_tail(node, node.num_blocks, EvictionReason.EXPIRED)
 
-    def _evictable_below(self, pool: BlockPool) -> int:
-        return self.orders.evictable(pool, None)
+    def _available_below(self, pool: BlockPool) -> int:
+        return self.orders.available(pool, None)
 
     def _make_room_below(self, pool: BlockPool, num_blocks: int, priority: int) -> None:
         self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, priority, spares_host_copies=True)

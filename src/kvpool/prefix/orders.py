@@ -116,6 +116,10 @@ class EvictionOrders:
                     supply -= quota.protected(pool.index)
         return supply if supply > 0 else 0
 
+    def available(self, pool: BlockPool, tenant: str | None) -> int:
+        """How many blocks of a pool a request of `tenant` could have: free ones and those that may be evicted for it."""
+        return pool.num_free + self.evictable(pool, tenant)
+
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the stalest among the policy's choice and those of tenants over their guarantee."""
         policy = self.policies[pool.tier]

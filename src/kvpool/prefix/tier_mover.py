@@ -27,7 +27,7 @@ class TierMover:
     """Gives runs blocks on another tier and plans the copies.
 
     `make_room(pool, num_blocks, priority)` frees blocks of a lower tier, none of runs above the priority, and no host copies;
-    `evictable(pool)` says how many could become free.
+    `available(pool)` says how many are free or could become free.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TierMover:
         windows: WindowReaders,
         readers: PathReaders,
         announcer: Announcer,
-        evictable: Callable[[BlockPool], int],
+        available: Callable[[BlockPool], int],
         make_room: Callable[[BlockPool, int, int], None],
     ) -> None:
         self.context = context
@@ -47,7 +47,7 @@ class TierMover:
         self.windows = windows
         self.readers = readers
         self.announcer = announcer
-        self.evictable = evictable
+        self.available = available
         self.make_room = make_room
         self.find_lower_tiers()
 
@@ -70,7 +70,7 @@ class TierMover:
         fitting = MAX_BLOCKS
         for index, per_position in self.context.full_per_pool:
             pool = self.context.pools[index][below]
-            room = pool.num_free + (self.evictable(pool) if evicting else 0)
+            room = self.available(pool) if evicting else pool.num_free
             fitting = min(fitting, room // per_position)
         return fitting
 
@@ -132,7 +132,7 @@ class TierMover:
         pools, host_copies = [tiers[target] for tiers in self.context.pools], self.context.host_copies
         for pool, need in zip(pools, needs, strict=True):
             spared = host_copies.num_blocks[pool.index] if for_host_copy else 0
-            if pool.num_free + self.evictable(pool) - spared < need:
+            if self.available(pool) - spared < need:
                 return False
         for pool, need in zip(pools, needs, strict=True):
             if pool.num_free < need:

@@ -230,7 +230,7 @@ class AdmissionPlanner:
             need, free = num_blocks - match.num_blocks, pool.num_free
             if need <= free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
                 return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [free], True, False)
-            needs, supply = [need], [free + self.state.cache.orders.evictable(pool, scope.tenant)]
+            needs, supply = [need], [self.state.cache.orders.available(pool, scope.tenant)]
             if match.path or match.partial is not None:
                 self.count_match(match, needs, supply)
             if needs[0] <= supply[0]:

@@ -8,7 +8,6 @@ from typing import Final
 from kvpool.config import Tier
 from kvpool.pools.arrays import copied, put
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
-from kvpool.prefix.cache import CAPACITY
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
@@ -113,9 +112,7 @@ class Allocator:
             self.cache.spare(source)
             self.windows.hold_source(plan.match, True)
         for pool in state.gpu_pools:
-            missing = plan.needs[pool.index] - pool.num_free
-            if missing > 0:
-                self.cache.evict(pool, missing, tenant, CAPACITY)
+            self.cache.make_room(pool, plan.needs[pool.index], tenant)
         return held
 
     def enter(self, match: Match, scope: ReuseScope) -> Node:

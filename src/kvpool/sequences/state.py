@@ -185,15 +185,13 @@ class CacheState:
 
     def supply(self, tenant: str | None) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""
-        return [pool.num_free + self.cache.orders.evictable(pool, tenant) for pool in self.gpu_pools]
+        return [self.cache.orders.available(pool, tenant) for pool in self.gpu_pools]
 
     def require(self, needs: list[int], tenant: str | None, what: str) -> None:
         """Raises, before anything changes, if the GPU pools cannot serve `needs`; then evicts to make room."""
         for pool, need in zip(self.gpu_pools, needs, strict=True):
-            if need > pool.num_free:
-                available = pool.num_free + self.cache.orders.evictable(pool, tenant)
-                if need > available:
-                    raise self.shortage(pool, need, available, what)
+            if need > pool.num_free and need > (available := self.cache.orders.available(pool, tenant)):
+                raise self.shortage(pool, need, available, what)
         for pool, need in zip(self.gpu_pools, needs, strict=True):
             self.cache.make_room(pool, need, tenant)
 

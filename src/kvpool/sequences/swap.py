@@ -51,7 +51,7 @@ class Swapper:
         status, reason = AllocStatus.OK, "fits"
         for index, tiers in enumerate(self.state.pools):
             host = tiers[Tier.HOST]
-            have = host.num_free + self.cache.orders.evictable(host, None)
+            have = self.cache.orders.available(host, None)
             supply.append(have)
             if needs[index] > host.num_blocks:
                 status = AllocStatus.NEVER
@@ -93,7 +93,7 @@ class Swapper:
         needs = self._needs(held)
         for index, need in enumerate(needs):
             host = state.pools[index][Tier.HOST]
-            have = host.num_free + self.cache.orders.evictable(host, None)
+            have = self.cache.orders.available(host, None)
             if need > have:
                 raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
         for index, need in enumerate(needs):
