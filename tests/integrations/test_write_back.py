@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 from toy import BLOCK, ToyEngine, ToyRequest, give_way
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.connector.orders import NO_PAGE
 from kvpool.integrations.connector.settings import ConnectorSettings
 
 
@@ -246,6 +247,18 @@ def test_given_a_preempted_request_then_its_blocks_are_stored_before_others_get_
     toy.serve(ToyRequest("b", list(range(100, 120))))
     toy.serve(ToyRequest("c", list(range(200, 245))))
     assert toy.look_up(request) == 16
+
+
+def test_given_pages_that_left_their_window_then_no_row_is_kept_for_their_blocks(engine: Any) -> None:
+    toy = engine(kind=CachingEngine, num_pages=12, step_pages=12, host_blocks=40)
+    request = ToyRequest("a", list(range(17)))
+    toy.look_up(request)
+    pages = [NO_PAGE, NO_PAGE, *toy.own.take([], 3)]  # few are free, so blocks are stored as they fill
+    toy.scheduler.follow("a", [pages], 17, num_computed=8)
+    toy._step_loads(set())
+    toy.idle()
+    assert toy.scheduler.stats()["stored"] == 2
+    assert toy.look_up(ToyRequest("b", list(range(17)))) == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvpool.integrations.connector.loading import LoadStats
-from kvpool.integrations.connector.orders import Load, Orders, Store
+from kvpool.integrations.connector.orders import NO_PAGE, Load, Orders, Store
 from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.integrations.connector.saving import PagesInUse, SaveStats
 
@@ -170,8 +170,8 @@ class WriteBack:
         self._store(copies, orders, is_written=True)
 
     def _add(self, copies: _Copies, key: Any, page: int) -> None:
-        """Adds a page, if the host lacks its block and has room."""
-        if key in self._rows or key in self._storing:
+        """Adds a page that has not left its window, if the host lacks its block and has room."""
+        if page == NO_PAGE or key in self._rows or key in self._storing:
             return
         if (row := self._take_row()) is None:
             self.saved.no_room += 1
