@@ -1,7 +1,8 @@
 """Tries every language model family of transformers in the engine, and writes the table of docs/models.md.
 
 `make models` does it (some minutes on two cores). For each family a tiny model with random weights answers a few prompts,
-in chunks, in one batch and again from the prefix cache. Its tokens must be those of transformers' own `generate`.
+in chunks, in one batch and again from the prefix cache. Its tokens must be those of transformers' own `generate`, and their
+log probabilities, too. A model whose answers are alike proves nothing: it counts as not tried.
 
     python tools/families.py --only llama,bloom     two families, on the terminal
     python tools/families.py --json                 all of them, one JSON object
@@ -23,7 +24,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -38,7 +39,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from kvpool.engine import Engine, SamplingParams
+from kvpool.engine import Completion, Engine, SamplingParams
 from kvpool.errors import KVPoolError, UnsupportedModelError
 from kvpool.scheduling import SchedulerConfig
 
@@ -53,6 +54,9 @@ BEGIN, END = "<!-- families: written by `make models` -->", "<!-- families: end 
 
 LAYERS, VOCABULARY, WINDOW, CHUNK = 4, 160, 24, 16
 PROMPT_LENGTHS, NEW_TOKENS = (61, 18, 7), 12
+MOST_DIFFERENCE = 1e-3  # of log probabilities
+ALIKE = "its answers to all prompts are alike"
+MOST_GROWTHS = 4  # of weights, until answers differ
 MAX_PARAMETERS = 20_000_000  # a model that is larger than this is not tiny: a size was not found
 
 # What sizes are called. Every configuration gets those that it knows.
@@ -92,10 +96,33 @@ SIZES: dict[str, Any] = {
 # Sizes that a family may leave out: None then means that it has no such thing.
 OPTIONAL = ("sliding_window", "window_size", "q_lora_rank", "n_inner", "moe_intermediate_size", "attention_chunk_size")
 
+
+def _divided(*sections: int) -> dict[str, Any]:
+    """Rotary embeddings whose halves of a head are divided between so many axes of positions."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [*sections]}}
+
+
 # What else single families need.
 _ROTARY = {"rotary_dim": 8}
+_AUDIO = {"vision_start_token_id": VOCABULARY - 1, "audio_start_token_id": VOCABULARY - 2}
 _GLOBAL_HEADS = {"global_head_dim": 16, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 8}
 OWN: dict[str, dict[str, Any]] = {
+    **{name: _divided(2, 3, 3) for name in ("glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text")},
+    "glm4v_moe_text": _divided(1, 1, 2) | {"partial_rotary_factor": 0.5},
+    "ernie4_5_vl_moe_text": _divided(3, 3, 2),
+    "hunyuan_vl_text": _divided(2, 2, 2, 2),
+    "gemma3n_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 8},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "xmod": {"default_language": "en_XX"},
+    "qwen2_5_omni_thinker": _AUDIO,
+    "qwen3_omni_moe_thinker": _AUDIO,
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 16, "indexer_compress_ratio": 4},
+    },
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "codegen": _ROTARY,
     "dots1": {"n_shared_experts": 1, "moe_intermediate_size": 32},
@@ -120,6 +147,24 @@ class Outcome:
     result: str  # equal, different, refused or untried
     reason: str = ""  # why not equal
     images: str = ""  # equal or refused; empty: not tried
+
+
+class Answer(NamedTuple):
+    """The tokens of an answer, and how likely each of them was."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, completion: Completion) -> Answer:
+        return cls(list(completion.token_ids), [each.logprob for each in completion.samples[0].logprobs])
+
+    def differs(self, other: Answer) -> bool:
+        return self.tokens != other.tokens
+
+    def is_far_from(self, other: Answer) -> bool:
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return max(abs(one - two) for one, two in pairs) > MOST_DIFFERENCE
 
 
 # --- tiny models ------------------------------------------------------------------------------------------------------
@@ -177,25 +222,30 @@ def tried(family: str, takes_images: bool) -> Outcome:
     try:
         model = vision_models.vision_model(family) if pictured else tiny_model(family, takes_images)
         prompts = _prompts()
-        expected = [_own_answer(model, prompt) for prompt in prompts]
+        expected = _own_answers(model, prompts)
     except Exception as error:
         return Outcome(family, takes_images, "untried", _line(error))
     # A step computes prompts of PaliGemma whole, because their tokens see one another
     steps = SchedulerConfig(max_tokens_per_step=64 if family == "paligemma" else CHUNK, max_sequences=8)
     try:
         with Engine(model, block_size=8, kv_bytes=16 << 20, scheduler=steps, model_defaults=False) as engine:
-            params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
             answers = [engine.generate(prompts, params) for _ in range(2)]  # the second finds prefixes
             images = _try_images(family, model, engine) if pictured else ""
     except UnsupportedModelError as error:
         return Outcome(family, takes_images, "refused", _reason(error))
     except KVPoolError as error:
         return Outcome(family, takes_images, "different", _line(error))
-    got = [[completion.token_ids for completion in each] for each in answers]
-    if wrong := [number for number, each in enumerate(got) if each != expected]:
-        return Outcome(family, takes_images, "different", "from the prefix cache" if wrong == [1] else "")
+    got = [[Answer.of(completion) for completion in each] for each in answers]
+    for what, differs in (("", Answer.differs), ("in log probabilities", Answer.is_far_from)):
+        wrong = [any(map(differs, each, expected)) for each in got]
+        if any(wrong):
+            reason = " ".join([what, "from the prefix cache"] if wrong == [False, True] else [what]).strip()
+            return Outcome(family, takes_images, "different", reason)
     if images == "different":
         return Outcome(family, takes_images, "different", "with images")
+    if _are_alike(expected):
+        return Outcome(family, takes_images, "untried", ALIKE)
     return Outcome(family, takes_images, "equal", images=images)
 
 
@@ -214,9 +264,9 @@ def _prompts() -> list[list[int]]:
     return [torch.randint(3, VOCABULARY - 10, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
 
-def _own_answer(model: Any, prompt: Sequence[int]) -> list[int]:
+def _own_answer(model: Any, prompt: Sequence[int]) -> Answer:
     ids = torch.tensor([list(prompt)])
-    tokens = model.generate(
+    out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NEW_TOKENS,
@@ -226,9 +276,33 @@ def _own_answer(model: Any, prompt: Sequence[int]) -> list[int]:
         eos_token_id=None,
         forced_eos_token_id=None,
         pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
-    answer: list[int] = tokens[0, ids.shape[1] :].tolist()
-    return answer
+    tokens: list[int] = out.sequences[0, -NEW_TOKENS:].tolist()
+    rows = torch.cat(out.logits).float().log_softmax(dim=-1)
+    return Answer(tokens, [row[token].item() for row, token in zip(rows, tokens, strict=True)])
+
+
+def _own_answers(model: Any, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """What a model answers by itself. Its weights grow until it gives each prompt another answer, as far as they may."""
+    answers = [_own_answer(model, prompt) for prompt in prompts]
+    for _ in range(MOST_GROWTHS):
+        if not _are_alike(answers):
+            break
+        for module in model.modules():
+            if "Sinusoidal" not in type(module).__name__:  # these are large already
+                for weight in module.parameters(recurse=False):
+                    if weight.ndim > 1:
+                        weight.data.mul_(2)
+        answers = [_own_answer(model, prompt) for prompt in prompts]
+    return answers
+
+
+def _are_alike(answers: Sequence[Answer]) -> bool:
+    """Whether a model gives two prompts the same answer, or says one token only."""
+    tokens = {tuple(answer.tokens) for answer in answers}
+    return len(tokens) < len(answers) or any(len(set(each)) == 1 for each in tokens)
 
 
 def _line(error: BaseException) -> str:
@@ -308,6 +382,8 @@ _ORDER = [
 def _heading(outcome: Outcome) -> str:
     if outcome.result == "equal":
         return "equal tokens, also with images" if outcome.images == "equal" else "equal tokens"
+    if outcome.reason == ALIKE:
+        return f"not tried: {ALIKE}"
     if outcome.result == "untried":  # --json tells the reason of each
         return "not tried: the tiny model does not run in transformers by itself"
     words = {"different": "other tokens", "refused": "refused"}[outcome.result]
