@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +118,16 @@ def test_given_no_checksums_then_the_error_says_what_to_install(monkeypatch: pyt
         open_tier("redis://host")
 
 
+def install(folder: Path, name: str, entry_points: str) -> None:
+    """Puts a package with a tier into a folder, as pip does."""
+    source = "from kvpool.tiers import MemoryTier\ndef open_mine(address):\n    return MemoryTier(2**20)\n"
+    (folder / f"{name}.py").write_text(source)
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[kvpool.tiers]\n{entry_points}\n")
+
+
 class TestRegisteredScheme:
     @pytest.fixture(autouse=True)
     def _restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +145,37 @@ class TestRegisteredScheme:
             assert isinstance(tier, CompressedTier)
             assert store(tier, [1]) == [Outcome.OK]
         assert seen == ["mine://somewhere"]
-        assert TierConfig.of(remote="mine://somewhere").remote_address == "mine://somewhere"
+        assert TierConfig.of(remote="mine:somewhere", remote_ttl=5).remote_address == "mine:somewhere?ttl=5.0"
+        with pytest.raises(ConfigError, match=r"s3:, mooncake:, mine:$"):
+            TierConfig.of(remote="other://somewhere")
+
+    def test_given_a_package_that_names_its_opener_then_every_process_opens_its_addresses(self, tmp_path: Path) -> None:
+        install(tmp_path, "own_tier", "mine = own_tier:open_mine\nbroken = own_tier:missing")
+        script = """
+            from kvpool.errors import KVPoolError
+            from kvpool.tiers import TierConfig, open_tier
+            print(TierConfig.of(remote="mine:a").remote_address, open_tier("mine:a").name)
+            for address in ("broken:", "other:"):
+                try:
+                    open_tier(address)
+                except KVPoolError as error:
+                    print(error)
+        """
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        lines = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+        assert lines[0] == "mine:a memory"
+        assert lines[1].startswith("own_tier:missing, which opens broken: addresses, cannot be loaded: ")
+        assert "mooncake:, mine:, broken:; this one begins with 'other'" in lines[2]
+
+    def test_given_two_packages_with_one_scheme_then_both_are_refused_by_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("first_tier", "second_tier"):
+            install(tmp_path, name, f"twice = {name}:open_mine")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(InvalidArgumentError, match="the scheme 'twice' is taken by open_mine"):
+            open_tier("twice:")
 
     def test_given_the_scheme_of_another_opener_then_it_is_refused_and_stays(self) -> None:
         with pytest.raises(InvalidArgumentError, match="the scheme 'redis' is taken by RedisTier; choose another"):

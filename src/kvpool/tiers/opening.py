@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
 from kvpool.checks import show
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.tiers.compressed_tier import CompressedTier, CompressionOptions, make_codec
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.disk import DiskOptions, DiskTier
@@ -22,6 +23,7 @@ from kvpool.tiers.remote.s3 import S3Tier
 
 Opener = Callable[[str], KeyedTier]
 _Opener = TypeVar("_Opener", bound=Opener)
+ENTRY_POINTS = "kvpool.tiers"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+")
 
 
@@ -31,6 +33,9 @@ def register_tier(scheme: str) -> Callable[[_Opener], _Opener]:
     From then on, every setting that takes an address takes this one in the same process: `Engine(remote="SCHEME://...")`,
     `CachePool`, the connectors. The options `compress` and `dtype` are taken out of the address before. Registering under the
     same name again replaces it (a notebook cell run twice); taking the scheme of another opener is an error.
+
+    A package whose tier other processes open, too, such as the workers of vLLM, names the opener in its metadata:
+    `[project.entry-points."kvpool.tiers"]` with `mine = "my_package:open_mine"`. It is loaded for the first such address.
 
     >>> from kvpool.tiers import MemoryTier
     >>> @register_tier("ram")
@@ -50,6 +55,26 @@ def register_tier(scheme: str) -> Callable[[_Opener], _Opener]:
         return opener
 
     return register
+
+
+def opener_of(scheme: str) -> Opener | None:
+    """What opens addresses with this scheme; None if nobody has registered it and no installed package names it."""
+    if scheme not in _OPENERS:
+        for point in entry_points(group=ENTRY_POINTS, name=scheme):
+            try:
+                opener = point.load()
+            except Exception as error:  # the package may raise anything
+                raise ConfigError(
+                    f"{point.value}, which opens {scheme}: addresses, cannot be loaded: {error}"
+                ) from error
+            register_tier(scheme)(opener)
+    return _OPENERS.get(scheme)
+
+
+def schemes() -> str:
+    """All that an address may begin with, for errors."""
+    names = [*_OPENERS, *(point.name for point in entry_points(group=ENTRY_POINTS))]
+    return ", ".join(f"{name}:" for name in dict.fromkeys(names))
 
 
 def _qualified(opener: Opener) -> tuple[str, str]:
@@ -79,7 +104,7 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     its options are `engine` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
     `mooncake://…` a `MooncakeTier`: see these classes for their options. Any address may have `compress=zstd`, `lz4` or
     `fp8`, and `dtype=` with the type of keys and values (bfloat16). Then it is a `CompressedTier` over that tier.
-    `register_tier` adds schemes.
+    `register_tier` and packages with an entry point `kvpool.tiers` add schemes.
 
     A wrong address raises `InvalidArgumentError` that names the wrong part. A missing package raises `ConfigError` that says
     what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds nothing, and
@@ -92,13 +117,12 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
         codec = make_codec(compression.get("compress", ""), compression.get("dtype", CompressionOptions.dtype))
         return CompressedTier(open_tier(text), codec)
     scheme, divider, _ = text.partition(":")
-    if divider and scheme in _OPENERS:
-        return _OPENERS[scheme](text)
+    if divider and (opener := opener_of(scheme)) is not None:
+        return opener(text)
     if "://" not in text and os.sep in text.partition("?")[0]:
         return _open_disk(text)
-    known = ", ".join(f"{name}:" for name in _OPENERS)
     named = f"begins with {show(scheme)}" if divider else "has no scheme, and no slash of a path"
-    raise InvalidArgumentError(f"the address of a tier begins with one of {known}; this one {named}")
+    raise InvalidArgumentError(f"the address of a tier begins with one of {schemes()}; this one {named}")
 
 
 def _divided(address: str) -> tuple[str, dict[str, str]]:

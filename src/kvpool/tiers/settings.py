@@ -29,6 +29,7 @@ from kvpool.files import other_format, read_plain
 from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
 from kvpool.tiers.node.node_tier import NodeOptions
+from kvpool.tiers.opening import opener_of, schemes
 from kvpool.tiers.options import FLAG, Kind, choice, count, option_kinds, seconds, size, text
 from kvpool.tiers.remote.mooncake import MooncakeOptions
 from kvpool.tiers.remote.redis_node import RedisOptions
@@ -52,11 +53,7 @@ _STORES: Mapping[str, Any] = {
     "node:": NodeOptions,
 }
 _DIRECTORY = text("be the path of a directory, without a question mark", lambda path: bool(path) and "?" not in path)
-_REMOTE = text(
-    "be the address of a tier: node:, redis://, rediss://, s3:// or mooncake://",
-    lambda address: "://" in address or address.startswith(("disk:", "node:")),
-    is_secret=True,
-)
+_REMOTE = text("be the address of a tier, such as node: or redis://HOST", is_secret=True)
 
 
 def _setting(kind: Kind, *, default: Any = None, option: str = "", in_address: str = "", help: str = "") -> Any:
@@ -315,14 +312,18 @@ def _checked(given: Mapping[str, _Given]) -> TierConfig:
 
 
 def _check_remote(given: Mapping[str, _Given], address: str) -> None:
-    kind = next((start for start in _STORES if address.startswith(start)), f"{address.partition(':')[0]}://")
+    scheme, divider, _ = address.partition(":")
+    if not divider or opener_of(scheme) is None:
+        raise ConfigError(f"{given['remote'].name} must be the address of a tier, which begins with one of {schemes()}")
+    kind = next((start for start in _STORES if address.startswith(start)), f"{scheme}://")
+    is_ours = kind in _STORES or scheme == "disk"  # others read what options they have
     in_address = {part.partition("=")[0] for part in urlsplit(address).query.split("&")}
     for name, each in given.items():
         if not name.startswith("remote_"):
             continue
         option = _SETTINGS[name].metadata["in_address"]
         stores = [store for store, options in _STORES.items() if option in option_kinds(options)]
-        if stores and kind not in stores:
+        if stores and kind not in stores and is_ours:
             raise ConfigError(f"{each} is for {', '.join(stores)}, and the store is {kind}")
         if option in in_address:
             raise ConfigError(f"{each} is in the address of the store, too; say it once")
