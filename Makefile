@@ -169,7 +169,7 @@ test-vllm: vllm-site ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) w
 
 test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its environment is there already
 	@[ -e $(VLLM_VENV)/.stamp ] || { echo "$(VLLM_VENV) is not there: make test-vllm installs it"; exit 1; }
-	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py tests/cluster/test_vllm_index.py $(ARGS)
+	KVPOOL_VLLM_CHECKS="plain_and_host write_back poisoned hybrid refused" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py tests/cluster/test_vllm_index.py $(ARGS)
 
 # On a machine with a GPU: KVPOOL_VLLM_PYTHON names the Python that has vLLM; it needs nothing else of the project.
 test-vllm-gpu: ## a real vLLM on a GPU with kvpool's connector: same answers and bytes, wherever they come from; nine minutes; ARGS="--prompts 20 --lives host"

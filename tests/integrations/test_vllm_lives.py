@@ -19,6 +19,7 @@ PATIENCE = 2700.0  # several times what it takes on two idle cores
 WHOLE = 448  # tokens of whole blocks in each prompt
 CHECKS = [
     "plain_and_host",
+    "write_back",
     "poisoned",
     "wishes",
     "keeping",
