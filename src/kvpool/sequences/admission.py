@@ -121,7 +121,6 @@ class AdmissionPlanner:
         match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
             return match
-        source = None if match.partial is None else match.partial.created
         size = state.context.block_size
         length = match.num_tokens(size)
         logits = None
@@ -143,7 +142,7 @@ class AdmissionPlanner:
             match = self._cut(match, length)
         if match.partial is not None and not state.config.copy_on_partial_reuse and not self._can_take_over(match):
             match, logits = self._without_partial(match), None
-        match.source, match.logits = source, logits
+        match.logits = logits
         return match
 
     @staticmethod
