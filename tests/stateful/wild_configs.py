@@ -7,6 +7,7 @@ from random import Random
 
 from item_codes import KINDS, code_of
 
+import kvpool.replay.policies  # noqa: F401  # known by name, also in programs that run without pytest
 from kvpool import DType, KVCacheConfig, LayerSpec, ReuseScope, StatePart, StateSpec, Tier
 
 BLOCK_SIZES = (1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8, 16)
