@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_given_a_dockerfile_then_it_starts_what_it_installs_as_a_user_of_its_own
     steps = " ".join(rest for name, rest in instructions(file) if name == "RUN")
     assert "--no-cache-dir" in steps
     assert ("apt-get" in steps) == ("rm -rf /var/lib/apt/lists" in steps)
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: str(file.name))
+def test_given_a_dockerfile_then_its_build_fails_unless_the_image_has_attention_in_c(file: Path) -> None:
+    (steps,) = [rest for name, rest in instructions(file) if name == "RUN" and "pip install" in rest]
+    commands = [command.strip() for command in steps.split("&&")]
+    (installs,) = [number for number, command in enumerate(commands) if "pip install" in command]
+    assert "KVPOOL_COMPILE=1 " in commands[installs]
+    assert commands[-4] == 'python -c "import kvpool.kernels._paged_attention"'
+    assert installs < len(commands) - 4
+
+
+def test_given_uvicorn_whose_inside_is_used_then_only_versions_that_were_run_are_installed() -> None:
+    major, minor = map(int, version("uvicorn").split(".")[:2])
+    wanted = re.findall(r'"uvicorn([^"]*)"', (DEPLOY.parent / "pyproject.toml").read_text())
+    assert wanted == [f">=0.30,<{major}.{minor + 1}"] * 2
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="no hadolint: `make test-api` installs it")
