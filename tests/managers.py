@@ -38,7 +38,7 @@ COUNTERS = (
     "swapped_blocks",
     "offloaded_blocks",
     "onboarded_blocks",
-    "shadowed_blocks",
+    "blocks_copied_ahead",
     "defragmented_blocks",
     "num_cached_runs",
 )

@@ -101,7 +101,7 @@ class CacheStats:
     swapped_blocks: int
     offloaded_blocks: int
     onboarded_blocks: int
-    shadowed_blocks: int  # copied to the host before they were evicted
+    blocks_copied_ahead: int  # copied to the host before they were evicted
     defragmented_blocks: int
     evictions: Mapping[str, int]
     lifetime_seconds: Mapping[str, float]
@@ -213,7 +213,7 @@ class Counters:
     swapped_blocks: int = 0
     offloaded_blocks: int = 0
     onboarded_blocks: int = 0
-    shadowed_blocks: int = 0
+    blocks_copied_ahead: int = 0
     defragmented_blocks: int = 0
     evictions: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in EvictionReason})
     lifetime: Histogram = field(default_factory=Histogram)

@@ -140,7 +140,7 @@ def test_given_conversations_in_a_cache_that_is_too_small_then_they_are_those_of
         assert talk(small) == want
         stats = small.stats()
         assert stats.cache.onboarded_blocks > 0
-        assert (stats.cache.shadowed_blocks > 0) == (host_write != "back")
+        assert (stats.cache.blocks_copied_ahead > 0) == (host_write != "back")
         assert stats.scheduler.arrival_waits > 0
         assert link.rows
         small.manager.check()

@@ -50,7 +50,7 @@ def test_a_run_is_copied_when_its_last_reader_leaves_and_evicted_without_a_copy(
     assert moves(manager) == []
     assert tiers(manager, list(range(16))) == {"HOST": 4}
     assert host(manager) == (4, 4)
-    assert manager.stats().shadowed_blocks == 4
+    assert manager.stats().blocks_copied_ahead == 4
 
 
 def test_what_comes_back_from_the_host_leaves_its_copy_there() -> None:
@@ -72,7 +72,7 @@ def test_written_back_runs_are_copied_when_they_are_evicted_and_not_before() -> 
     assert moves(manager) == []
     manager.cache.evict(4)
     assert moves(manager) == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]
-    assert manager.stats().shadowed_blocks == 0
+    assert manager.stats().blocks_copied_ahead == 0
 
 
 def test_a_run_whose_copy_was_evicted_is_written_back() -> None:
@@ -132,7 +132,7 @@ def test_a_host_copy_pushes_out_runs_of_the_host_in_their_order_but_no_other_hos
     assert manager.cache.evict(4) == 4
     assert moves(manager) == []
     assert tiers(manager, copied[0]) == {"HOST": 4}
-    assert manager.stats().shadowed_blocks == 16  # the last one found no room
+    assert manager.stats().blocks_copied_ahead == 16  # the last one found no room
 
 
 @pytest.mark.parametrize("policy", ["priority", "adaptive"])

@@ -209,7 +209,7 @@ def test_given_a_windowed_block_when_its_last_reader_leaves_then_it_is_left_over
     # Not the one still read, nor the last window
     assert windows.evict_leftovers(pool, 16, math.inf, None, CAPACITY) == 3
     assert run.ids[0].tolist()[1:4] == [-1, -1, -1]
-    assert windows.evict_lasting(pool, 16, None, CAPACITY) == 2
+    assert windows.evict_last_resort(pool, 16, None, CAPACITY) == 2
 
 
 def test_given_a_pinned_windowed_block_then_it_is_no_leftover_that_goes() -> None:

@@ -402,7 +402,7 @@ class Inspector:
                 "swapped_blocks",
                 "offloaded_blocks",
                 "onboarded_blocks",
-                "shadowed_blocks",
+                "blocks_copied_ahead",
                 "defragmented_blocks",
             )
         }

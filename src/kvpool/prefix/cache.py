@@ -121,7 +121,7 @@ class PrefixCache:
                 until = math.inf if victim is None else victim.last_access
                 if self.windows.evict_leftovers(pool, wanted, until, tenant, reason):
                     continue
-                if victim is None and self.windows.evict_lasting(pool, wanted, tenant, reason):
+                if victim is None and self.windows.evict_last_resort(pool, wanted, tenant, reason):
                     continue
             if victim is None or (victim.priority > ceiling and victim.root.policies[pool.tier].by_priority):
                 break

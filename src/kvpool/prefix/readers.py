@@ -367,7 +367,7 @@ class WindowReaders:
             freed += self._evict_queue(self.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason)
         return freed
 
-    def evict_lasting(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
+    def evict_last_resort(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
         """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
         freed = 0
         for group in self.windowed:

@@ -177,7 +177,7 @@ class TierMover:
             if len(src):
                 context.copies.append(CopyOp(CopyKind.OFFLOAD, group.index, GPU, HOST, src, dst))
         context.host_copies.keep(node, ids)
-        context.counters.shadowed_blocks += node.num_blocks
+        context.counters.blocks_copied_ahead += node.num_blocks
 
     # --- up ----------------------------------------------------------------------------------------------------------
 

@@ -386,7 +386,7 @@ class _Replay:
             offloaded_blocks=stats.offloaded_blocks,
             onboarded_blocks=stats.onboarded_blocks,
             copied_down_blocks=self.copied_down,
-            awaited_blocks=self.copied_down - stats.shadowed_blocks,
+            awaited_blocks=self.copied_down - stats.blocks_copied_ahead,
             offloaded_bytes=None if block_bytes is None else stats.offloaded_blocks * block_bytes,
             onboarded_bytes=None if block_bytes is None else stats.onboarded_blocks * block_bytes,
             oversized=self.oversized,
