@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from chromium import Chromium, Page, find_chromium
@@ -151,37 +150,6 @@ def test_given_a_node_that_comes_and_goes_when_the_page_is_open_then_it_says_so(
     page.until("document.querySelectorAll('#node-list .badge')[0].textContent === 'ready'")
     shown.proxy.router.set_ready(shown.nodes[0], False)
     page.until("document.querySelectorAll('#node-list .badge')[0].textContent === 'silent'")
-
-
-@needs_browser
-def test_given_engines_of_one_server_then_they_have_names_and_the_states_of_their_processes(browser: Chromium) -> None:
-    shown = Shown(2)
-    engines = {
-        shown.nodes[0]: {"name": "engine 0", "pid": 1, "device": "cuda:0", "num_starts": 2, "state": "starting"},
-        shown.nodes[1]: {"name": "engine 1", "pid": 2, "device": "cuda:1", "num_starts": 1},
-    }
-    look = shown.proxy.described
-
-    def described() -> dict[str, Any]:
-        told = look()
-        return {**told, "nodes": {url: {**node, **engines[url]} for url, node in told["nodes"].items()}}
-
-    shown.proxy.view._look = described
-    shown.traffic(8)
-    try:
-        page = browser.open(f"{shown.url}/")
-        page.until("document.querySelectorAll('#decision-list li').length == 8")
-        assert page.value(TEXTS.format("#node-list .name")) == ["engine 0", "engine 1"]
-        assert page.value(TEXTS.format("#node-list .badge")) == ["starting", "ready"]
-        assert page.value("document.querySelector('#node-list button').title") == f"{shown.nodes[0]}, cuda:0"
-        assert "started 2 times" in page.value("document.querySelector('#node-list li').textContent")
-        assert set(page.value(TEXTS.format("#decision-list .name"))) == {"engine 1"}
-        page.value("document.querySelectorAll('#node-list button')[1].click()")
-        page.until("document.getElementById('decisions-count').textContent == 'the last 8 to engine 1'")
-        assert page.problems() == []
-        page.ask("Page.close")
-    finally:
-        shown.close()
 
 
 @needs_browser
