@@ -28,6 +28,7 @@ class OwnCache:
     """An engine's cache of blocks; a name is the beginning of a prompt that a block ends."""
 
     def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._names: dict[int, Any] = {}
         self._pages: dict[Any, int] = {}

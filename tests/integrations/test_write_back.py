@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from toy import BLOCK, ToyEngine, ToyRequest, give_way
+from toy import BLOCK, ToyEngine, ToyRequest, give_way, lora
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.orders import NO_PAGE
@@ -26,6 +26,7 @@ class OwnCache:
         self.names: dict[int, Any] = {}
         self.pages: dict[Any, int] = {}
         self.users = [0] * num_pages
+        self.num_pages = num_pages
 
     def next_to_go(self, number: int) -> Iterable[int]:
         return list(self.free)[:number]
@@ -176,6 +177,65 @@ def test_given_a_request_that_the_host_may_not_keep_then_nothing_of_it_is_stored
         toy.serve(ToyRequest(name, list(range(begin, begin + 25))))
     assert toy.look_up(ToyRequest("e", list(range(17)))) == 0
     assert toy.look_up(ToyRequest("f", list(range(100, 125)))) == 24
+
+
+NO_STORE = {"kvpool": {"no_store": True}}
+
+
+def displace(toy: CachingEngine, begin: int) -> None:
+    """Serves requests until the engine has lost all others."""
+    for number in range(3):
+        tokens = list(range(begin + 100 * number, begin + 100 * number + 25))
+        toy.serve(ToyRequest(f"displaces {begin} {number}", tokens), chunk=8)
+
+
+@pytest.mark.parametrize("adapter", [None, lora("ada")])
+def test_given_a_request_that_is_not_kept_then_it_hits_blocks_of_others_and_these_are_kept(
+    engine: Any, adapter: Any
+) -> None:
+    toy = engine(kind=CachingEngine, num_pages=14, step_pages=4, host_blocks=40)
+
+    def ask(name: str, **options: Any) -> ToyRequest:
+        return ToyRequest(name, list(range(17)), lora_request=adapter, **options)
+
+    toy.serve(ask("a"))
+    toy.serve(ask("b", kv_transfer_params=NO_STORE))
+    assert toy.cached == 4  # in the engine's own cache
+    displace(toy, 1000)
+    assert toy.serve(ask("c", kv_transfer_params=NO_STORE)) == 16
+    host = toy.scheduler._write_back
+    host._free += list(iter(host._take_row, None))  # all blocks leave the host
+    displace(toy, 2000)
+    assert toy.look_up(ask("d")) == 16
+
+
+@pytest.mark.parametrize("step_pages", [4, 14])
+def test_given_an_adapter_with_the_name_of_another_then_what_the_other_computed_is_not_found_for_it(
+    engine: Any, step_pages: int
+) -> None:
+    toy = engine(kind=CachingEngine, num_pages=14, step_pages=step_pages, host_blocks=40)
+    toy.serve(ToyRequest("a", list(range(17)), lora_request=lora("ada", "first")))
+    toy.serve(ToyRequest("b", list(range(17)), lora_request=lora("ada", "second")))
+    assert toy.cached == 4  # the engine knows adapters by name, as vLLM 0.31
+    displace(toy, 1000)
+    assert toy.look_up(ToyRequest("c", list(range(17)), lora_request=lora("ada", "second"))) == 0
+    assert toy.look_up(ToyRequest("d", list(range(17)), lora_request=lora("ada", "first"))) == 16
+
+
+@pytest.mark.parametrize("step_pages", [4, 14])
+def test_given_a_reset_of_the_host_only_then_what_the_engine_had_before_is_not_stored_later(
+    engine: Any, step_pages: int
+) -> None:
+    toy = engine(kind=CachingEngine, num_pages=14, step_pages=step_pages, host_blocks=40)
+    toy.serve(ToyRequest("a", list(range(17))))
+    toy.scheduler.reset()
+    toy.serve(ToyRequest("b", list(range(17))))
+    assert toy.cached == 4
+    displace(toy, 1000)
+    assert toy.look_up(ToyRequest("c", list(range(17)))) == 0
+    toy.serve(ToyRequest("d", list(range(17))))
+    displace(toy, 2000)
+    assert toy.look_up(ToyRequest("e", list(range(17)))) == 16
 
 
 def test_given_a_load_of_more_than_a_step_then_what_it_displaces_is_stored_before(engine: Any) -> None:

@@ -177,7 +177,6 @@ class SchedulerSide:
             return
         self._orders.fences_loads |= self._reads_any([of_group[tracked.num_local :] for of_group in pages])
         if self._write_back is not None:
-            self._write_back.taken(tracked, pages[0])
             self._write_back.order_load(tracked, pages[0], num_tokens, self._orders)
         else:
             self._loader.order(tracked, pages, num_tokens, self._job(), self._orders, state_pages)
@@ -203,7 +202,7 @@ class SchedulerSide:
         self._will_write(of_group[num_computed // self._block_size :] for of_group in pages)
         tracked = self._requests.get(request_id)
         if self._write_back is not None:
-            self._write_back.taken(tracked, pages[0])
+            self._write_back.taken(tracked, pages[0], num_computed // self._block_size)
         if tracked is not None:
             tracked.pages, tracked.num_seen = [list(of_group) for of_group in pages], 0
             self._consider(tracked, num_tokens)

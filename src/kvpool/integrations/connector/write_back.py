@@ -27,6 +27,10 @@ from kvpool.integrations.connector.saving import PagesInUse, SaveStats
 class EngineCache(Protocol):
     """What an engine shows of its own cache. The engine's name of a block is that in `block_hashes` of requests."""
 
+    @property
+    def num_pages(self) -> int:
+        """All pages; their numbers are below this."""
+
     def next_to_go(self, number: int) -> Iterable[int]:
         """So many pages that no request uses, in the order in which the engine takes them for others."""
 
@@ -64,14 +68,16 @@ class WriteBack:
         self._storing: set[Any] = set()
         self._read = PagesInUse()
         self._jobs: dict[int, _Copies] = {}
-        self._tags: dict[int, str | None] = {}  # of pages whose names do not say all; None: they are not stored
+        self._tags: dict[int, str | None] = {}  # files of adapters, which names leave out; None: not stored
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
-    def taken(self, tracked: TrackedRequest | None, pages: Sequence[int]) -> None:
-        """The engine has given these pages to a request, some of which may hold what it needs."""
+    def taken(self, tracked: TrackedRequest | None, pages: Sequence[int], num_found: int = 0) -> None:
+        """The engine has given these pages to a request. It fills all but the first `num_found`, which hold what it needs."""
         self._num_seen = max(0, self._num_seen - len(pages))
-        tag = _tag_of(tracked)
+        self._fill(pages[num_found:], _tag_of(tracked))
+
+    def _fill(self, pages: Sequence[int], tag: str | None) -> None:
         if tag != "":
             self._tags.update(dict.fromkeys(pages, tag))
         elif self._tags:
@@ -106,16 +112,17 @@ class WriteBack:
         return self._num_here(names[:found]) * tracked.block_size
 
     def _names(self, tracked: TrackedRequest, first: int, last: int) -> list[Any]:
-        tag = _tag_of(tracked)
-        return [_key(name, tag) for name in tracked.request.block_hashes[first:last]]
+        return [_key(name, tracked.scope.adapter) for name in tracked.request.block_hashes[first:last]]
 
     def _num_here(self, names: Sequence[Any]) -> int:
         return next((number for number, name in enumerate(names) if name not in self._rows), len(names))
 
     def order_load(self, tracked: TrackedRequest, pages: Sequence[int], num_tokens: int, orders: Orders) -> None:
-        """The engine has pages for what was looked up."""
+        """The engine has given a request these pages, for what it had and what was looked up."""
         first = tracked.num_local
         last = first + num_tokens // tracked.block_size
+        self.taken(tracked, pages, last)
+        self._fill(pages[first:last], tracked.scope.adapter)
         names = self._names(tracked, first, last)
         names = names[: self._num_here(names)]  # the engine computes what has gone meanwhile
         rows = [self._rows[name] for name in names]
@@ -141,9 +148,9 @@ class WriteBack:
         copies = _Copies([], [], [])
         for tracked, last in self._filling:
             names, first = tracked.request.block_hashes, tracked.num_seen
-            tag, last = _tag_of(tracked), min(last, len(names), len(tracked.pages[0]))
-            if tag is not None:
-                for name, page in zip(names[first:last], tracked.pages[0][first:last], strict=True):
+            last = min(last, len(names), len(tracked.pages[0]))
+            for name, page in zip(names[first:last], tracked.pages[0][first:last], strict=True):
+                if (tag := self._tags.get(page, "")) is not None:
                     self._add(copies, _key(name, tag), page)
             tracked.num_seen = last
         self._store(copies, orders, is_written=False)
@@ -245,7 +252,7 @@ class WriteBack:
         return [row for row in copies.rows if row not in others]
 
     def forget(self) -> None:
-        """Nothing that is on the host, or on its way there, is found again."""
+        """Nothing that is on the host, on its way there, or in the engine's pages now, is found again."""
         for copies in self._jobs.values():
             copies.is_stale = True
         self._free += [self._rows[name] for name in self._order]
@@ -253,6 +260,7 @@ class WriteBack:
         self._order.clear()
         self._loads_of.clear()
         self._storing.clear()
+        self._fill(range(self._cache.num_pages), None)
 
     @property
     def has_waiting(self) -> bool:
@@ -270,5 +278,5 @@ def _tag_of(tracked: TrackedRequest | None) -> str | None:
     return tracked.scope.adapter
 
 
-def _key(name: Any, tag: str | None) -> Any:
+def _key(name: Any, tag: str) -> Any:
     return (name, tag) if tag else name

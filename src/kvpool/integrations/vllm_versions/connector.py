@@ -426,6 +426,11 @@ class OwnCache:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
+    @property
+    def num_pages(self) -> int:
+        """All blocks of vLLM."""
+        return int(self._pool.num_gpu_blocks)
+
     def next_to_go(self, number: int) -> Iterable[int]:
         """The free blocks in the order in which vLLM takes them."""
         block = self._pool.free_block_queue.fake_free_list_head
