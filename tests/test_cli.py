@@ -273,3 +273,12 @@ def test_given_an_interrupt_while_a_command_loads_then_no_traceback_is_shown(
     monkeypatch.setattr("kvpool.cli.import_module", interrupted)
     assert main(["replay", "trace.jsonl"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_given_a_terminal_of_eighty_columns_then_help_shows_every_commands_line_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.partition("Commands:\n")[2].splitlines()]
+    assert lines == [[name, command.help] for name, command in COMMANDS.items()]

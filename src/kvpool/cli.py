@@ -29,9 +29,7 @@ COMMANDS = {
     "trace": Command("kvpool.replay.trace_command", "Look at, convert and synthesise workload traces."),
     "replay": Command("kvpool.replay.replay_command", "Replay a trace: what would a policy, a size or a tier reuse?"),
     "fleet": Command("kvpool.replay.fleet_command", "Simulate a cluster on a trace: hits, waiting, index, events."),
-    "plan": Command(
-        "kvpool.replay.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
-    ),
+    "plan": Command("kvpool.replay.plan_command", "What fits: weights, KV bytes, sequences and tiers of a model."),
     "generate": Command("kvpool.engine.text_commands", "Complete prompts with a model.", extra="hf"),
     "chat": Command("kvpool.engine.text_commands", "Talk to a model in the terminal.", extra="hf"),
     "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client.", extra="server"),
@@ -39,18 +37,12 @@ COMMANDS = {
         "kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."
     ),
     "view": Command("kvpool.view.view_command", "Open the live view of a cache on made-up traffic."),
-    "tier": Command(
-        "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
-    ),
-    "node": Command(
-        "kvpool.tiers.node.node_command", "One cache for all engines of a machine: own memory that they share."
-    ),
+    "tier": Command("kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, purge."),
+    "node": Command("kvpool.tiers.node.node_command", "Own memory that all engines of a machine use as one cache."),
     "warm": Command(
         "kvpool.engine.bench_command", "Compile and keep what a model needs, so that engines start fast.", extra="hf"
     ),
-    "doctor": Command(
-        "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
-    ),
+    "doctor": Command("kvpool.integrations.doctor", "What is installed, what works with it, and how to start that."),
     "bench": Command("kvpool.engine.bench_command", "Measure a model on this machine.", extra="hf"),
 }
 
