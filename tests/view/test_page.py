@@ -211,7 +211,7 @@ def test_given_a_large_pool_of_which_little_is_used_then_the_used_blocks_are_lar
         assert page.value("kvpool.grids.get('GPU/0').grid.cell") == 40
         words = "10 in use · 0 cached · 6,990 free, 6,936 of them not drawn"
         page.until(f"document.querySelector('.pool .count').textContent === '{words}'")
-        assert page.value("document.querySelector('#request-list .name').textContent") == "r"
+        page.until("document.querySelector('#request-list .name')?.textContent === 'r'")
         manager.allocate("s", list(range(4000)))
         page.until("kvpool.grids.get('GPU/0').grid.blocks > 1010")
         assert page.problems() == []
