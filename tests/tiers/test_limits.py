@@ -63,11 +63,7 @@ RULES: dict[Any, dict[str, tuple[str, list[Any], list[Any]]]] = {
         "disk_timeout": SECONDS,
         "disk_compression": CODEC,
         "disk_dtype": DTYPE,
-        "remote": (
-            "must be the address of a tier: node:, redis://, rediss://, s3:// or mooncake://",
-            REMOTE,
-            ["", "host", "redis:host", 7],
-        ),
+        "remote": ("must be the address of a tier, such as node: or redis://HOST", REMOTE, ["", 5]),
         "remote_namespace": NAME,
         "remote_ttl": SECONDS,
         "remote_timeout": SECONDS,
