@@ -203,6 +203,7 @@ def test_given_a_wrong_variable_then_the_error_names_it_and_what_is_right(
         ),
         ({"remote": "disk:d", "remote_ttl": 5}, "remote_ttl=5 is for redis://, rediss://, and the store is disk://"),
         ({"remote": 5}, "remote must be the address of a tier, such as node: or redis://HOST"),
+        ({"remote": "redis:host"}, "remote must be the address of a tier, which begins with redis://"),
         (
             {"remote": "ftp://user:hidden@host"},
             "remote must be the address of a tier, which begins with one of disk:, node:, redis:, rediss:, s3:, mooncake:",

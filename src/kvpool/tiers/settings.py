@@ -316,6 +316,8 @@ def _check_remote(given: Mapping[str, _Given], address: str) -> None:
     if not divider or opener_of(scheme) is None:
         raise ConfigError(f"{given['remote'].name} must be the address of a tier, which begins with one of {schemes()}")
     kind = next((start for start in _STORES if address.startswith(start)), f"{scheme}://")
+    if kind in _STORES and not address.startswith(kind):
+        raise ConfigError(f"{given['remote'].name} must be the address of a tier, which begins with {kind}")
     is_ours = kind in _STORES or scheme == "disk"  # others read what options they have
     in_address = {part.partition("=")[0] for part in urlsplit(address).query.split("&")}
     for name, each in given.items():
