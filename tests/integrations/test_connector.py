@@ -339,6 +339,8 @@ class LatePages(EnginePages):
             run()
         self.waiting.clear()
 
+    settle = fence
+
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
@@ -379,6 +381,26 @@ def test_given_a_page_that_a_store_still_reads_when_another_request_gets_it_then
     toy.scheduler.take_report(Report({store.job: JobProgress(1, 4) for store in sharing.stores}))
     toy.scheduler.follow("f", [[0, 1, 2, 3]], 8)
     assert not toy.scheduler.orders(is_idle=False).fence
+
+
+def test_given_a_page_that_a_store_still_reads_when_another_connector_loads_into_it_then_the_store_comes_first(
+    engine: Any,
+) -> None:
+    toy = engine(pages=LatePages)
+    toy.look_up(ToyRequest("a", PROMPT))
+    toy.scheduler.follow("a", [[0, 1, 2, 3, 4]], 18)
+    worker, orders = toy.workers[0], toy.scheduler.orders(is_idle=False)
+    toy._fill(2, b"a" * 32, b"a" * 32)
+    worker.begin_step(orders)
+    worker.store(orders)
+    toy.scheduler.leave_to_others("b", [[5, 6]])
+    unhurried = toy.scheduler.orders(is_idle=False)
+    assert not unhurried.settles
+    worker.begin_step(unhurried)
+    toy.scheduler.leave_to_others("c", [[7, 2]])
+    worker.begin_step(toy.scheduler.orders(is_idle=False))
+    toy._fill(2, b"c" * 32, b"c" * 32)
+    assert worker._host.array[orders.stores[0].rows[2]].tobytes() == b"a" * 64
 
 
 class BrokenPages(EnginePages):

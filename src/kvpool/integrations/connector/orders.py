@@ -74,6 +74,8 @@ class Orders:
     """The step may write pages that stores still read: it waits for them."""
     fences_loads: bool = False
     """The same of its loads."""
+    settles: bool = False
+    """Somebody else may write pages that stores still read, outside of steps: nothing begins before they are over."""
     is_idle: bool = False
     """The step computes nothing, so a short wait for loads delays no request."""
 

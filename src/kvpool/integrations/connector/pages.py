@@ -130,6 +130,9 @@ class EnginePages:
     def fence(self) -> None:
         """Work that the engine orders from now on may write pages that `read` still copies, so it must come behind."""
 
+    def settle(self) -> None:
+        """Waits until `read` copies nothing any more."""
+
     def close(self) -> None:
         """Waits for all copies, because their rows are about to be freed."""
 
@@ -293,6 +296,10 @@ class LinkedPages(EnginePages):
                 self._copy(moves, host, to_host=True)
             over = self._last_read = self._out.record_event()
         return lambda: bool(over.query())
+
+    def settle(self) -> None:
+        """Waits for copies to the host."""
+        self._out.synchronize()
 
     def close(self) -> None:
         """Waits for all copies: their rows are about to go."""

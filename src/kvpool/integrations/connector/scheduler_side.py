@@ -181,6 +181,13 @@ class SchedulerSide:
         else:
             self._loader.order(tracked, pages, num_tokens, self._job(), self._orders, state_pages)
 
+    def leave_to_others(self, request_id: str, pages: Sequence[Sequence[int]]) -> None:
+        """The engine gave these pages to a request that another connector loads, outside of steps and of what the GPU does."""
+        self._orders.settles |= self._reads_any(pages)
+        tracked = self._requests.get(request_id)
+        if self._write_back is not None and tracked is not None:
+            self._write_back.taken(tracked, pages[0], tracked.num_local)
+
     def hit_blocks(self, request: Any) -> tuple[int, int, int]:
         """Of the last load of a request: blocks from the host, the disk and the remote store."""
         host, first, others = self._tracked(request).hits

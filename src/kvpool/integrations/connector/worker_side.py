@@ -111,6 +111,9 @@ class WorkerSide:
         self._store_due()
         if orders.fence:
             self._fence()
+        if orders.settles:
+            for pages in self._each_pages():
+                pages.settle()
         if orders.loads:
             for pages in self._each_pages():
                 pages.begin_step(fences_loads=orders.fences_loads)

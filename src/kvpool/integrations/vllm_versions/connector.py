@@ -107,6 +107,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._introduction: Introduction | None = None  # of this worker, until it was sent
         self._workers: list[Introduction] = []
+        self._given: dict[str, list[list[int]]] = {}  # pages of requests of this step for which nothing is loaded here
         self._hash_size = self._block_size
         self._pool: Any = None  # vLLM's own cache
         self._found_in: Any = None  # where it finds blocks: another object after each reset
@@ -252,15 +253,21 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave a request its blocks."""
-        tables = blocks.get_block_ids() if num_external_tokens else [[] for _ in self._kv_cache_config.kv_cache_groups]
+        tables = blocks.get_block_ids()
+        if not num_external_tokens:
+            self._given[request.request_id] = self._pages(tables)
         states = [tables[n] for n in self._state_groups]
         self._ready_scheduler.order_load(request, self._pages(tables), num_external_tokens, states)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """A step is planned: orders stores of what it writes, and returns all orders for the workers."""
         side, scheduled = self._scheduler, scheduler_output.num_scheduled_tokens
+        given, self._given = self._given, {}
         if side is None:
             return StepMetadata(Orders(is_idle=not scheduled))
+        for name, pages in given.items():
+            if name not in scheduled:  # inside vLLM's MultiConnector another one loads it
+                side.leave_to_others(name, pages)
         if self._state_groups:
             self._follow_states(side, scheduler_output.kv_connector_block_state)
             return StepMetadata(side.orders(is_idle=not scheduled))
