@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from toy import BLOCK, ToyEngine, ToyRequest, give_way, lora
+from toy import BLOCK, ToyEngine, ToyRequest, give_way, introduction, lora
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.orders import NO_PAGE
+from kvpool.integrations.connector.orders import NO_PAGE, Orders
+from kvpool.integrations.connector.requests import TrackedRequest
+from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.write_back import WriteBack
+from kvpool.scope import ReuseScope
 
 
 class OwnCache:
@@ -284,6 +290,36 @@ def test_given_a_reset_while_copies_are_in_flight_then_their_rows_can_be_used_ag
     toy.scheduler.reset()
     toy.idle()
     assert sorted(toy.scheduler._write_back._free) == list(range(24))
+
+
+def test_given_a_request_that_cannot_begin_then_what_should_have_stayed_for_it_is_stored_in_time() -> None:
+    own = OwnCache(20)
+    host = WriteBack(own, 40, 3, itertools.count(1).__next__)
+    for page, name in enumerate("abcd"):
+        own.give_name(page, name)
+    host.order(1, Orders())
+    host.confirm(1, 4)
+    host.taken(None, own.take([], 4))
+    for page, name in zip(own.free, "ABCDEFGHIJKL", strict=False):
+        own.give_name(page, name)
+    request = SimpleNamespace(all_token_ids=range(33), block_hashes=list("ABCDabcd"))
+    tracked = TrackedRequest(request, BLOCK, ReuseScope(), ())
+    orders = Orders()
+    assert host.look_up(tracked, 16, orders) == 16
+    assert not set(orders.stores[0].pages[0]) & {4, 5, 6, 7}
+    later = Orders()
+    host.order(1, later)
+    assert later.stores[0].pages == [[4, 5, 6, 7]]
+
+
+def test_given_an_engine_that_only_loads_then_nothing_is_stored() -> None:
+    own = OwnCache(20)
+    own.give_name(0, "a")
+    side = SchedulerSide(
+        ConnectorSettings(host_blocks=8), BLOCK, [introduction(8)], stores=False, cache=own, step_pages=4
+    )
+    assert side.look_up(ToyRequest("r", list(range(33))), 0) == 0
+    assert side.orders(is_idle=False).stores == []
 
 
 def test_given_pages_that_nobody_can_find_any_more_then_they_are_not_stored(engine: Any) -> None:

@@ -119,9 +119,9 @@ class SchedulerSide:
         self._saver = Saver(self.manager, block_size, num_rows, self._job, has_tiers=spills, **common)
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, **common)
         self._write_back: WriteBack | None = None
-        if cache is not None and settings.writes_back and not has_states and hash_size is None:
+        if cache is not None and stores and settings.writes_back and not has_states and hash_size is None:
             self._write_back = WriteBack(cache, num_rows, step_pages, self._job)
-        elif settings.host_write == "back":
+        elif settings.host_write == "back" and stores:
             _log.warning("kvpool connector: %s", _NO_WRITE_BACK)
         self._no_hit_warning = NoHitWarning(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)
@@ -182,7 +182,7 @@ class SchedulerSide:
             self._loader.order(tracked, pages, num_tokens, self._job(), self._orders, state_pages)
 
     def leave_to_others(self, request_id: str, pages: Sequence[Sequence[int]]) -> None:
-        """The engine gave these pages to a request that another connector loads, outside of steps and of what the GPU does."""
+        """The engine gave these pages to a request that another connector loads, in no order with what the GPU does."""
         self._orders.settles |= self._reads_any(pages)
         tracked = self._requests.get(request_id)
         if self._write_back is not None and tracked is not None:
@@ -264,8 +264,7 @@ class SchedulerSide:
         orders, self._orders = self._orders, Orders()
         orders.is_idle = is_idle
         if self._write_back is not None:
-            if self._stores:
-                self._write_back.order(len(self._requests), orders)
+            self._write_back.order(len(self._requests), orders)
             return orders
         self._clock.go_on()
         self._saver.order(orders)

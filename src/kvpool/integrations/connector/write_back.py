@@ -159,14 +159,17 @@ class WriteBack:
         """Orders stores of the next so many pages to go, besides those with blocks that stay."""
         if self._num_seen >= (number := min(number, self._most)):
             return
-        self._num_seen, copies, staying = 0, _Copies([], [], []), set(stays)
+        copies, staying = _Copies([], [], []), set(stays)
+        self._num_seen = num_seen = num_staying = 0
         for page in self._cache.next_to_go(number + len(stays)):
             name, tag = self._cache.name_of(page), self._tags.get(page, "")
             if name in staying:
+                num_staying += 1
                 continue
-            if self._num_seen == number:
+            if num_seen == number:
                 break
-            self._num_seen += 1
+            num_seen += 1
+            self._num_seen += not num_staying  # if the request cannot begin, the engine takes what should have stayed
             if name is None or tag is None:
                 continue
             key = _key(name, tag)
