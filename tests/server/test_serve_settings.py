@@ -95,7 +95,7 @@ def test_given_a_disk_of_all_models_then_each_has_a_directory_in_it(read: Read) 
         ("[[models]]\nname = 'x'\nmodel = 'm'\nsize = 1", "no key 'size'"),
         ("[[models]]\nname = 'x'\nmodel = 'm'\n[[models]]\nname = 'x'\nmodel = 'n'", "of one before it"),
         ("[other]\nx = 1", "no section"),
-        ("[server]\n[modles]", r"write \[models\]"),
+        ("[server]\n[modles]", r"unknown section \[modles\]; did you mean \[models\]"),
         ("server = [", "not TOML"),
         ("server = 1", "must be a section"),
         ("[server]\ntool_parser = 'herms'", "no tool parser 'herms': choose one of hermes"),
