@@ -83,11 +83,13 @@ def test_given_the_name_of_a_compressed_file_then_the_recording_is_compressed_an
     assert replay_recording(path).requests == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"host_blocks": None}, {"eviction_policy": "s3fifo"}, {"num_groups": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"host_blocks": None}, {"eviction_policy": "s3fifo"}, {"num_groups": 2}, {"partial_match": False}]
+)
 def test_given_a_live_manager_when_its_recording_is_replayed_then_all_counters_agree(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    manager = make_manager(partial_match=False, **options)
+    manager = make_manager(**options)
     with TraceRecorder(tmp_path / "live.kvtrace.gz").attach(manager) as recorder:
         drive(manager)
     assert recorder.stopped_because is None

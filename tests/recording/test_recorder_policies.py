@@ -45,7 +45,7 @@ def test_given_a_policy_that_remembers_when_recordings_are_replayed_then_hits_ar
             gpu_blocks=rng.randrange(16, 30),
             host_blocks=host_blocks,
             eviction_policy=policy,
-            partial_match=False,  # of blocks that share equally many tokens with a prompt, a replay may take another one
+            cache_unfilled_blocks=seed % 2 == 0,
         )
         manager = KVCacheManager(config, clock=clock)
         with TraceRecorder(path).attach(manager):

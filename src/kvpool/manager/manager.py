@@ -280,7 +280,7 @@ class KVCacheManager:
         handle.encoder_tokens = cross_tokens
         handle.is_lease = lease
         handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
-        self._allocator.allocate(handle, prompt, places, lookahead)
+        found = self._allocator.allocate(handle, prompt, places, lookahead)
         if self._guard.observers:
             options = dict(
                 num_tokens=num_tokens,
@@ -293,6 +293,7 @@ class KVCacheManager:
                 session=session,
                 lease=lease,
                 multimodal=prompt.items,
+                source=found.source,
             )
             self._guard.tell("allocate", handle, request_id, prompt._tokens, options)
         if hint is not None:

@@ -36,6 +36,7 @@ class Match:
         "partial",
         "path",
         "root",
+        "source",
         "tokens",
     )
 
@@ -63,6 +64,7 @@ class Match:
         )
         self.fresh: Fresh | None = None  # symbols among them that nobody keeps yet
         self.logits: Any = None  # stored for exactly these tokens
+        self.source: int | None = None  # the number (`created`) of `partial`, before anything was cut off the match
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that need not be computed."""
@@ -85,6 +87,7 @@ class RunTree:
         self.roots: dict[ReuseScope, Root] = {}
         self._last_found: Root | None = None  # most requests have the scope of the one before, which takes long to hash
         self.sessions: dict[str, set[Node]] = {}
+        self.given_source: int | None = None  # the run to take instead; exact playback of a recording sets it
 
     # --- roots -------------------------------------------------------------------------------------------------------
 
@@ -158,8 +161,17 @@ class RunTree:
             if near is not None:
                 if near.open_row >= 0:
                     self.context.sync(near)
-                return Match(root, path, position // size, near, shared // 4, next_key)
+                return Match(root, path, position // size, self._source(near), shared // 4, next_key)
         return Match(root, path, position // size, None, 0, next_key)
+
+    def _source(self, node: Node) -> Node:
+        """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
+        given = self.given_source
+        if given is not None and given != node.created:
+            assert node.parent.children is not None
+            node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
+            self.context.sync(node)
+        return node
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""

@@ -295,7 +295,7 @@ _options = _object(
         "retention": _retention,
         "ttl": _seconds,
         "session": _number,
-        "source": _number,  # of earlier releases; it has no effect
+        "source": _number,
         "scope": _scope,
         "lease": _bool,
     }

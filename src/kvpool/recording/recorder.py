@@ -158,12 +158,13 @@ _UNSAID = {
 
 
 def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[str, Any]) -> Operation:
+    apart = ("scope", "source")
     more = {
-        name: value for name, value in options.items() if name != "scope" and value not in (None, _UNSAID.get(name))
+        name: value for name, value in options.items() if name not in apart and value not in (None, _UNSAID.get(name))
     }
     if "ttl" in more:
         more["ttl"] = finite(more["ttl"])
-    return "a", handle.serial, _copied(tokens), handle.scope, more
+    return "a", handle.serial, _copied(tokens), handle.scope, options["source"], more
 
 
 def _committed(_: None, batch: SequenceBatch, tokens: Any, counts: Int64Array | None, items: Items) -> Operation:

@@ -121,6 +121,7 @@ class AdmissionPlanner:
         match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
             return match
+        source = None if match.partial is None else match.partial.created
         size = state.context.block_size
         length = match.num_tokens(size)
         logits = None
@@ -142,7 +143,7 @@ class AdmissionPlanner:
             match = self._cut(match, length)
         if match.partial is not None and not state.config.copy_on_partial_reuse and not self._can_take_over(match):
             match, logits = self._without_partial(match), None
-        match.logits = logits
+        match.source, match.logits = source, logits
         return match
 
     @staticmethod
