@@ -312,6 +312,20 @@ def test_given_a_request_that_cannot_begin_then_what_should_have_stayed_for_it_i
     assert later.stores[0].pages == [[4, 5, 6, 7]]
 
 
+def test_given_a_block_that_finds_no_room_in_several_steps_then_it_counts_once() -> None:
+    own = OwnCache(20)
+    host = WriteBack(own, 1, 1, itertools.count(1).__next__)
+    own.give_name(0, "a")
+    host.order(0, Orders())  # its row is in use until the workers have copied it
+    for name in "bc":
+        (page,) = own.take([], 1)
+        own.give_name(page + 1, name)
+        for _ in range(3):
+            host.taken(None, [page])
+            host.order(0, Orders())
+    assert host.saved.no_room == 2
+
+
 def test_given_an_engine_that_only_loads_then_nothing_is_stored() -> None:
     own = OwnCache(20)
     own.give_name(0, "a")

@@ -66,6 +66,7 @@ class WriteBack:
         self._order: OrderedDict[Any, None] = OrderedDict()  # those that no load uses; the first goes first
         self._loads_of: dict[Any, int] = {}  # by name, of those that loads use
         self._storing: set[Any] = set()
+        self._turned_away: set[Any] = set()  # blocks that found no room since a block found some
         self._read = PagesInUse()
         self._jobs: dict[int, _Copies] = {}
         self._tags: dict[int, str | None] = {}  # files of adapters, which names leave out; None: not stored
@@ -184,8 +185,10 @@ class WriteBack:
         if page == NO_PAGE or key in self._rows or key in self._storing:
             return
         if (row := self._take_row()) is None:
-            self.saved.no_room += 1
+            self.saved.no_room += key not in self._turned_away
+            self._turned_away.add(key)
             return
+        self._turned_away.clear()
         self._storing.add(key)
         copies.names.append(key)
         copies.rows.append(row)
