@@ -173,12 +173,15 @@ def test_given_a_pin_or_a_priority_then_a_line_says_that_they_have_no_effect(
     assert "request a: priority and pin have no effect" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"no_store": True}, {"ttl": 60}])
+@pytest.mark.parametrize(
+    "options",
+    [*({"kv_transfer_params": {"kvpool": each}} for each in ({"no_store": True}, {"ttl": 60})), {"prompt_embeds": 1}],
+)
 def test_given_a_request_that_the_host_may_not_keep_then_nothing_of_it_is_stored(
     engine: Any, options: dict[str, Any]
 ) -> None:
     toy = engine(kind=CachingEngine, num_pages=12, step_pages=12, host_blocks=40)
-    toy.serve(ToyRequest("a", list(range(17)), kv_transfer_params={"kvpool": options}))
+    toy.serve(ToyRequest("a", list(range(17)), **options))
     for name, begin in (("b", 100), ("c", 200), ("d", 300)):
         toy.serve(ToyRequest(name, list(range(begin, begin + 25))))
     assert toy.look_up(ToyRequest("e", list(range(17)))) == 0
@@ -324,6 +327,40 @@ def test_given_a_block_that_finds_no_room_in_several_steps_then_it_counts_once()
             host.taken(None, [page])
             host.order(0, Orders())
     assert host.saved.no_room == 2
+
+
+def test_given_a_store_that_failed_then_the_block_is_stored_again_when_it_is_looked_at_again() -> None:
+    own = OwnCache(20)
+    host = WriteBack(own, 4, 1, itertools.count(1).__next__)
+    own.give_name(0, "a")
+    host.order(0, Orders())
+    host.confirm(1, 0)
+    assert (host.saved.stored, host.saved.spoiled) == (0, 1)
+    host.taken(None, [9])
+    again = Orders()
+    host.order(0, again)
+    assert again.stores[0].pages == [[0]]
+    host.confirm(2, 1)
+    assert (host.saved.stored, host.saved.spoiled) == (1, 1)
+    assert not host.has_waiting
+
+
+def test_given_a_load_that_failed_in_part_then_it_is_counted_and_nothing_is_promised_again() -> None:
+    own = OwnCache(20)
+    host = WriteBack(own, 8, 2, itertools.count(1).__next__)
+    for page, name in enumerate("ab"):
+        own.give_name(page, name)
+    host.order(0, Orders())
+    host.confirm(1, 2)
+    request = SimpleNamespace(request_id="r", all_token_ids=range(9), block_hashes=["a", "b"], mm_features=[])
+    tracked = TrackedRequest(request, BLOCK, ReuseScope(), ())
+    assert host.look_up(tracked, 0, Orders()) == 8
+    orders = Orders()
+    host.order_load(tracked, [5, 6], 8, orders)
+    assert tracked.hits == (2, 0, 0)
+    host.confirm(orders.loads[0].job, 1)
+    assert (host.loaded.hits, host.loaded.from_host, host.loaded.failed) == (1, 1, 1)
+    assert host.look_up(tracked, 0, Orders()) == 0
 
 
 def test_given_an_engine_that_only_loads_then_nothing_is_stored() -> None:
