@@ -144,7 +144,8 @@ def test_given_a_host_as_large_as_the_engines_cache_then_write_back_finds_more_a
 ) -> None:
     seen = {}
     for how in ("back", "through"):
-        toy = engine(kind=CachingEngine, num_pages=40, step_pages=3, host_blocks=40, host_write=how)
+        clock = itertools.count().__next__  # the policy of "through" looks at ages
+        toy = engine(kind=CachingEngine, num_pages=40, step_pages=3, host_blocks=40, host_write=how, clock=clock)
         for request in chats(seed, 150):
             toy.serve(request, chunk=12)
         seen[how] = (toy.cached + toy.loaded, toy.scheduler.stats()["stored"])
