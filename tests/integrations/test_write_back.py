@@ -153,8 +153,9 @@ def test_given_a_host_as_large_as_the_engines_cache_then_write_back_finds_more_a
     assert seen["back"][1] < seen["through"][1]
 
 
-def test_given_room_in_the_engines_cache_then_nothing_is_copied(engine: Any) -> None:
-    toy = engine(kind=CachingEngine, num_pages=400, step_pages=8, host_blocks=40)
+@pytest.mark.parametrize("host_blocks", [40, 4])
+def test_given_room_in_the_engines_cache_then_nothing_is_copied(engine: Any, host_blocks: int) -> None:
+    toy = engine(kind=CachingEngine, num_pages=400, step_pages=8, host_blocks=host_blocks)
     for request in chats(1, 20):
         toy.serve(request)
     assert toy.scheduler.stats()["stored"] == 0

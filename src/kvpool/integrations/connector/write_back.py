@@ -141,7 +141,7 @@ class WriteBack:
         """Orders stores of what the next step may take, of so many requests: each of them may begin a page."""
         number = self._step_pages + num_requests
         self._store_next(number, orders)
-        if self._num_seen < number:
+        if self._num_seen < min(number, self._most):
             self._store_running(orders)
         self._filling.clear()
 
