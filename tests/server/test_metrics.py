@@ -116,19 +116,7 @@ def test_given_a_client_that_leaves_then_the_model_and_its_tenant_count_the_same
     assert told["kvpool_generated_tokens_total"] == told["kvpool_tenant_generated_tokens_total"] == 3
 
 
-def test_given_keys_then_top_is_told_one(serve: Callable[..., Live], capsys: Any, monkeypatch: Any) -> None:
-    from kvpool.cli import main
-
-    live = serve(access=access("root"))
-    assert main(["top", "--once", "--url", live.url]) == 2
-    assert "give --key" in capsys.readouterr().err
-    assert main(["top", "--once", "--url", live.url, "--key", "sk-root"]) == 0
-    monkeypatch.setenv("KVPOOL_API_KEY", "sk-root")
-    assert main(["top", "--once", "--url", live.url]) == 0
-
-
-def test_given_a_restart_then_tokens_from_disk_are_told_and_counted_as_such(tmp_path: Path, capsys: Any) -> None:
-    from kvpool.cli import main
+def test_given_a_restart_then_tokens_from_disk_are_told_and_counted_as_such(tmp_path: Path) -> None:
     from kvpool.engine import Engine
     from kvpool.server import ServedModel, create_app
 
@@ -140,11 +128,11 @@ def test_given_a_restart_then_tokens_from_disk_are_told_and_counted_as_such(tmp_
             live = Live(create_app([ServedModel("tiny", engine)]))
             told.append(call(live, "/v1/cache/query", {"prompt": asked["prompt"]}))
             call(live, "/v1/completions", asked)
-            assert main(["top", "--once", "--url", live.url]) == 0
+            text = call(live, "/metrics")
             hits = engine.stats().cache
             live.stop()
     assert told[0] == {"prompt_tokens": 21, "cached_tokens": 0, "tiers": {}}
     assert told[1] == {"prompt_tokens": 21, "cached_tokens": 20, "tiers": {"DISK": 20}}
     assert hits.hit_tokens == {"GPU": 0, "HOST": 0, "DISK": 20, "REMOTE": 0}
     assert hits.hit_blocks == {"GPU": 0, "HOST": 0, "DISK": 5, "REMOTE": 0}
-    assert "95.2% of prompt tokens   20 from DISK" in capsys.readouterr().out
+    assert 'kvpool_hit_tokens_total{model="tiny",tier="DISK"} 20.0' in text

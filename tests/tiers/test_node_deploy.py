@@ -35,7 +35,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
 
 def test_given_the_unit_then_its_options_and_places_exist() -> None:
     (line,) = re.findall(r"^ExecStart=(.*)$", UNIT, re.MULTILINE)
-    words = shlex.split(line.replace("$KVPOOL_NODE_OPTIONS", "--policy sieve --bytes 64GB"))
+    words = shlex.split(line.replace("$KVPOOL_NODE_OPTIONS", "--policy adaptive --bytes 64GB"))
     wanted = parsed(words[2:])
     assert wanted["disk"] == f"/var/cache/{re.findall(r'CacheDirectory=(.*)', UNIT)[0]}"
     assert f"node:{wanted['name']}" in UNIT
