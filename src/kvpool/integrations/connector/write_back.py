@@ -58,9 +58,8 @@ class WriteBack:
         self._step_pages = max(1, step_pages)
         self._most = max(1, num_rows // 2)  # pages that are looked at at once
         self._num_seen = 0  # of the next pages to go, so many were looked at
-        self._filling: list[
-            tuple[TrackedRequest, int]
-        ] = []  # requests of the planned step, and how many blocks they have
+        # Requests of the planned step, and how many blocks they have then.
+        self._filling: list[tuple[TrackedRequest, int]] = []
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Any, int] = {}  # by the names of blocks that can be found
         self._order: OrderedDict[Any, None] = OrderedDict()  # those that no load uses; the first goes first
