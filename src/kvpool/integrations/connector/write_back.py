@@ -156,9 +156,13 @@ class WriteBack:
         self._store(copies, orders, is_written=False)
 
     def _store_next(self, number: int, orders: Orders, stays: Sequence[Any] = ()) -> None:
-        """Orders stores of the next so many pages to go, besides those with blocks that stay."""
-        if self._num_seen >= (number := min(number, self._most)):
+        """Orders stores of the next so many pages to go, besides those with blocks that stay.
+
+        It looks at some more, so that steps which take a few pages need not look at all of them again.
+        """
+        if self._num_seen >= min(number, self._most):
             return
+        number = min(number + self._step_pages // 4, self._most)
         copies, staying = _Copies([], [], []), set(stays)
         self._num_seen = num_seen = num_staying = 0
         for page in self._cache.next_to_go(number + len(stays)):
