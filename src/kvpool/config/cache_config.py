@@ -74,8 +74,8 @@ class KVCacheConfig:
     cache_unfilled_blocks: bool = False  # keep the last block of freed sequences for partial reuse: docs/decisions/0008
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
-    # When cached GPU blocks are copied to HOST: "back" on eviction, "through" when their last reader leaves, a number n: from
-    # the n-th use on (blocks used less often are dropped on eviction). docs/decisions/0013
+    # When cached GPU blocks are copied to HOST: "back" on eviction, "through" when their last reader leaves:
+    # docs/decisions/0013
     host_write: str = "back"
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvpool.checks import check_bool, check_int, check_number, show
+from kvpool.config.cache_config import HOST_WRITES
 from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
@@ -26,7 +27,6 @@ from kvpool.tiers import KeyedTier, KeySpace, opening
 from kvpool.tiers.settings import REQUEST_TIMEOUT, TierConfig
 
 _CHECKPOINT_SHARE = 4  # checkpoints get one byte in so many of the host, as in a cache of kvpool's own engine
-_HOST_WRITES = ("back", "through")
 _QUOTA_KEYS = {"guaranteed", "maximum"}
 
 
@@ -98,8 +98,8 @@ class ConnectorSettings:
             raise ConfigError("read_only=True needs disk or remote, to read from")
         if self.policy is not None:
             make_policy(self.policy)
-        if self.host_write not in (None, *_HOST_WRITES):
-            raise ConfigError(f"host_write must be {' or '.join(map(repr, _HOST_WRITES))}, got {show(self.host_write)}")
+        if self.host_write not in (None, *HOST_WRITES):
+            raise ConfigError(f"host_write must be {' or '.join(map(repr, HOST_WRITES))}, got {show(self.host_write)}")
         if self.host_write == "back" and (needing := self._needs_through()):
             raise ConfigError(
                 f"host_write='back' has no {needing}, which needs blocks on the host when they are computed; take "
