@@ -40,7 +40,7 @@ def node(
         str | None, typer.Option(envvar="KVPOOL_NODE_REMOTE", help="A store behind it: redis://, rediss://, s3://.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="What is evicted first: lru, adaptive, priority, cost, s3fifo, …")
+        str | None, typer.Option(help="What is evicted first: lru (default), priority or adaptive.")
     ] = None,
     engine_share: Annotated[
         float | None, typer.Option(help="The largest share of the memory that one engine may fill (default 1).")
