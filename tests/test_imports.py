@@ -28,6 +28,7 @@ LAYERS = (
         "compiling",
         "errors",
         "checks",
+        "prometheus",
         "quiet",
         "files",
         "removed",

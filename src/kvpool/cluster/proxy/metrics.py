@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kvpool.prometheus import metric_lines
+
 _Rows = Iterable[tuple[Mapping[str, object], float]]
 _GAUGES = {
     "num_requests": ("requests", "Requests that a server has now."),
@@ -60,12 +62,4 @@ def _lines(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _family(name: str, kind: str, about: str, rows: _Rows) -> Iterator[str]:
-    yield f"# HELP kvpool_route_{name} {about}"
-    yield f"# TYPE kvpool_route_{name} {kind}"
-    for labels, value in rows:
-        shown = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
-        yield f"kvpool_route_{name}{{{shown}}} {int(value)}" if shown else f"kvpool_route_{name} {int(value)}"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return metric_lines(f"kvpool_route_{name}", kind, about, ((labels, int(value)) for labels, value in rows))

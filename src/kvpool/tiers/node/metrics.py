@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvpool.checks import is_local_name, is_loopback
+from kvpool.prometheus import metric_lines
 from kvpool.tiers.node.service import COUNTS
 
 _GAUGES = {
@@ -33,23 +34,19 @@ def prometheus_text(stats: dict[str, Any]) -> str:
 
 def _lines(stats: dict[str, Any]) -> Iterator[str]:
     for name, (metric, about) in _GAUGES.items():
-        yield from (f"# HELP {metric} {about}", f"# TYPE {metric} gauge", f"{metric} {stats[name]}")
+        yield from metric_lines(metric, "gauge", about, [({}, stats[name])])
     for name in ("evicted", *COUNTS):
-        metric = f"kvpool_node_{name}_total"
         about = f"Since the start: {name.replace('_', ' ')}."
-        yield from (f"# HELP {metric} {about}", f"# TYPE {metric} counter", f"{metric} {stats[name]}")
+        yield from metric_lines(f"kvpool_node_{name}_total", "counter", about, [({}, stats[name])])
     for name, of in (("engine", "engines"), ("tenant", "tenants")):
-        metric = f"kvpool_node_{name}_bytes"
-        yield from (f"# HELP {metric} Bytes of slots by {name}, those with most.", f"# TYPE {metric} gauge")
-        yield from (f'{metric}{{{name}="{_escaped(label)}"}} {used}' for label, used in stats[of].items())
+        used = [({name: label}, used) for label, used in stats[of].items()]
+        yield from metric_lines(
+            f"kvpool_node_{name}_bytes", "gauge", f"Bytes of slots by {name}, those with most.", used
+        )
     for name in _BEHIND:
-        metric = f"kvpool_node_behind_{name}_total"
-        yield from (f"# HELP {metric} {name.replace('_', ' ')} of tiers behind the node.", f"# TYPE {metric} counter")
-        yield from (f'{metric}{{tier="{_escaped(tier["name"])}"}} {tier[name]}' for tier in stats["behind"])
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        about = f"{name.replace('_', ' ')} of tiers behind the node."
+        counted = [({"tier": tier["name"]}, tier[name]) for tier in stats["behind"]]
+        yield from metric_lines(f"kvpool_node_behind_{name}_total", "counter", about, counted)
 
 
 class MetricsServer:
