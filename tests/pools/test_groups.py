@@ -52,7 +52,7 @@ specs = st.one_of(windowed_specs, st.just(LayerSpec(1, 8)))
 def test_a_group_is_full_windowed_or_cross(spec: LayerSpec, cross: bool, windowed: bool) -> None:
     group = make_group(spec, 4)
     assert (not group.grows, group.slides, group.keeps_state) == (cross, windowed, False)
-    assert group.follows("sequence", "encoder") == ("encoder" if cross else "sequence")
+    assert group.pick("sequence", "encoder") == ("encoder" if cross else "sequence")
     assert kind_of(group.spec) is type(group)
 
 
@@ -158,7 +158,7 @@ def test_given_any_kind_when_holders_were_counted_one_by_one_then_a_single_one_i
     group = make_group(spec, 4)
     taken, counted = group.take(1), group.gpu.take(2)
     group.gpu.refs[counted] = (1, 2)
-    group.settle(counted)
+    group.mark_single_owner(counted)
     assert group.gpu.refs[counted].tolist() == [group.gpu.refs[taken[0]], 2]
     group.own(int(counted[1]))
     assert group.gpu.refs[counted[1]] == group.gpu.refs[taken[0]]

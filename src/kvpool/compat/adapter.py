@@ -195,7 +195,7 @@ class Adapter:
         handle, group = self.handle(request), self.manager.config.groups[self._group(layer)]
         first = as_count(start, "start")
         stop = first if num_tokens is None else first + as_count(num_tokens, "num_tokens")
-        length = kind_of(group).follows(handle.num_written, handle.encoder_tokens)
+        length = kind_of(group).pick(handle.num_written, handle.encoder_tokens)
         if stop > length:
             raise InvalidArgumentError(
                 f"request {handle.request_id!r} has {length} written tokens; those up to {stop} cannot be read before they "

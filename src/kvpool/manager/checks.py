@@ -107,7 +107,7 @@ class Checker:
         path = tip.path()
         for group in self.state.groups:
             table = rows.tables[group.index]
-            first, end = group.follows((tip.end, used), (0, cross))
+            first, end = group.pick((tip.end, used), (0, cross))
             if not (table[row, end:] == -1).all():
                 self.fail(f"{name}: block ids behind its end in group {group.index}")
             ids = table[row, :end]

@@ -44,7 +44,7 @@ class Group(ABC):
         self.sinks = ceil_div(spec.sink_tokens, block_size)  # leading blocks that stay whatever the window does
 
     @classmethod
-    def follows(cls, of_sequence: T, of_encoder: T) -> T:
+    def pick(cls, of_sequence: T, of_encoder: T) -> T:
         """Which of two numbers counts for this kind: that of the sequence's own tokens, or that of its encoder's."""
         return of_sequence
 
@@ -70,7 +70,7 @@ class Group(ABC):
         """A GPU block that was taken from the pool is one sequence's own."""
         self.gpu.refs[block] = self.single_owner
 
-    def settle(self, ids: Int32Array) -> None:
+    def mark_single_owner(self, ids: Int32Array) -> None:
         """All holders of these GPU blocks were counted; a single one is noted as this kind does it."""
         self.gpu.refs[ids[self.gpu.refs[ids] == 1]] = self.single_owner
 
@@ -174,7 +174,7 @@ class CrossGroup(CountedGroup):
     grows: ClassVar[bool] = False
 
     @classmethod
-    def follows(cls, of_sequence: T, of_encoder: T) -> T:
+    def pick(cls, of_sequence: T, of_encoder: T) -> T:
         return of_encoder
 
     def held_at_once(self, num_blocks: int, num_fixed: int, num_reused: int, num_reused_tokens: int) -> int:

@@ -135,7 +135,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             self.num_cross_blocks[row] = 0
         if left > num_blocks or not self.all_grow:
             for group, table in zip(self.groups, self.tables, strict=True):
-                table[row, group.follows(num_blocks, num_cross_blocks) : left] = -1
+                table[row, group.pick(num_blocks, num_cross_blocks) : left] = -1
         return row
 
     def drop_row(self, row: int) -> None:
@@ -220,7 +220,7 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
-        counts = self.groups[group].follows(self.num_blocks, self.num_cross_blocks)
+        counts = self.groups[group].pick(self.num_blocks, self.num_cross_blocks)
         return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:

@@ -30,7 +30,7 @@ class Match:
         "logits",
         "next_key",
         "num_blocks",
-        "num_found",
+        "num_matched_blocks",
         "num_partial",
         "num_recomputed",
         "partial",
@@ -53,7 +53,7 @@ class Match:
         self.root = root
         self.path = path
         self.num_blocks = num_blocks
-        self.num_found = num_blocks  # the same before something was cut off that cannot be reused
+        self.num_matched_blocks = num_blocks  # the same before something was cut off that cannot be reused
         self.partial = partial  # the node that holds the block whose first `num_partial` tokens match
         self.num_partial = num_partial
         self.next_key = next_key  # the tokens of the first block that is not cached, if the path ends where it begins

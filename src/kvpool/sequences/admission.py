@@ -181,7 +181,7 @@ class AdmissionPlanner:
         blocks, extra = divmod(num_tokens, self.context.block_size)
         path = [node for node in match.path if node.start < blocks]
         shorter = Match(match.root, path, blocks, match.partial if extra else None, extra)
-        shorter.num_found = match.num_found
+        shorter.num_matched_blocks = match.num_matched_blocks
         return shorter
 
     def _without_partial(self, match: Match) -> Match:

@@ -27,7 +27,7 @@ INHERITED = (  # what a fork has in common with its parent
     "encoder_tokens",
     "num_cached_encoder_tokens",
     "num_prompt_tokens",
-    "parted_at",
+    "num_matched_tokens",
     "family",
 )
 
@@ -87,7 +87,7 @@ class Allocator:
             rows.known_of[row] = rows.num_history_of[row] = 0
         else:
             rows.set_token_ids(row, tokens, match.num_blocks * size)
-            handle.parted_at = match.num_found * size
+            handle.num_matched_tokens = match.num_matched_blocks * size
             handle.num_prompt_tokens = len(tokens)
             handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
             if not handle.is_lease:
@@ -276,7 +276,7 @@ class Allocator:
             rows.follow(row, rows.following[source])
         for group in self.state.groups:
             table = rows.tables[group.index]
-            first, used = group.follows((tip.end, num_blocks), (0, cross))
+            first, used = group.pick((tip.end, num_blocks), (0, cross))
             table[row, :used] = table[source, :used]
             group.share(table[row, first:used])
         self.windows.enter(row, tip, tip.end)

@@ -117,7 +117,7 @@ class SequenceBatch:
     def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
         rows = self._state.rows
         kind = rows.group(group)
-        counts = kind.follows(rows.num_blocks, rows.num_cross_blocks)
+        counts = kind.pick(rows.num_blocks, rows.num_cross_blocks)
         columns = largest(counts[self.selection]) if len(self.rows) else 0
         table = rows.tables[group]
         if out is not None:

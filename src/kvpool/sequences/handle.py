@@ -81,7 +81,7 @@ class KVCacheHandle:
         "num_cached_tokens",
         "num_partial_tokens",
         "num_prompt_tokens",
-        "parted_at",
+        "num_matched_tokens",
         "publishes",
         "request_id",
         "retention",
@@ -108,7 +108,7 @@ class KVCacheHandle:
         self.encoder_tokens = 0
         self.num_cached_encoder_tokens = 0  # that an earlier request with the same named input has the blocks of
         self.num_prompt_tokens = 0
-        self.parted_at = 0  # how many of its tokens were cached by others when it came, reusable or not
+        self.num_matched_tokens = 0  # how many of its tokens were cached by others when it came, reusable or not
         self.num_cached_tokens = 0  # that need not be computed
         self.num_partial_tokens = 0  # of the cached ones, those of a block that was found in part
         self.num_cached_blocks = 0  # whole blocks that were found, also one whose last token is computed again

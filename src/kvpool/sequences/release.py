@@ -121,7 +121,7 @@ class Releaser:
         rows, shared = self.rows, handle.family is not None
         cross = rows.num_cross_blocks.item(row)
         for group in self.state.groups:
-            first, end = group.follows((published, used), (0, cross))
+            first, end = group.pick((published, used), (0, cross))
             if first < end:
                 group.give_back(rows.tables[group.index][row, first:end], shared)
         if cross:

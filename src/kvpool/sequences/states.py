@@ -143,7 +143,7 @@ class RowStates:
         multiples of `checkpoint_every`.
         """
         every, size = self.state.config.checkpoint_every, self.group.block_size
-        stops = [handle.parted_at, (handle.num_prompt_tokens - 1) // size * size]
+        stops = [handle.num_matched_tokens, (handle.num_prompt_tokens - 1) // size * size]
         if every is not None:
             following = (start // every + 1) * every
             if following < handle.num_prompt_tokens:

@@ -155,7 +155,7 @@ class Swapper:
         holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
         np.add.at(pool.refs, holders, 1)
         if tier == Tier.GPU:
-            group.settle(dst)
+            group.mark_single_owner(dst)
         return dst, images
 
     # --- in ----------------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ class DataPlane:
         spec = self.config.groups[group]
 
         def find() -> tuple[Tier, Int32Array]:
-            length = kind_of(spec).follows(handle.num_written, handle.encoder_tokens)
+            length = kind_of(spec).pick(handle.num_written, handle.encoder_tokens)
             first = as_count(start, "start", maximum=length)
             rest = length - first
             count = rest if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=rest)
