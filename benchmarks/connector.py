@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.tiers import Fingerprint, Shard
 
 REQUESTS = 64
-PROMPT = 1024  # tokens
+PROMPT, PER_STEP = 1024, 8192  # tokens
 HOST_TOKENS = 1 << 20
 LIMIT = 0.2  # milliseconds a step
 
@@ -38,18 +38,43 @@ def request(number: int, prompt: Sequence[int]) -> Any:
         mm_features=[],
         prompt_embeds=None,
         kv_transfer_params=None,
+        block_hashes=[],
     )
+
+
+class FreePages:
+    """An engine's own cache: pages are free, and so many of them hold blocks that others may find."""
+
+    def __init__(self, num_pages: int, num_named: int) -> None:
+        self.num_pages = num_pages
+        self._named = num_named
+        self.taken = 0
+
+    def next_to_go(self, number: int) -> Iterable[int]:
+        """Pages in the order of their numbers."""
+        return (page % self.num_pages for page in range(self.taken, self.taken + number))
+
+    def name_of(self, page: int) -> Any | None:
+        """Every page stands for a block."""
+        return page if page < self._named else None
 
 
 class Steps:
     """A scheduler's side with requests that decode, and workers that confirm everything one step later."""
 
-    def __init__(self, block_size: int, *, has_disk: bool) -> None:
+    def __init__(self, block_size: int, *, has_disk: bool, writes_back: bool = False) -> None:
         self._directory = tempfile.TemporaryDirectory() if has_disk else None
-        extra = {} if self._directory is None else {"disk": self._directory.name, "disk_bytes": "64MB"}
+        extra: dict[str, Any] = {"host_write": "back" if writes_back else "through"}
+        if self._directory is not None:
+            extra |= {"disk": self._directory.name, "disk_bytes": "64MB"}
         fingerprint = Fingerprint("model", "weights", block_size, ("64 bytes",), "layout", Shard(0, 1))
         worker = Introduction(0, 1, HOST_TOKENS // block_size, fingerprint)
-        self._side = SchedulerSide(ConnectorSettings.of(extra), block_size, [worker])
+        pages = HOST_TOKENS // block_size
+        self._own = FreePages(pages, pages) if writes_back else None
+        step_pages = PER_STEP // block_size
+        self._side = SchedulerSide(
+            ConnectorSettings.of(extra), block_size, [worker], cache=self._own, step_pages=step_pages
+        )
         self._block_size = block_size
         self._page = 0
         self._orders = Orders()
@@ -70,6 +95,8 @@ class Steps:
 
     def _pages(self, number: int) -> list[int]:
         self._page += number
+        if self._own is not None:
+            self._own.taken = self._page
         return list(range(self._page - number, self._page))
 
     def _confirm(self, orders: Orders) -> None:
@@ -100,26 +127,30 @@ class Steps:
         return cpu_ms(start)
 
 
-def decoding(block_size: int, has_disk: bool) -> Runner:
+def decoding(block_size: int, options: dict[str, bool]) -> Runner:
     """One repeat: as many steps as a block has tokens."""
-    steps = Steps(block_size, has_disk=has_disk)
+    steps = Steps(block_size, **options)
     freeze_heap()
     return steps.cycle
 
 
 def cases() -> list[Case]:
-    """Every block size, with the host alone and with a disk below it."""
+    """Every block size, with a host that takes what leaves, one that takes what is computed, and a disk below it."""
     return [
         Case(
             name=f"scheduler's side, {REQUESTS} requests, blocks of {block_size}, {where}",
             unit="ms",
             better="lower",
-            kvpool=partial(decoding, block_size, has_disk),
+            kvpool=partial(decoding, block_size, options),
             bars=(LIMIT,),
             repeats=20,
         )
         for block_size in (16, 32, 128)
-        for where, has_disk in (("host", False), ("host and disk", True))
+        for where, options in (
+            ("host that takes what leaves", dict(has_disk=False, writes_back=True)),
+            ("host", dict(has_disk=False)),
+            ("host and disk", dict(has_disk=True)),
+        )
     ]
 
 

@@ -120,10 +120,10 @@ def test_given_events_that_nobody_took_for_long_then_what_is_there_is_told_anew(
         toy.serve(ToyRequest(str(number), [number] * 17))
         if number == 2:
             mirror.read(toy)
-    log = toy.scheduler.manager.events
+    log = toy.scheduler.host.manager.events
     log._buffer.discard_before(log._buffer.next_id)  # as a full buffer does with what is oldest
     mirror.read(toy)
-    assert len(mirror.media[HOST]) == toy.scheduler.manager.stats().pools[0].cached
+    assert len(mirror.media[HOST]) == toy.scheduler.host.manager.stats().pools[0].cached
     assert mirror.media[HOST] >= {*ToyRequest("last", [39] * 17).block_hashes}
 
 
@@ -132,7 +132,7 @@ def test_given_names_of_blocks_that_never_come_then_the_oldest_are_forgotten(
 ) -> None:
     monkeypatch.setattr("kvpool.integrations.connector.reports._MAX_NAMED", 6)
     toy = engine()
-    events = toy.scheduler._events
+    events = toy.scheduler.host._events
     for number in range(5):
         events.name(toy.scheduler._tracked(ToyRequest(str(number), [number] * 17)), 0, 4)
     assert len(events._named) == 6
@@ -146,4 +146,4 @@ def test_given_random_prompts_then_what_was_told_of_the_host_is_what_is_there(en
         tokens = rng.choice(begins)[: rng.randrange(8, 20)] + [rng.randrange(9) for _ in range(rng.randrange(1, 20))]
         toy.serve(ToyRequest(str(number), tokens), chunk=rng.choice([5, 1000]))
         mirror.read(toy)
-        assert len(mirror.media[HOST]) == toy.scheduler.manager.stats().pools[0].cached
+        assert len(mirror.media[HOST]) == toy.scheduler.host.manager.stats().pools[0].cached

@@ -96,7 +96,7 @@ def test_given_a_quota_then_a_salt_keeps_no_more_than_it_may(engine: Any) -> Non
     served(toy, ToyRequest("a", PROMPT, cache_salt="ada"))
     served(toy, ToyRequest("b", PROMPT, cache_salt="bob"))
     served(toy, ToyRequest("c", list(range(50)), cache_salt="bob"))
-    assert toy.scheduler.manager.cache.quotas()["ada"].maximum
+    assert toy.scheduler.host.manager.cache.quotas()["ada"].maximum
     assert served(toy, ToyRequest("d", PROMPT, cache_salt="ada")) <= 2 * BLOCK
 
 
@@ -218,7 +218,7 @@ def test_given_a_tier_that_hangs_then_the_engine_computes_and_the_rows_stay_held
     watched.tier._load = hanging
     assert served(second, ToyRequest("b", PROMPT)) == 16
     assert second.computed == 18
-    assert second.scheduler.manager.inspect.num_free_blocks() == 0
+    assert second.scheduler.host.manager.inspect.num_free_blocks() == 0
     lets_go.set()
     while not second.scheduler.stats()["failed"]:
         second._step_loads(set())

@@ -80,7 +80,7 @@ def test_given_a_request_that_is_aborted_in_the_middle_of_a_load_then_it_is_repo
     gate = begin_load(toy, ToyRequest("b", PROMPT))
     toy.scheduler.finish("b")
     end_load(toy, "b", gate)
-    pool = toy.scheduler.manager.stats().pools[0]
+    pool = toy.scheduler.host.manager.stats().pools[0]
     assert (pool.cached, pool.referenced) == (4, 0)
     assert toy.serve(ToyRequest("c", PROMPT)) == 16
     assert toy.scheduler.stats()["from_host"] == 4
@@ -90,7 +90,7 @@ def test_given_a_request_that_is_aborted_before_tiers_have_answered_then_nothing
     engine: Any, tmp_path: Path
 ) -> None:
     toy = filled(engine, tmp_path, timeout=PATIENCE)
-    gate = Gate(toy.scheduler._lookups.tiers()[0], "_contains")
+    gate = Gate(toy.scheduler.host._lookups.tiers()[0], "_contains")
     assert toy.scheduler.look_up(ToyRequest("b", PROMPT), 0) is None
     toy.scheduler.finish("b")
     gate.opens.set()
@@ -132,7 +132,7 @@ def test_given_a_reset_in_the_middle_of_a_load_then_nothing_of_it_is_found_or_to
     list(toy.scheduler.take_events())
     end_load(toy, "b", gate)
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
-    assert toy.scheduler.manager.inspect.num_free_blocks() == 16
+    assert toy.scheduler.host.manager.inspect.num_free_blocks() == 16
     assert toy.look_up(ToyRequest("c", PROMPT)) == 0
 
 
@@ -146,7 +146,7 @@ def test_given_a_reset_in_the_middle_of_the_load_of_an_aborted_request_then_noth
     list(toy.scheduler.take_events())
     end_load(toy, "b", gate)
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
-    assert toy.scheduler.manager.inspect.num_free_blocks() == 16
+    assert toy.scheduler.host.manager.inspect.num_free_blocks() == 16
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
@@ -165,7 +165,7 @@ def test_given_a_reset_while_blocks_are_on_their_way_to_tiers_then_they_are_not_
     list(toy.scheduler.take_events())
     toy.idle()
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
-    assert toy.scheduler.manager.inspect.num_free_blocks() == 16
+    assert toy.scheduler.host.manager.inspect.num_free_blocks() == 16
 
 
 # --- tiers that hang -----------------------------------------------------------------------------------------------------
@@ -173,15 +173,15 @@ def test_given_a_reset_while_blocks_are_on_their_way_to_tiers_then_they_are_not_
 
 def test_given_a_tier_that_does_not_answer_look_ups_then_requests_are_computed(engine: Any, tmp_path: Path) -> None:
     toy = filled(engine, tmp_path, timeout=0.3)
-    gate = Gate(toy.scheduler._lookups.tiers()[0], "_contains")
+    gate = Gate(toy.scheduler.host._lookups.tiers()[0], "_contains")
     for number in range(5):  # more than threads that ask
         request = ToyRequest(f"b{number}", [*PROMPT, number])
         until(lambda request=request: toy.scheduler.look_up(request, 0) == 0)  # type: ignore[misc]
         toy.scheduler.finish(request.request_id)
     assert gate.num_waiting <= 2
     gate.opens.set()
-    until(lambda: not toy.scheduler._lookups._chains[0].watched[0].num_hung)
-    toy.scheduler._lookups._timeout = toy.scheduler._lookups.patience = (
+    until(lambda: not toy.scheduler.host._lookups._chains[0].watched[0].num_hung)
+    toy.scheduler.host._lookups._timeout = toy.scheduler.host._lookups.patience = (
         PATIENCE  # a busy machine must not look like a tier that hangs
     )
     assert toy.look_up(ToyRequest("c", PROMPT)) == 16

@@ -232,7 +232,7 @@ def test_given_room_for_two_states_then_requests_are_served_and_the_host_never_h
         prompt = [number, *PROMPT]
         toy.serve(ToyRequest(f"{number}", prompt), chunk=4)
         assert toy.serve(ToyRequest(f"{number} again", prompt)) == 16
-    toy.scheduler.manager.check()
+    toy.scheduler.host.check()
 
 
 def test_given_kv_events_then_blocks_are_announced_and_states_are_not(engine: Any) -> None:

@@ -61,14 +61,14 @@ def test_given_a_request_that_decodes_then_its_blocks_are_found_while_it_runs_an
     assert found(toy, running.request.all_token_ids) == 8
     running.end()
     assert found(toy, running.request.all_token_ids) == 8
-    assert toy.scheduler.manager.inspect.num_free_blocks() + 8 == 16
+    assert toy.scheduler.host.manager.inspect.num_free_blocks() + 8 == 16
 
 
 def test_given_steps_that_fill_no_block_then_nothing_is_ordered(engine: Any) -> None:
     toy = engine(host_blocks=64)
     running = Running(toy, "a", PROMPT[:16], 0)
     asked: list[str] = []
-    manager = toy.scheduler.manager
+    manager = toy.scheduler.host.manager
     extend, allocate = manager.extend_batch, manager.allocate
     manager.extend_batch = lambda *given: asked.append("extend") or extend(*given)
     manager.allocate = lambda *given, **options: asked.append("allocate") or allocate(*given, **options)
@@ -126,4 +126,4 @@ def test_given_pages_that_left_their_window_before_they_were_stored_then_nothing
     running.decode([1, 2, 3, 4])
     running.end()
     assert found(toy, PROMPT[:16]) == 2
-    assert toy.scheduler.manager.inspect.num_free_blocks() == 14
+    assert toy.scheduler.host.manager.inspect.num_free_blocks() == 14

@@ -166,7 +166,7 @@ def test_given_a_pinned_prompt_when_everything_is_reset_then_its_blocks_are_free
     toy.serve(wishing("a", pin=3600))
     toy.look_up(ToyRequest("b", [1] * (BLOCK + 1)))
     toy.scheduler.reset()
-    assert toy.scheduler.manager.inspect.num_free_blocks() == 12
+    assert toy.scheduler.host.manager.inspect.num_free_blocks() == 12
 
 
 def test_given_an_adapter_whose_files_changed_then_nothing_is_shared_with_its_old_weights(

@@ -214,7 +214,7 @@ def test_given_a_request_that_is_not_kept_then_it_hits_blocks_of_others_and_thes
     assert toy.cached == 4  # in the engine's own cache
     displace(toy, 1000)
     assert toy.serve(ask("c", kv_transfer_params=NO_STORE)) == 16
-    host = toy.scheduler._write_back
+    host = toy.scheduler.host
     host._free += list(iter(host._take_row, None))  # all blocks leave the host
     displace(toy, 2000)
     assert toy.look_up(ask("d")) == 16
@@ -256,7 +256,7 @@ def test_given_a_load_of_more_than_a_step_then_what_it_displaces_is_stored_befor
     toy.serve(second, chunk=8)  # the engine gives up all of the first
     toy.serve(ToyRequest("c", list(range(61))), chunk=8)  # the load displaces most of the second
     assert toy.loaded > 10
-    assert all(name in toy.own.pages or name in toy.scheduler._write_back._rows for name in second.block_hashes)
+    assert all(name in toy.own.pages or name in toy.scheduler.host._rows for name in second.block_hashes)
 
 
 def test_given_what_the_engine_has_again_then_it_leaves_the_host_first(engine: Any) -> None:
@@ -294,7 +294,7 @@ def test_given_a_reset_while_copies_are_in_flight_then_their_rows_can_be_used_ag
     assert num_resets
     toy.scheduler.reset()
     toy.idle()
-    assert sorted(toy.scheduler._write_back._free) == list(range(24))
+    assert sorted(toy.scheduler.host._free) == list(range(24))
 
 
 def test_given_a_request_that_cannot_begin_then_what_should_have_stayed_for_it_is_stored_in_time() -> None:
@@ -304,7 +304,7 @@ def test_given_a_request_that_cannot_begin_then_what_should_have_stayed_for_it_i
         own.give_name(page, name)
     host.order(1, Orders())
     host.confirm(1, 4)
-    host.taken(None, own.take([], 4))
+    host.taken(None, [own.take([], 4)])
     for page, name in zip(own.free, "ABCDEFGHIJKL", strict=False):
         own.give_name(page, name)
     request = SimpleNamespace(all_token_ids=range(33), block_hashes=list("ABCDabcd"))
@@ -326,7 +326,7 @@ def test_given_a_block_that_finds_no_room_in_several_steps_then_it_counts_once()
         (page,) = own.take([], 1)
         own.give_name(page + 1, name)
         for _ in range(3):
-            host.taken(None, [page])
+            host.taken(None, [[page]])
             host.order(0, Orders())
     assert host.saved.no_room == 2
 
@@ -338,7 +338,7 @@ def test_given_a_store_that_failed_then_the_block_is_stored_again_when_it_is_loo
     host.order(0, Orders())
     host.confirm(1, 0)
     assert (host.saved.stored, host.saved.spoiled) == (0, 1)
-    host.taken(None, [9])
+    host.taken(None, [[9]])
     again = Orders()
     host.order(0, again)
     assert again.stores[0].pages == [[0]]
@@ -358,7 +358,7 @@ def test_given_a_load_that_failed_in_part_then_it_is_counted_and_nothing_is_prom
     tracked = TrackedRequest(request, BLOCK, ReuseScope(), ())
     assert host.look_up(tracked, 0, Orders()) == 8
     orders = Orders()
-    host.order_load(tracked, [5, 6], 8, orders)
+    host.order_load(tracked, [[5, 6]], 8, orders)
     assert tracked.hits == (2, 0, 0)
     host.confirm(orders.loads[0].job, 1)
     assert (host.loaded.hits, host.loaded.from_host, host.loaded.failed) == (1, 1, 1)

@@ -233,16 +233,12 @@ class StepEngine(ToyEngine):
         self.scheduler.reset()
 
     def check_rows(self) -> None:
-        host = self.scheduler._write_back
-        assert host is not None
+        host = self.scheduler.host
         for name, row in host._rows.items():
             tokens, salt = self.named[name]
             for rank, worker in enumerate(self.workers):
                 assert worker._host.array[row].tobytes() == content(tokens, rank, salt) * LAYERS
-        held = [*host._free, *host._rows.values()]
-        flying = [row for job in host._jobs.values() for row in job.rows]
-        assert len(held) == len(set(held))
-        assert sorted({*held, *flying}) == list(range(len(self.workers[0]._host.array)))
+        host.check()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -163,7 +163,7 @@ class ToyEngine:
         while self.scheduler.has_waiting:
             self._step_loads(set())
             give_way()
-        self.scheduler.manager.check()
+        self.scheduler.host.check()
 
     def _prefill(self, request: ToyRequest, pages: list[int], done: int, chunk: int) -> None:
         is_new, total = True, len(request.all_token_ids)
@@ -249,7 +249,7 @@ class ToyEngine:
             for report in reports:
                 joined = joined.joined(report)
             self.scheduler.take_report(joined)
-        self.scheduler.manager.check()
+        self.scheduler.host.check()
 
     def _first_failed(self, pages: list[int], failed: set[int], done: int) -> int:
         lost = [block for block, page in enumerate(pages) if page in failed]

@@ -293,7 +293,7 @@ def keeping(folder: Path) -> Any:
         living = cached(PROMPTS[1])
         now[0] += 61
         seen["ttl"] = living + cached(PROMPTS[2])
-        each.side.manager.check()
+        each.side.host.check()
     with life(llama, {"host_blocks": 56, "policy": "priority"}) as each:
         cached(PROMPTS[0], params={"kvpool": {"priority": 90}})
         cached(*many, params={"kvpool": {"priority": 5}})
@@ -640,7 +640,7 @@ def states(folder: Path) -> Any:
         first.forget()
         seen["in the middle"] = _seen(first.asked(halves), middle)
         first.settle()
-        first.side.manager.check()
+        first.side.host.check()
         counts = first.side.stats()
         seen["failed"] = [counts["failed"], counts["no_room"]]
     with life(lfm2, extra, **alone_at_once) as second:
@@ -824,7 +824,7 @@ def random_requests(folder: Path) -> Any:
     extra = {"host_blocks": 90, "disk": str(folder / "random"), "disk_bytes": "8MB"}
     with life(llama, extra, **options) as each:
         got = [answer for part in parts(asked, 30) for answer in each.answers(part, num_new=40)]
-        each.side.manager.check()
+        each.side.host.check()
         counts = each.side.stats()
         preempted = sum(one.value for one in each.engine.get_metrics() if one.name == "vllm:num_preemptions")
     return {

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvpool.errors import InvariantError
 from kvpool.integrations.connector.loading import LoadStats
 from kvpool.integrations.connector.orders import NO_PAGE, Load, Orders, Store
+from kvpool.integrations.connector.reports import BlockEvent
 from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.integrations.connector.saving import PagesInUse, SaveStats
 
@@ -56,9 +58,10 @@ class WriteBack:
         self._cache = cache
         self._new_job = new_job
         self._step_pages = max(1, step_pages)
+        self._num_rows = num_rows
         self._most = max(1, num_rows // 2)  # pages that are looked at at once
         self._num_seen = 0  # of the next pages to go, so many were looked at
-        # Requests of the planned step, and how many blocks they have then.
+        # Requests of the planned step, and how many of their tokens are computed then.
         self._filling: list[tuple[TrackedRequest, int]] = []
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Any, int] = {}  # by the names of blocks that can be found
@@ -72,10 +75,10 @@ class WriteBack:
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
-    def taken(self, tracked: TrackedRequest | None, pages: Sequence[int], num_found: int = 0) -> None:
+    def taken(self, tracked: TrackedRequest | None, pages: Sequence[Sequence[int]], num_found: int = 0) -> None:
         """The engine has given these pages to a request. It fills all but the first `num_found`, which hold what it needs."""
-        self._num_seen = max(0, self._num_seen - len(pages))
-        self._fill(pages[num_found:], _tag_of(tracked))
+        self._num_seen = max(0, self._num_seen - len(pages[0]))
+        self._fill(pages[0][num_found:], _tag_of(tracked))
 
     def _fill(self, pages: Sequence[int], tag: str | None) -> None:
         if tag != "":
@@ -90,13 +93,11 @@ class WriteBack:
 
     def fills(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The planned step computes a request up to `num_tokens`."""
-        last = min(num_tokens, tracked.num_ids) // tracked.block_size
-        if tracked.num_seen < last:
-            self._filling.append((tracked, last))
+        self._filling.append((tracked, num_tokens))
 
     # --- loads -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int:
+    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int | None:
         """How many tokens after the engine's own can be loaded. Orders stores of what leaves when the engine takes pages."""
         first = tracked.num_local = num_computed // tracked.block_size
         last = (tracked.num_ids - 1) // tracked.block_size  # one token must be computed
@@ -117,12 +118,19 @@ class WriteBack:
     def _num_here(self, names: Sequence[Any]) -> int:
         return next((number for number, name in enumerate(names) if name not in self._rows), len(names))
 
-    def order_load(self, tracked: TrackedRequest, pages: Sequence[int], num_tokens: int, orders: Orders) -> None:
+    def order_load(
+        self,
+        tracked: TrackedRequest,
+        pages: Sequence[list[int]],
+        num_tokens: int,
+        orders: Orders,
+        state_pages: Sequence[list[int]] = (),
+    ) -> None:
         """The engine has given a request these pages, for what it had and what was looked up."""
         first = tracked.num_local
         last = first + num_tokens // tracked.block_size
         self.taken(tracked, pages, last)
-        self._fill(pages[first:last], tracked.scope.adapter)
+        self._fill(pages[0][first:last], tracked.scope.adapter)
         names = self._names(tracked, first, last)
         names = names[: self._num_here(names)]  # the engine computes what has gone meanwhile
         rows = [self._rows[name] for name in names]
@@ -132,7 +140,7 @@ class WriteBack:
         job = self._new_job()
         self._jobs[job] = _Copies(names, rows, [], tracked)
         tracked.hits = len(rows), 0, 0
-        orders.loads.append(Load(job, tracked.request.request_id, rows, [list(pages[first:last])], len(rows)))
+        orders.loads.append(Load(job, tracked.request.request_id, rows, [pages[0][first:last]], len(rows)))
 
     # --- stores ------------------------------------------------------------------------------------------------------
 
@@ -146,13 +154,13 @@ class WriteBack:
 
     def _store_running(self, orders: Orders) -> None:
         copies = _Copies([], [], [])
-        for tracked, last in self._filling:
+        for tracked, num_tokens in self._filling:
             names, first = tracked.request.block_hashes, tracked.num_seen
-            last = min(last, len(names), len(tracked.pages[0]))
+            last = min(num_tokens // tracked.block_size, len(names), len(tracked.pages[0]))
             for name, page in zip(names[first:last], tracked.pages[0][first:last], strict=True):
                 if (tag := self._tags.get(page, "")) is not None:
                     self._add(copies, _key(name, tag), page)
-            tracked.num_seen = last
+            tracked.num_seen = max(first, last)
         self._store(copies, orders, is_written=False)
 
     def _store_next(self, number: int, orders: Orders, stays: Sequence[Any] = ()) -> None:
@@ -270,6 +278,31 @@ class WriteBack:
         self._loads_of.clear()
         self._storing.clear()
         self._fill(range(self._cache.num_pages), None)
+
+    def finish(self, tracked: TrackedRequest) -> None:
+        """Nothing to do: no row is held for a request."""
+
+    def take_events(self) -> Sequence[BlockEvent]:
+        """Nothing: an engine that announces blocks stores them when they are computed."""
+        return ()
+
+    def check(self) -> None:
+        """Raises `InvariantError` if a row is lost or used twice, or a block is both in use and about to go."""
+        rows, loading = [*self._free, *self._rows.values()], set[int]()
+        for copies in self._jobs.values():
+            if copies.tracked is None:
+                rows += copies.rows
+            elif copies.is_stale:
+                loading.update(copies.rows)
+        if sorted([*rows, *loading]) != list(range(self._num_rows)):
+            raise InvariantError(
+                f"of {self._num_rows} rows, {len(rows)} are free or hold a block, {len(loading)} are loaded"
+            )
+        if self._rows.keys() != self._order.keys() ^ self._loads_of.keys():
+            raise InvariantError("a block of the host is neither in use nor about to go, or both")
+
+    def close(self) -> None:
+        """Nothing to do: there are no tiers below."""
 
     @property
     def has_waiting(self) -> bool:
