@@ -25,7 +25,7 @@ LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 PARALLEL = -n $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4))) --dist=worksteal
 
 # Each of these processes, and each program that a test starts, would compile all modules again, and rewrite the assertions of all tests.
-test test-slow test-compiled test-core test-transformers test-transformers-short test-mooncake test-ray coverage: export PYTHONDONTWRITEBYTECODE =
+test test-all test-compiled test-core test-transformers test-transformers-short test-mooncake test-ray coverage: export PYTHONDONTWRITEBYTECODE =
 
 # The control plane: what is compiled, and what every Python that is claimed must pass.
 CORE_TESTS := tests/config tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording \
@@ -56,7 +56,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-slow test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-all test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,13 +71,13 @@ demo-once: $(VENV)/.stamp-demo ## the same without the server at the end
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
 	@$(PY) examples/demos/tour.py $(ARGS)
 
-test: $(VENV)/.stamp-dev ## run the test suite, on several cores
+test: $(VENV)/.stamp-dev ## the tests of a change, on several cores: five minutes on two
 	@$(PY) tools/compile_c.py --again
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.stamp-dev ## the tests that take long: real servers and machines that are killed, a real model, real traces
+test-all: $(VENV)/.stamp-dev ## all tests, also those that kill servers and machines, every family of models, a real model, real traces; ARGS="-m slow" the others
 	@$(PY) tools/compile_c.py --again
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
 
 test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines, nodes and disk tiers at hundreds of random points; ARGS="--capture=no" shows each
 	KVPOOL_KILLS=$${KVPOOL_KILLS:-100} OMP_NUM_THREADS=1 $(PY) -m pytest tests/engine/test_tiers_kills.py tests/tiers/test_disk_crash.py \

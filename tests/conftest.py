@@ -165,6 +165,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.quick("llama", "gemma2")`: `make test` runs these cases of a test, `make test-all` the others, too."""
+    unknown: set[tuple[str, str]] = set()
+    known: set[tuple[str, str]] = set()
+    for item in items:
+        if quick := item.get_closest_marker("quick"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            unknown.update((test, named) for named in quick.args)
+            known.add((test, case))
+            if case not in quick.args:
+                item.add_marker("slow")
+    if (unknown := unknown - known) and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"no such case of a test: {sorted(unknown)}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _missing_gpu_reason()):
         pytest.skip(reason)

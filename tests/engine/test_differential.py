@@ -145,6 +145,7 @@ def assert_same(result: Completion, alone: Completion, was_cancelled: bool) -> N
             assert entry.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_given_random_requests_in_a_crowd_then_each_gets_what_it_gets_alone(family: str) -> None:
     model = tiny_model(family, vocab_size=VOCABULARY, spread=6.0)

@@ -60,6 +60,7 @@ def greedy(num_new: int = NEW, **options: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_new, ignore_eos=True, **options)
 
 
+@pytest.mark.quick("llama", "gemma3_text", "gpt_oss")
 @pytest.mark.transformers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_given_a_mixed_batch_then_greedy_output_is_that_of_transformers(family: str) -> None:
@@ -72,6 +73,7 @@ def test_given_a_mixed_batch_then_greedy_output_is_that_of_transformers(family: 
         engine.manager.check()
 
 
+@pytest.mark.quick("1-7", "16-64", "256-None")
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_given_any_chunk_and_block_size_then_the_output_is_the_same(chunk: int | None, block_size: int) -> None:
@@ -85,6 +87,7 @@ def test_given_any_chunk_and_block_size_then_the_output_is_the_same(chunk: int |
             assert [out.token_ids for out in outputs] == all_wanted("gemma3_text", prompts)
 
 
+@pytest.mark.quick("1-None", "16-7", "256-64")
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_given_any_chunk_and_block_size_then_a_model_without_windows_gives_the_same(
@@ -98,6 +101,7 @@ def test_given_any_chunk_and_block_size_then_a_model_without_windows_gives_the_s
             assert [out.token_ids for out in outputs] == all_wanted("llama", prompts, 6)
 
 
+@pytest.mark.quick("llama-swap", "gemma3_text-recompute")
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3"])
 def test_given_too_little_memory_then_preempted_requests_end_with_the_same_output(family: str, mode: str) -> None:
@@ -172,6 +176,7 @@ def test_given_n_samples_then_they_share_the_prompt_and_differ() -> None:
     assert [s.token_ids for s in again.samples] == [s.token_ids for s in out.samples]
 
 
+@pytest.mark.quick("2-1.0-False", "4-0.0-True", "4-2.0-False")
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
 @pytest.mark.parametrize("num_beams", [2, 4])

@@ -67,6 +67,7 @@ def test_given_no_llguidance_then_the_error_says_what_to_install(
         engine.json_grammar(SCHEMA)
 
 
+@pytest.mark.quick("0", "1")
 @pytest.mark.parametrize("seed", range(8))
 def test_given_a_schema_then_every_sample_is_valid_by_it(engine: Engine, seed: int) -> None:
     (answer,) = engine.generate([PROMPT], params(engine, seed=seed, n=3))
@@ -131,6 +132,7 @@ def test_given_overlapping_steps_then_the_tokens_are_the_same(engine: Engine) ->
     ]
 
 
+@pytest.mark.quick("swap")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_given_too_little_memory_then_preempted_answers_go_on_in_their_form(engine: Engine, mode: str) -> None:
     prompts = [f"{PROMPT} {number}" for number in range(6)]

@@ -87,6 +87,7 @@ def test_given_another_thread_that_has_the_device_for_itself_then_steps_run_from
         assert engine.graphs.num_graphs > 2
 
 
+@pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])
 def test_given_windows_sinks_or_experts_then_rows_behind_a_step_change_nothing(family: str) -> None:
     assert tokens(engine_with_graphs(family)) == plain(family)

@@ -63,6 +63,7 @@ def engine_for(model: Any, **options: Any) -> Engine:
     return Engine(model, **{"block_size": 4, "kv_blocks": 200, "scheduler": SMALL_STEPS} | options)
 
 
+@pytest.mark.quick("qwen3_next", "falcon_h1", "lfm2", "mamba2")
 @pytest.mark.transformers
 @pytest.mark.parametrize("family", SERVED)
 def test_given_a_family_then_the_engine_gives_transformers_tokens_cold_and_from_the_cache(family: str) -> None:
@@ -83,6 +84,7 @@ def test_given_a_family_then_the_engine_gives_transformers_tokens_cold_and_from_
     assert_best(model, turn, next_turn.token_ids)
 
 
+@pytest.mark.quick("qwen3_next")
 @pytest.mark.parametrize("family", SOME)
 def test_samples_and_beams_of_one_prompt_go_on_from_copies_of_its_state(family: str) -> None:
     model = hybrid_model(family)
@@ -100,6 +102,7 @@ def test_samples_and_beams_of_one_prompt_go_on_from_copies_of_its_state(family: 
         assert searched.token_ids == beams
 
 
+@pytest.mark.quick("qwen3_next-swapped", "mamba2-computed again")
 @pytest.mark.parametrize("host_bytes", [0, 2**24], ids=["computed again", "swapped"])
 @pytest.mark.parametrize("family", SOME)
 def test_sequences_that_give_way_come_back_with_the_right_tokens(family: str, host_bytes: int) -> None:
@@ -113,6 +116,7 @@ def test_sequences_that_give_way_come_back_with_the_right_tokens(family: str, ho
         assert [completion.token_ids for completion in completions] == expected
 
 
+@pytest.mark.quick("mamba2")
 @pytest.mark.parametrize("family", SOME)
 def test_what_left_for_the_host_is_found_there_with_its_state(family: str) -> None:
     model = hybrid_model(family)
@@ -134,6 +138,7 @@ def test_what_left_for_the_host_is_found_there_with_its_state(family: str) -> No
         assert_best(model, prompt + tokens + [5], turn.token_ids)
 
 
+@pytest.mark.quick("falcon_h1")
 @pytest.mark.parametrize("family", SOME)
 def test_another_engine_finds_prompts_and_their_states_on_disk(family: str, tmp_path: Path) -> None:
     model = hybrid_model(family)
@@ -154,6 +159,7 @@ def without_graphs(runner: ModelRunner) -> list[int]:
     return sizes
 
 
+@pytest.mark.quick("falcon_h1", "jamba")
 @pytest.mark.parametrize("family", [*SOME, "jamba"])
 def test_given_graphs_and_steps_planned_ahead_then_the_tokens_are_the_same(family: str) -> None:
     model = hybrid_model(family)
@@ -202,6 +208,7 @@ def guess_well(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], answer
     monkeypatch.setattr("kvpool.engine.loop.propose", propose)
 
 
+@pytest.mark.quick("qwen3_next")
 @pytest.mark.parametrize("family", [*SOME, "jamba"])
 def test_drafts_change_no_token_whether_they_are_accepted_or_not(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hybrid_model(family)
@@ -229,6 +236,7 @@ def test_drafts_change_no_token_whether_they_are_accepted_or_not(family: str, mo
     assert_best(model, prompts[1] + found[1] + [9], turn.token_ids)
 
 
+@pytest.mark.slow
 def test_sequences_with_drafts_give_way_and_come_back_with_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hybrid_model("qwen3_next")
     prompts = [prompt_of(25, seed) for seed in range(6)]
@@ -248,6 +256,7 @@ PROJECTIONS = {
 }
 
 
+@pytest.mark.quick("prompts in one row, drafts apart")
 @pytest.mark.parametrize(
     ("family", "draft_tokens"),
     [("jamba", 0), ("qwen3_next", 3), ("zaya", 0)],

@@ -355,6 +355,7 @@ def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_mom
         assert engine.stats().cache.num_sequences == 0
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_given_a_beam_search_that_ends_at_its_deadline_then_all_of_its_beams_are_results(overlap: bool) -> None:
     with make_engine(overlap=overlap) as engine:

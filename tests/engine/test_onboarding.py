@@ -124,6 +124,7 @@ def test_given_a_prefix_on_the_host_when_others_decode_then_they_go_on_while_it_
     assert first > LINK_STEPS
 
 
+@pytest.mark.quick("back")
 @pytest.mark.parametrize("host_write", ["back", "through"])
 def test_given_conversations_in_a_cache_that_is_too_small_then_they_are_those_of_a_large_one(host_write: Any) -> None:
     def talk(engine: Engine) -> list[list[int]]:

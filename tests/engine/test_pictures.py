@@ -84,6 +84,7 @@ def served(engine: Engine, prompts: list[dict[str, Any]]) -> list[list[int]]:
 # --- tokens are those of transformers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("qwen2_vl", "gemma3", "llava")
 @pytest.mark.transformers
 def test_given_images_then_tokens_equal_those_of_transformers(family: str, models: dict[str, Any]) -> None:
     """With steps of 7 tokens, prompts are cut inside of pictures, unless the tokens of a picture see one another."""
@@ -106,6 +107,7 @@ def test_given_large_steps_then_several_prompts_with_images_share_one(models: di
         assert served(engine, prompts) == expected
 
 
+@pytest.mark.quick("qwen2_vl-swap", "gemma3-recompute")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("family_name", ["llava", "qwen2_vl", "gemma3"])
 def test_given_too_little_memory_then_preempted_requests_end_with_the_same_tokens(
@@ -282,6 +284,7 @@ def test_given_an_image_of_another_tenant_or_salt_then_a_probe_for_it_is_encoded
         assert num_encoded(engine, 5, scope=victim) == 0
 
 
+@pytest.mark.quick("what0-a x", "what4-x")
 @pytest.mark.parametrize(
     ("what", "gone"),
     [

@@ -71,6 +71,7 @@ def test_given_an_owner_who_sets_attention_then_answers_stay_right_before_and_af
     assert by_itself(model) == wanted[0]
 
 
+@pytest.mark.quick("<lambda>0")
 @pytest.mark.parametrize("make", [lambda: tiny_model("llama"), lambda: tiny_model("qwen3_next")])
 def test_given_engines_of_one_model_that_begin_end_and_answer_at_the_same_time_then_all_are_right(
     make: Callable[[], Any],
@@ -284,6 +285,7 @@ def restored() -> Iterator[None]:
     torch.set_default_device(device)
 
 
+@pytest.mark.quick("dtype-llama", "device-qwen3_next", "autocast-llama", "inference-llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("state", ["dtype", "device", "autocast", "inference"])
 def test_given_any_global_state_of_the_caller_then_answers_are_the_same(

@@ -103,6 +103,7 @@ class Wrapped(MemoryTier):
 # --- the same answer ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("llama", "gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_given_a_prefix_in_a_tier_then_another_engine_loads_it_and_answers_the_same(family: str) -> None:
     prompts = [PROMPT, ENDS_WITH_A_BLOCK, PROMPT[:60], [*PROMPT[:83], 5, 6, 7]]
@@ -159,6 +160,7 @@ def test_given_other_weights_or_another_block_size_then_nothing_is_found() -> No
         assert engine.generate([PROMPT], params())[0].num_cached_tokens == 0
 
 
+@pytest.mark.quick("llama-options0", "gemma2-options2")
 @pytest.mark.parametrize(
     "options", [{"kv_dtype": "int8"}, {"draft_tokens": 3}, {"overlap": True}, {"host_bytes": 2**20}]
 )
@@ -173,6 +175,7 @@ def test_given_an_engine_with_options_then_its_own_blocks_come_back_right(family
         assert_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_given_samples_and_beams_then_they_start_from_the_tier_and_store_nothing_wrong() -> None:
     tier = filled(PROMPT)
     several = SamplingParams(max_new_tokens=20, ignore_eos=True, n=3, seed=7, temperature=1.0)
@@ -188,6 +191,7 @@ def test_given_samples_and_beams_then_they_start_from_the_tier_and_store_nothing
             assert_at_rest(engine)
 
 
+@pytest.mark.quick("gemma2")
 @pytest.mark.usefixtures("patient_tiers")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_a_pool_so_small_that_blocks_are_evicted_then_they_come_back_from_the_tier(family: str) -> None:
@@ -417,6 +421,14 @@ FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.quick(
+    "contains raises-llama",
+    "load raises-gemma2",
+    "store raises-llama",
+    "values are too short-gemma2",
+    "too few answers-llama",
+    "no answer-gemma2",
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_given_a_tier_that_is_broken_then_requests_are_answered_and_nothing_leaks(fault: str, family: str) -> None:
@@ -564,6 +576,7 @@ def test_given_tiers_of_the_caller_then_closing_the_engine_leaves_them_open() ->
     assert tier.stats().problem == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient_tiers")  # a load that comes too late is not used, and counts for nothing else
 def test_given_traffic_then_statistics_add_up() -> None:
     tier = MemoryTier(2**28)

@@ -82,6 +82,7 @@ def delete_index(directory: Path) -> None:
 DAMAGES = [flip_bits, truncate, delete_half, overwrite, flip_bits_of_the_index, delete_index]
 
 
+@pytest.mark.quick("flip_bits", "delete_index")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_given_damaged_files_then_a_restarted_engine_answers_right(
     damage: Callable[[Path], None], directory: Path, caplog: pytest.LogCaptureFixture

@@ -168,6 +168,7 @@ def test_given_a_node_that_is_killed_and_started_again_then_engines_go_on_and_fi
         assert sum(result.num_cached_tokens for result in results) >= ALL_CACHED
 
 
+@pytest.mark.slow
 def test_given_a_node_that_hangs_then_requests_are_answered(
     node: NodeProcess, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -144,6 +144,7 @@ def test_given_a_wrong_password_then_requests_are_answered_and_the_problem_is_to
         assert server.ask("DBSIZE") == ":0"
 
 
+@pytest.mark.slow
 def test_given_a_cluster_that_loses_a_master_then_requests_are_answered_and_the_others_still_help(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,6 +166,7 @@ def test_given_a_cluster_that_loses_a_master_then_requests_are_answered_and_the_
             assert_right(engine)
 
 
+@pytest.mark.quick("noise", "always two")
 @pytest.mark.parametrize("says", GARBAGE.values(), ids=GARBAGE)
 def test_given_a_server_that_is_replaced_by_one_that_answers_garbage_then_requests_are_answered(
     says: bytes, server: RedisServer, caplog: pytest.LogCaptureFixture
@@ -212,6 +214,7 @@ FAULTS: dict[str, Callable[[RedisServer], object]] = {
 }
 
 
+@pytest.mark.quick("killed", "full")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_given_a_store_that_takes_all_the_time_it_is_given_then_no_request_waits_past_the_deadline(
     fault: str, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -44,6 +44,7 @@ def writer() -> Iterator[Any]:
             live.stop()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_given_a_pydantic_model_then_the_client_parses_every_answer(writer: Any, seed: int) -> None:
     answer = writer.chat.completions.parse(

@@ -251,6 +251,7 @@ def is_valid(name: str, arguments: str) -> bool:
     return set(given) == {"city", "days"} and given["city"] in ("Rome", "Oslo") and 0 <= given["days"] <= 9
 
 
+@pytest.mark.quick("hermes", "pythonic")
 def test_given_a_named_tool_then_every_form_gives_one_valid_call(agent: Any) -> None:
     for seed in range(2):
         answer = agent.chat.completions.create(
@@ -262,6 +263,7 @@ def test_given_a_named_tool_then_every_form_gives_one_valid_call(agent: Any) -> 
         assert is_valid("weather", call.function.arguments)
 
 
+@pytest.mark.slow
 def test_given_a_forced_call_when_it_is_streamed_then_the_parts_are_the_whole(client: Any) -> None:
     for seed in range(3):
         wanted = dict(FREE, tool_choice="required", parallel_tool_calls=False, seed=seed)
@@ -369,6 +371,7 @@ def test_given_any_tool_then_a_message_holds_a_call_whole_and_streamed(claude: A
     assert (whole.content[0].name, whole.content[0].input) == (streamed.content[0].name, streamed.content[0].input)
 
 
+@pytest.mark.slow
 def test_given_a_runner_of_tools_then_it_goes_round_by_itself(claude: Any) -> None:
     asked = []
 

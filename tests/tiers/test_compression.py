@@ -183,6 +183,7 @@ def test_given_keys_and_values_then_fp8_halves_them_and_reports_its_error(dtype:
     assert 0.0 < stats.largest_error <= 1.0
 
 
+@pytest.mark.slow
 def test_given_every_number_of_a_type_then_fp8_writes_and_reads_the_bytes_of_its_format() -> None:
     found = []
     for dtype, end in (("bfloat16", 0x7F80), ("float16", 0x7C00), ("float32", 0x7F60)):

@@ -42,7 +42,7 @@ def check(found: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("count", "seed"),
-    [(30, 1), pytest.param(int(os.environ.get("KVPOOL_KILLS", "100")), 2, marks=pytest.mark.slow)],
+    [(10, 1), pytest.param(int(os.environ.get("KVPOOL_KILLS", "100")), 2, marks=pytest.mark.slow)],
 )
 def test_given_writers_killed_at_random_points_then_values_that_were_stored_are_there_and_whole(
     tmp_path: Path, count: int, seed: int
@@ -59,7 +59,7 @@ def test_given_writers_killed_at_random_points_then_values_that_were_stored_are_
 
 @pytest.mark.parametrize(
     ("count", "seed"),
-    [(30, 3), pytest.param(int(os.environ.get("KVPOOL_KILLS", "100")), 4, marks=pytest.mark.slow)],
+    [(10, 3), pytest.param(int(os.environ.get("KVPOOL_KILLS", "100")), 4, marks=pytest.mark.slow)],
 )
 def test_given_a_full_directory_and_writers_killed_at_random_points_then_what_is_found_is_whole(
     tmp_path: Path, count: int, seed: int

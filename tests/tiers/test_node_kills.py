@@ -36,6 +36,7 @@ def kills(count: int, seed: int, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.quick("12-1-options0")
 @pytest.mark.parametrize(
     ("count", "seed", "options"),
     [

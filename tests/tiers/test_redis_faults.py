@@ -211,6 +211,7 @@ def node_of(number: int) -> int:
     return slot_of(key(number).hex().encode()) // 5462
 
 
+@pytest.mark.slow
 def test_given_a_cluster_that_loses_a_master_then_only_its_values_are_gone_and_it_may_come_back(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path)
     with running(cluster), opened(cluster.url) as tier:

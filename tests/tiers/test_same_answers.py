@@ -349,6 +349,7 @@ CASES: dict[str, Callable[[Run], None]] = {
 }
 
 
+@pytest.mark.quick("disk", "chain", "remote", "node by lru", "node by priority", "node by adaptive with quotas")
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files and a node as on Linux")
 @pytest.mark.parametrize("name", CASES)
 def test_given_the_same_calls_faults_and_times_then_tiers_answer_count_and_write_as_ever(name: str) -> None:

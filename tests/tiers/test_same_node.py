@@ -197,6 +197,7 @@ def node(with_behind: bool) -> Callable[[Run], None]:
 CASES = {"node": node(with_behind=False), "node with a tier behind": node(with_behind=True)}
 
 
+@pytest.mark.quick("node with a tier behind")
 @pytest.mark.parametrize("name", CASES)
 def test_given_the_same_calls_faults_and_times_then_a_node_answers_and_keeps_as_ever(name: str) -> None:
     assert_same(name, CASES, ANSWERS)
