@@ -248,7 +248,7 @@ def test_given_a_chat_that_gets_too_long_then_its_oldest_turns_are_forgotten_and
     ("words", "message"),
     [
         (["--max-tokens", "0"], "--max-tokens must lie in 1..2147483648, got 0"),
-        (["-n", "3", "--beams", "2"], "-n=3 results need at least as many beams, --beams=2"),
+        (["-n", "0"], "-n must lie in 1..65536, got 0"),
         (["--temperature", "-1"], "--temperature must be a number in 0..100, got -1.0"),
         (["--top-p", "2"], "--top-p must be a number in 0..1, got 2.0"),
         (["--dtype", "int3"], "--dtype='int3' is no dtype for weights here"),

@@ -176,51 +176,6 @@ def test_given_n_samples_then_they_share_the_prompt_and_differ() -> None:
     assert [s.token_ids for s in again.samples] == [s.token_ids for s in out.samples]
 
 
-@pytest.mark.quick("2-1.0-False", "4-0.0-True", "4-2.0-False")
-@pytest.mark.parametrize("early_stopping", [False, True])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
-@pytest.mark.parametrize("num_beams", [2, 4])
-def test_given_beams_then_the_results_are_those_of_transformers(
-    num_beams: int, length_penalty: float, early_stopping: bool
-) -> None:
-    model = tiny_model("llama", spread=3.0)
-    for seed in range(4):
-        prompt = random_prompt(11, seed=seed).tolist()
-        eos = expected(model, prompt, 4)[-1]  # a token that is likely, so that beams end
-        ids = torch.tensor([prompt])
-        want = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=12,
-            num_beams=num_beams,
-            num_return_sequences=2,
-            do_sample=False,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            eos_token_id=eos,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        with Engine(tiny_model("llama", spread=3.0), kv_blocks=64, block_size=4) as engine:
-            params = SamplingParams(
-                max_new_tokens=12,
-                num_beams=num_beams,
-                n=2,
-                length_penalty=length_penalty,
-                early_stopping=early_stopping,
-                stop_token_ids=[eos],
-                ignore_eos=True,
-            )
-            (out,) = engine.generate([prompt], params)
-            engine.manager.check()
-        for sample, sequence, score in zip(out.samples, want.sequences, want.sequences_scores, strict=True):
-            text = sequence[len(prompt) :].tolist()
-            text = text[: text.index(eos) + 1] if eos in text else text
-            assert sample.token_ids == text[: len(sample.token_ids)]
-            assert sample.score == pytest.approx(score.item(), abs=1e-4)
-
-
 def test_given_drafts_then_the_output_is_unchanged_and_some_of_them_come_true() -> None:
     prompts = [random_prompt(6).tolist() * 5, random_prompt(20, seed=3).tolist()]
     sampled = SamplingParams(max_new_tokens=30, temperature=0.7, seed=2, ignore_eos=True)
@@ -462,13 +417,12 @@ def test_given_a_wrong_prompt_in_a_list_then_nothing_runs() -> None:
         assert engine.stats().cache.prompt_tokens == 0
 
 
-@pytest.mark.parametrize("num_beams", [1, 2])
 def test_given_more_new_tokens_than_the_context_has_room_for_then_they_are_cut_and_a_note_says_so(
-    num_beams: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prompt = random_prompt(500).tolist()
     with make_engine(kv_blocks=128) as engine, caplog.at_level(logging.INFO, "kvpool"):
-        generation = engine.submit(prompt, greedy(1000, num_beams=num_beams))
+        generation = engine.submit(prompt, greedy(1000))
         out = generation.result()
         assert len(out.token_ids) == 13  # up to position 512; the last token is never computed on
         assert out.finish_reason == "length"
@@ -476,7 +430,7 @@ def test_given_more_new_tokens_than_the_context_has_room_for_then_they_are_cut_a
         (note,) = out.notes
         assert note == "max_new_tokens=1000 was cut to 13: the prompt has 500 tokens, the context ends at 512"
         assert caplog.messages == [note]
-        assert engine.generate([prompt], greedy(13, num_beams=num_beams))[0].notes == ()
+        assert engine.generate([prompt], greedy(13))[0].notes == ()
         with pytest.raises(NeverFitsError):
             engine.generate([random_prompt(513).tolist()], greedy(1))
 
@@ -587,29 +541,6 @@ def test_given_overlapped_steps_and_n_samples_then_neither_they_nor_others_chang
         first, second = overlapped.generate(prompts, [greedy(30), stopping])
         overlapped.manager.check()
     assert [first.token_ids, *(sample.token_ids for sample in second.samples)] == alone
-
-
-def test_given_beams_beside_other_requests_then_those_do_not_wait_and_nothing_changes() -> None:
-    prompts = prompts_of([9, 5, 17, 12, 8, 30], shared=4)
-    params = [SamplingParams(max_new_tokens=12, num_beams=2, n=2, ignore_eos=True), *(greedy(20) for _ in prompts[1:])]
-    with make_engine() as plain, make_engine(overlap=True) as overlapped:
-        want = plain.generate(prompts, params)
-        loop, finish = overlapped._loop, overlapped._loop._finish
-        behind_beams: list[int] = []  # steps on their way while one with beams is finished
-
-        def watched(launched: Any) -> None:
-            if launched.plan.is_steered.any():
-                behind_beams.append(len(loop._flying))
-            finish(launched)
-
-        loop._finish = watched  # type: ignore[method-assign]
-        got = overlapped.generate(prompts, params)
-        overlapped.manager.check()
-    assert [[sample.token_ids for sample in out.samples] for out in got] == [
-        [sample.token_ids for sample in out.samples] for out in want
-    ]
-    assert [sample.score for sample in got[0].samples] == pytest.approx([sample.score for sample in want[0].samples])
-    assert max(behind_beams) == 1
 
 
 def test_given_memory_in_use_then_it_is_what_the_configuration_says() -> None:

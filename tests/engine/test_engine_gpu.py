@@ -68,16 +68,6 @@ def test_given_two_engines_made_at_the_same_moment_then_both_have_graphs_and_the
     assert outputs == [tokens(tiny_model("llama"))] * 2
 
 
-def test_given_beams_beside_other_requests_then_overlapped_steps_change_nothing() -> None:
-    beams = SamplingParams(max_new_tokens=24, num_beams=2, n=2, ignore_eos=True)
-    params = [beams, *(GREEDY for _ in PROMPTS[1:])]
-    outputs = []
-    for overlap in (False, True):
-        with Engine(tiny_model("llama", spread=3.0).to("cuda"), kv_blocks=128, overlap=overlap) as engine:
-            outputs.append([[sample.token_ids for sample in out.samples] for out in engine.generate(PROMPTS, params)])
-    assert outputs[0] == outputs[1]
-
-
 def test_given_a_closed_engine_then_the_memory_of_its_graphs_is_back() -> None:
     model = tiny_model("llama", vocab_size=2**16).to("cuda")
     engine = Engine(model, kv_blocks=64, scheduler=SchedulerConfig(max_sequences=64))

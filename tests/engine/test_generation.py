@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool.engine import generation as module
-from kvpool.engine.generation import Chunk, Generation, Sample
+from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import TokenLogprob
 from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError, StepError
@@ -148,20 +148,6 @@ def test_given_a_sample_that_has_ended_then_late_tokens_and_ends_change_nothing(
     generation.end_sample(0, "length")
     assert (generation.samples[0].token_ids, generation.samples[0].finish_reason) == ([5], "stop")
     assert len(chunks) == 2
-
-
-def test_given_the_results_of_a_search_then_they_replace_what_there_was() -> None:
-    generation, chunks = made(stop="c")
-    generation.push(7, spell("z"))
-    del chunks[:]
-    found = [Sample(0, spell("abcd"), score=-1.0), Sample(1, spell("x"), finish_reason="cancelled", score=-2.0)]
-    generation.replace_samples([*found, Sample(2, spell("y"))])
-    assert {index: (s.text, s.finish_reason, s.score) for index, s in generation.samples.items()} == {
-        0: ("ab", "stop", -1.0),
-        1: ("x", "cancelled", -2.0),
-        2: ("y", "length", None),
-    }
-    assert [chunk.finish_reason for chunk in chunks] == [None, "stop", None, "cancelled", None, "length"]
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

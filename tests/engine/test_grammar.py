@@ -270,5 +270,3 @@ def test_given_a_tokenizer_whose_tokens_are_no_bytes_then_json_is_refused(model_
 def test_given_something_else_for_a_grammar_then_it_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="json_grammar"):
         SamplingParams(grammar=SCHEMA)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="plain log probabilities"):
-        SamplingParams(num_beams=2, grammar=EvenTokens())

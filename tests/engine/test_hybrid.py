@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.engine import Engine, SamplingParams
+from kvpool.engine import Engine, SamplingParams, beam_search
 from kvpool.engine.runner import ModelRunner
 from kvpool.scheduling import SchedulerConfig
 
@@ -98,8 +98,7 @@ def test_samples_and_beams_of_one_prompt_go_on_from_copies_of_its_state(family: 
             [prompt], SamplingParams(max_new_tokens=6, temperature=0.0, n=3, ignore_eos=True)
         )
         assert [sample.token_ids for sample in completion.samples] == [alone] * 3
-        (searched,) = engine.generate([prompt], SamplingParams(max_new_tokens=6, num_beams=3, ignore_eos=True))
-        assert searched.token_ids == beams
+        assert list(beam_search(engine, prompt, 3, max_new_tokens=6, ignore_eos=True)[0].token_ids) == beams
 
 
 @pytest.mark.quick("qwen3_next-swapped", "mamba2-computed again")

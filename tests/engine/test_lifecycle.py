@@ -339,48 +339,6 @@ def test_given_an_event_loop_that_is_gone_then_the_engine_goes_on() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_moment(overlap: bool) -> None:
-    with make_engine(overlap=overlap) as engine:
-        never_ran = engine.submit(PROMPT, params(50, num_beams=2, n=2), deadline=0.0).result(SECONDS)
-        assert (never_ran.token_ids, never_ran.text, never_ran.finish_reason) == ([], "", "deadline")
-        steps = iter(range(100))
-        beams = engine.submit(PROMPT, params(400, num_beams=2, n=2))
-        watcher = engine.submit(
-            PROMPT, params(99), on_chunk=lambda _: engine.cancel(beams) if next(steps) == 5 else None
-        )
-        watcher.result(SECONDS)
-        result = beams.result(SECONDS)
-        assert [sample.finish_reason for sample in result.samples] == ["cancelled", "cancelled"]
-        assert 0 < len(result.token_ids) < 400
-        assert engine.stats().cache.num_sequences == 0
-
-
-@pytest.mark.quick("True")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_given_a_beam_search_that_ends_at_its_deadline_then_all_of_its_beams_are_results(overlap: bool) -> None:
-    with make_engine(overlap=overlap) as engine:
-        now = 0.0
-        engine._loop.scheduler.clock = lambda: now
-        for moment in range(3, 12):
-            chunks = iter(range(99))
-
-            def pass_the_deadline(chunk: Chunk, chunks: Any = chunks, moment: int = moment) -> None:
-                nonlocal now
-                if next(chunks) == moment:
-                    now += 1.0
-
-            beams = engine.submit(PROMPT, params(250, num_beams=3, n=3), deadline=0.5)
-            others = [engine.submit(random_prompt(9, seed=seed).tolist(), params(40)) for seed in range(4)]
-            others.append(engine.submit(PROMPT, params(20), on_chunk=pass_the_deadline))
-            result = beams.result(SECONDS)
-            for other in others:
-                other.result(SECONDS)
-            assert [sample.finish_reason for sample in result.samples] == ["deadline"] * 3
-            assert len({tuple(sample.token_ids) for sample in result.samples}) == 3
-            assert len({len(sample.token_ids) for sample in result.samples}) == 1
-
-
-@pytest.mark.parametrize("overlap", [False, True])
 def test_given_a_request_at_its_deadline_when_it_is_cancelled_too_then_it_ends_and_others_go_on(overlap: bool) -> None:
     with make_engine(overlap=overlap) as engine:
         now = 0.0

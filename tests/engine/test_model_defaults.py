@@ -67,14 +67,6 @@ def test_a_request_gets_them_where_it_says_nothing_and_shows_what_it_got(caplog:
         assert by_model.token_ids == by_hand.token_ids
 
 
-def test_a_beam_search_takes_none_of_them() -> None:
-    search = SamplingParams(max_new_tokens=6, num_beams=2)
-    with Engine(model_that_says(**LIVELY), kv_blocks=32) as engine:
-        lively = engine.generate([PROMPT], search)[0]
-    with Engine(model_that_says(eos_token_id=[2, 3]), kv_blocks=32) as engine:
-        assert engine.generate([PROMPT], search)[0].token_ids == lively.token_ids
-
-
 def test_turned_off_the_model_decodes_greedily_and_still_ends_at_its_tokens() -> None:
     greedy = SamplingParams(max_new_tokens=12, ignore_eos=True)
     with Engine(tiny_model("llama"), kv_blocks=32) as engine:

@@ -43,13 +43,10 @@ class Mute:
         ({"stop": None}, "stop"),
         ({"stop_token_ids": 2}, "stop_token_ids"),
         ({"ignore_eos": "no"}, "ignore_eos"),
-        ({"early_stopping": "never"}, "early_stopping"),
         ({"stop_token_ids": [-2]}, "stop_token_ids"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
-        ({"num_beams": 4, "temperature": 1.0}, "num_beams"),
-        ({"num_beams": 2, "n": 3}, "num_beams"),
         ({"min_new_tokens": -1}, "min_new_tokens"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens=5 is more than max_new_tokens=4"),
     ],
@@ -63,7 +60,6 @@ BOUNDS: list[tuple[str, Any, Any]] = [
     ("max_new_tokens", 1, 2**31),
     ("top_k", 0, 2**31),
     ("n", 1, 2**16),
-    ("num_beams", 1, 2**10),
     ("seed", 0, 2**63 - 1),
     ("logprobs", 0, 100),
     ("prompt_logprobs", 0, 100),
@@ -73,7 +69,6 @@ BOUNDS: list[tuple[str, Any, Any]] = [
     ("repetition_penalty", 5e-324, 100.0),
     ("presence_penalty", -100.0, 100.0),
     ("frequency_penalty", -100.0, 100.0),
-    ("length_penalty", -100.0, 100.0),
 ]
 
 
@@ -87,27 +82,6 @@ def test_given_a_bound_then_it_is_allowed_and_what_lies_beyond_it_is_not(name: s
         assert getattr(SamplingParams(**{name: bound}), name) == bound
         with pytest.raises(InvalidArgumentError, match=name):
             SamplingParams(**{name: next_after(bound, sign)})
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}),
-        *({"logprobs": 0}, {"prompt_logprobs": 0}, {"logit_bias": {1: 1.0}}, {"logits_processors": len}),
-        {"min_new_tokens": 1},
-    ],
-)
-def test_given_beams_then_what_changes_log_probabilities_is_refused(fields: dict[str, Any]) -> None:
-    SamplingParams(num_beams=1, **fields)
-    with pytest.raises(InvalidArgumentError, match="num_beams=2 searches by plain log probabilities"):
-        SamplingParams(num_beams=2, **fields)
-
-
-def test_given_beams_then_as_many_results_as_beams_are_allowed_and_defaults_of_the_model_do_not_count() -> None:
-    params = SamplingParams(num_beams=2, n=2, temperature=None)
-    assert params.with_defaults(SamplingParams(temperature=0.6, top_p=0.9)) is params
-    with pytest.raises(InvalidArgumentError, match="n=3 results need at least as many beams, num_beams=2"):
-        SamplingParams(num_beams=2, n=3)
 
 
 def test_given_tokens_and_biases_at_their_bounds_then_they_are_allowed_and_what_lies_beyond_is_not() -> None:
@@ -153,29 +127,6 @@ class AnyText:
     def start(self) -> Any: ...
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0.5},
-        {"repetition_penalty": 1.1},
-        {"logprobs": 0},
-        {"logit_bias": {3: 1.0}},
-        {"grammar": AnyText()},
-        {"min_new_tokens": 128},
-    ],
-)
-def test_given_beams_then_what_changes_their_scores_is_refused_and_the_same_without_beams_is_not(
-    fields: dict[str, Any],
-) -> None:
-    SamplingParams(num_beams=1, **fields)
-    with pytest.raises(InvalidArgumentError, match="plain log probabilities"):
-        SamplingParams(num_beams=2, **fields)
-
-
-def test_given_as_many_results_as_beams_then_they_are_allowed() -> None:
-    assert SamplingParams(num_beams=2, n=2, temperature=0.0).n == 2
-
-
 def test_given_what_is_no_grammar_then_it_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="grammar"):
         SamplingParams(grammar="json")  # type: ignore[arg-type]
@@ -186,11 +137,9 @@ def test_given_a_grammar_then_it_alone_says_where_the_text_ends() -> None:
         SamplingParams(grammar=AnyText(), min_new_tokens=1)
 
 
-def test_given_defaults_of_a_model_then_they_fill_what_was_left_open_except_for_beams() -> None:
+def test_given_defaults_of_a_model_then_they_fill_what_was_left_open() -> None:
     defaults = SamplingParams(temperature=0.6, top_k=20)
     assert SamplingParams(top_k=0).with_defaults(defaults) == SamplingParams(temperature=0.6, top_k=0)
-    beams = SamplingParams(num_beams=2)
-    assert beams.with_defaults(defaults) is beams
 
 
 def test_given_params_then_their_description_names_what_is_set() -> None:

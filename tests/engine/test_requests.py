@@ -65,14 +65,8 @@ def test_given_that_ends_are_ignored_then_only_the_requests_own_stop_tokens_end_
     assert maker().make(PROMPT, SamplingParams(4, stop_token_ids=[7], ignore_eos=True)).request.stop_ids == {7}
 
 
-@pytest.mark.parametrize(
-    ("n", "num_beams", "sequences", "steered"), [(3, 1, 3, False), (1, 4, 4, True), (2, 4, 4, True)]
-)
-def test_given_samples_or_beams_then_the_request_has_as_many_sequences(
-    n: int, num_beams: int, sequences: int, steered: bool
-) -> None:
-    request = maker().make(PROMPT, SamplingParams(4, n=n, num_beams=num_beams)).request
-    assert (request.n, request.steered) == (sequences, steered)
+def test_given_samples_then_the_request_has_as_many_sequences() -> None:
+    assert maker().make(PROMPT, SamplingParams(4, n=3)).request.n == 3
 
 
 def test_given_defaults_of_the_model_then_what_the_params_leave_open_is_theirs() -> None:

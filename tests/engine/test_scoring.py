@@ -14,7 +14,6 @@ from models import random_prompt, tiny_model
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.scoring import PIECE, PromptScores
-from kvpool.errors import InvalidArgumentError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import MemoryTier
 
@@ -67,8 +66,3 @@ def test_tokens_that_a_preempted_prompt_computes_again_count_once() -> None:
     assert scores.is_complete
     wanted = logits.log_softmax(-1)[torch.arange(len(prompt) - 1), torch.from_numpy(prompt[1:]).long()]
     np.testing.assert_allclose([entry.logprob for entry in scores.entries() if entry], wanted, rtol=1e-5)
-
-
-def test_beams_have_no_scores() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_beams=2"):
-        SamplingParams(num_beams=2, prompt_logprobs=0)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpool.engine.adapters import AdapterInfo
+    from kvpool.engine.beams import Beam, beam_search
     from kvpool.engine.engine import Engine
     from kvpool.engine.engine_stats import EngineStats, WaitingRequest
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample
@@ -38,6 +39,8 @@ _HOMES = {
     "AdapterInfo": ".adapters",
     "PicturedPrompt": ".pictures",
     "EncoderStats": ".pictures",
+    "beam_search": ".beams",
+    "Beam": ".beams",
 }
 
 __all__ = [
@@ -59,6 +62,8 @@ __all__ = [
     "AdapterInfo",
     "PicturedPrompt",
     "EncoderStats",
+    "beam_search",
+    "Beam",
 ]
 
 

@@ -1,180 +1,132 @@
-"""Beam search as transformers does it: the best continuations of all beams go on, as forks that share every block."""
+"""Beam search as transformers does it, over requests of one token: every beam finds what it shares in the prefix cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from kvpool.engine.generation import Sample
-from kvpool.engine.params import SamplingParams
-from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.scheduling import BatchPlan
-from kvpool.scheduling.request import Request, ScheduledSequence
-from kvpool.storage.moving import upload
+from kvpool.checks import as_count, as_flag
+from kvpool.engine.engine import Engine, Prompt
+from kvpool.engine.params import MAX_LOGPROBS, SamplingParams, eos_token_ids
+from kvpool.errors import InvalidArgumentError
+from kvpool.scope import ReuseScope
 
 
-class _Beam(NamedTuple):
+class Beam(NamedTuple):
+    """A result of a beam search."""
+
+    score: float  # sum of log probabilities / length ** length_penalty
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
+    text: str = ""
+
+
+class _Running(NamedTuple):
+    """A beam that goes on."""
+
     score: float  # sum of log probabilities
     tokens: tuple[int, ...]
 
 
-class _Hypothesis(NamedTuple):
-    """A finished beam."""
+def beam_search(
+    engine: Engine,
+    prompt: Prompt,
+    width: int,
+    *,
+    max_new_tokens: int = 128,
+    length_penalty: float = 1.0,
+    early_stopping: bool = False,
+    stop_token_ids: Iterable[int] = (),
+    ignore_eos: bool = False,
+    images: Sequence[Any] = (),
+    adapter: str | None = None,
+    priority: int = 0,
+    scope: ReuseScope | None = None,
+) -> list[Beam]:
+    """The `width` best answers, best first. `images`, `adapter`, `priority` and `scope` are those of `Engine.submit`.
 
-    score: float  # with the length penalty
-    tokens: tuple[int, ...]
-    reason: str
-
-
-class Ranking(NamedTuple):
-    """The best continuations of a request's beams, best first: `tokens[i]` behind `sequences[rows[i]]`."""
-
-    sequences: tuple[ScheduledSequence, ...]
-    scores: Tensor
-    rows: Tensor
-    tokens: Tensor
-
-    def to_host(self) -> Ranking:
-        """A copy for the host. It is complete once the device has done the copy."""
-        return Ranking(self.sequences, *(part.to("cpu", non_blocking=True) for part in self[1:]))
+    Each step is a request of one token for each beam, which computes the part of its last block that is not full again.
+    Sampling defaults of the model do not count. With `early_stopping` the search ends when `width` beams are finished,
+    although others may become better.
+    """
+    stops = SamplingParams(stop_token_ids=stop_token_ids, ignore_eos=ignore_eos).stop_ids(eos_token_ids(engine.model))
+    width = as_count(width, "width", minimum=1, maximum=MAX_LOGPROBS // (1 + len(stops)))
+    read = engine.read_prompt(prompt, images)
+    most = as_count(max_new_tokens, "max_new_tokens", minimum=1)
+    if engine.config.max_seq_len is not None:
+        most = max(1, min(most, engine.config.max_seq_len - len(read) + 1))
+    search = BeamSearch(width, stops, most, length_penalty, as_flag(early_stopping, "early_stopping"))
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=search.num_ranked)
+    while search.running:
+        prompts = [
+            replace(read, token_ids=np.append(read.token_ids, np.array(beam.tokens, np.int32)))
+            for beam in search.running
+        ]
+        answers = engine.generate(prompts, params, adapter=adapter, priority=priority, scope=scope)
+        search.advance([answer.samples[0].logprobs[0].top for answer in answers])
+    return [beam._replace(text=_text(engine, beam, stops)) for beam in search.results]
 
 
 class BeamSearch:
-    """The search of one request. `rank` finds the best continuations of its beams, `advance` decides which go on.
+    """Decides which beams go on.
 
-    `rank` keeps the best `num_beams` continuations, and as many more for each stop token. Of the first `num_beams`, those
-    that stop become results. The best that do not stop become the next beams. The search ends when the worst result is
-    better than the best beam would be if it ended now, or at `max_new_tokens`; with `early_stopping`, when there are enough
-    results.
+    Of the first `width` continuations of all beams, those that stop become results. The best that do not stop become the
+    next beams. The search ends when the worst result is better than the best beam would be if it ended now, or at
+    `max_new_tokens`; with `early_stopping`, when there are enough results.
     """
 
-    def __init__(self, params: SamplingParams, request: Request) -> None:
-        self._params = params
-        self._stops = frozenset(request.stop_ids)
-        self._running: list[_Beam] = []
-        self._beams: dict[ScheduledSequence, _Beam] = {}  # the running ones, by their sequence
-        self._next: dict[ScheduledSequence, list[_Beam]] = {}
-        self._hypotheses: list[_Hypothesis] = []
+    def __init__(
+        self, width: int, stops: frozenset[int], max_new_tokens: int, length_penalty: float, early_stopping: bool
+    ) -> None:
+        if isinstance(length_penalty, bool) or not isinstance(length_penalty, (int, float)):
+            raise InvalidArgumentError(f"length_penalty must be a number, got {length_penalty!r}")
+        self.num_ranked = (1 + len(stops)) * width  # continuations: so many do not stop that all beams go on
+        self.running = [_Running(0.0, ())]
+        self.results: list[Beam] = []  # best first
+        self._width = width
+        self._stops = stops
+        self._max_new_tokens = max_new_tokens
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
 
-    def rank(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> Ranking:
-        """The best continuations of all beams, on the device: `logits[i]` follow the tokens of `sequences[i]`."""
-        known = [self._beam(sequence).score for sequence in sequences]
-        scores = logits.float().log_softmax(-1)
-        scores += upload(np.array(known, np.float32), scores.device).unsqueeze(1)
-        num_kept = min((1 + len(self._stops)) * self._params.num_beams, scores.numel())
-        best = scores.flatten().topk(num_kept)
-        tokens = best.indices % scores.shape[1]
-        return Ranking(tuple(sequences), best.values, best.indices // scores.shape[1], tokens)
-
-    def advance(self, ranking: Ranking) -> None:
-        """One step: decides which of the ranked continuations, now on the host, go on."""
-        params, width, sequences = self._params, self._params.num_beams, ranking.sequences
-        beams = [self._beam(sequence) for sequence in sequences]
-        self._next = {sequence: [] for sequence in sequences}
-        length = len(beams[0].tokens) + 1
-        running: list[_Beam] = []
-        best = zip(ranking.scores.tolist(), ranking.rows.tolist(), ranking.tokens.tolist(), strict=True)
-        for rank, (score, row, token) in enumerate(best):
-            tokens = (*beams[row].tokens, token)
-            stops = token in self._stops
-            if stops or length == params.max_new_tokens:
-                if rank < width:
-                    self._keep(_Hypothesis(self._penalised(score, length), tokens, "stop" if stops else "length"))
-            elif len(running) < width:
-                running.append(_Beam(score, tokens))
-                self._next[sequences[row]].append(running[-1])
-        if not running or self._cannot_improve(self._penalised(max(running).score, length)):
-            running, self._next = [], {sequence: [] for sequence in sequences}
-        self._running = running
-
-    def _beam(self, sequence: ScheduledSequence) -> _Beam:
-        return self._beams.get(sequence, _Beam(0.0, ()))
-
-    def _keep(self, hypothesis: _Hypothesis) -> None:
-        self._hypotheses.append(hypothesis)
-        self._hypotheses.sort(key=lambda kept: -kept.score)
-        del self._hypotheses[self._params.num_beams :]
-
-    def _cannot_improve(self, best_running: float) -> bool:
-        full = len(self._hypotheses) == self._params.num_beams
-        return full and (self._params.early_stopping or best_running <= self._hypotheses[-1].score)
-
-    def continuations(self, sequence: ScheduledSequence) -> Int32Array:
-        """The tokens that a beam goes on with; empty if it ends here."""
-        return np.array([beam.tokens[-1] for beam in self._next[sequence]], np.int32)
-
-    def forked(self, sequence: ScheduledSequence, children: Sequence[ScheduledSequence]) -> None:
-        """Assigns the continuations of a beam: the first to its own sequence, the others to the forks of it."""
-        self._beams.pop(sequence, None)
-        self._beams.update(zip([sequence, *children], self._next.pop(sequence, []), strict=False))
-
-    def results(self, reason: str) -> list[Sample]:
-        """The results, best first. If the search was cut short for `reason`, its unfinished beams follow them."""
-        # Not the beams in `_beams`: if the request ended while a step was in flight, its sequences were not forked.
-        beams = sorted(self._running, reverse=True) if self._running or self._hypotheses else [_Beam(0.0, ())]
-        unfinished = [_Hypothesis(self._penalised(beam.score, len(beam.tokens)), beam.tokens, reason) for beam in beams]
-        return [
-            Sample(index, list(kept.tokens), finish_reason=kept.reason, score=kept.score)
-            for index, kept in enumerate([*self._hypotheses, *unfinished][: self._params.n])
+    def advance(self, best: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """One step: `best[i]` are the likeliest tokens behind `running[i]`, with their log probabilities."""
+        ranked = [
+            _Running(beam.score + logprob, (*beam.tokens, token))
+            for beam, likeliest in zip(self.running, best, strict=True)
+            for token, logprob in likeliest
         ]
+        ranked.sort(key=lambda beam: -beam.score)
+        length = len(self.running[0].tokens) + 1
+        running: list[_Running] = []
+        for rank, beam in enumerate(ranked[: self.num_ranked]):
+            stops = beam.tokens[-1] in self._stops
+            if stops or length == self._max_new_tokens:
+                if rank < self._width:
+                    self._keep(Beam(self._penalised(beam), beam.tokens, "stop" if stops else "length"))
+            elif len(running) < self._width:
+                running.append(beam)
+        self.running = [] if not running or self._cannot_improve(running[0]) else running
 
-    def _penalised(self, score: float, length: int) -> float:
-        return score / math.pow(max(1, length), self._params.length_penalty)
+    def _keep(self, result: Beam) -> None:
+        self.results.append(result)
+        self.results.sort(key=lambda kept: -kept.score)
+        del self.results[self._width :]
+
+    def _cannot_improve(self, best: _Running) -> bool:
+        is_full = len(self.results) == self._width
+        return is_full and (self._early_stopping or self._penalised(best) <= self.results[-1].score)
+
+    def _penalised(self, beam: _Running) -> float:
+        return beam.score / math.pow(len(beam.tokens), self._length_penalty)
 
 
-class StepBeams(NamedTuple):
-    """The searches whose beams are in a step, and how each ranks what may follow them."""
-
-    rankings: Sequence[tuple[BeamSearch, Ranking]]
-
-    @classmethod
-    def rank(cls, plan: BatchPlan, logits: Tensor, searches: Mapping[Hashable, BeamSearch]) -> StepBeams:
-        """Ranks what may follow all beams of a step. `searches` are by request id."""
-        if not plan.is_steered.any():
-            return cls(())
-        rows = plan.sampling_rows
-        row_of_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
-        places: dict[BeamSearch, list[int]] = {}
-        for at in np.flatnonzero(plan.is_steered[rows]).tolist():
-            places.setdefault(searches[plan.sequences[int(rows[at])].request.id], []).append(at)
-        rankings = []
-        for search, mine in places.items():
-            sequences = [plan.sequences[row] for row in rows[mine].tolist()]
-            of_beams = logits.index_select(0, upload(row_of_logits[mine], logits.device))
-            rankings.append((search, search.rank(sequences, of_beams)))
-        return cls(rankings)
-
-    def to_host(self) -> StepBeams:
-        """A copy for the host. It is complete once the device has done the copy."""
-        return StepBeams([(search, ranking.to_host()) for search, ranking in self.rankings])
-
-    @property
-    def searches(self) -> dict[ScheduledSequence, BeamSearch]:
-        """The search of each beam of the step, also of a search that is over."""
-        return {sequence: search for search, ranking in self.rankings for sequence in ranking.sequences}
-
-    def advance(
-        self, plan: BatchPlan, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array
-    ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """Decides which continuations go on. They take the place of the samples of their rows: of the `counts` samples of
-        each row, which are at `samples_at` of the sampled `tokens`.
-        """
-        for search, ranking in self.rankings:
-            search.advance(ranking)
-        searches = self.searches
-        pieces = np.split(samples_at, np.cumsum(counts)[:-1])
-        picked, chosen = list[Int64Array](), list[Int32Array]()
-        for at, row in enumerate(plan.sampling_rows.tolist()):
-            sequence, indices = plan.sequences[row], pieces[at]
-            next_tokens = tokens[indices]
-            if plan.is_steered[row]:
-                next_tokens = searches[sequence].continuations(sequence)
-                indices = np.full(len(next_tokens), plan.first_samples[at])
-            counts[at] = len(next_tokens)
-            picked.append(indices)
-            chosen.append(next_tokens)
-        return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)
+def _text(engine: Engine, beam: Beam, stops: frozenset[int]) -> str:
+    if engine.tokenizer is None:
+        return ""
+    tokens = [token for token in beam.token_ids if token not in stops]
+    return str(engine.tokenizer.decode(tokens, skip_special_tokens=True))

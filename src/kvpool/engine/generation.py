@@ -45,7 +45,6 @@ class Sample:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
-    score: float | None = None  # of beam search
     stop_string: str | None = None  # that ended it
 
 
@@ -292,14 +291,6 @@ class Generation:
             sample.finish_reason = reason if stream is None or stream.stopped is None else "stop"
             sample.stop_string = None if stream is None else stream.stopped
             self._deliver(Chunk(index, rest, (), (), sample.finish_reason))
-
-    def replace_samples(self, samples: Sequence[Sample]) -> None:
-        """Sets the results of a beam search, all at once."""
-        self.samples = {}
-        for sample in samples:
-            self.samples[sample.index] = Sample(sample.index, score=sample.score)
-            stopped = self.push(sample.index, sample.token_ids)
-            self.end_sample(sample.index, "stop" if stopped else sample.finish_reason or "length")
 
     def end(self, error: KVPoolError | None = None) -> None:
         """The request is over: wakes all who wait for it."""

@@ -2,7 +2,7 @@
 
 On a GPU the loop plans and launches the next step before it has the tokens of the last one, so that host and device work at
 the same time. Only sampled ids are copied to the host. Some sequences cannot go on without their tokens. Either the next
-step leaves them out (several samples, beams among other requests), or the loop waits (drafts, steps that are mostly beams).
+step leaves them out (several samples), or the loop waits (drafts).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.background_layers import BackgroundLayers
-from kvpool.engine.beams import StepBeams
 from kvpool.engine.embedding import pooling
 from kvpool.engine.generation import Generation
 from kvpool.engine.pictures import StepPictures
@@ -48,7 +47,6 @@ class _Launched(NamedTuple):
     plan: BatchPlan
     began: float  # on the host's clock
     sampled: Sampled | None = None
-    beams: StepBeams = StepBeams(())
     ready: Any = None
 
 
@@ -260,9 +258,7 @@ class EngineLoop:
             self._give_up(plan, error)
             return
         self._flying.append(launched)
-        # Beams sit out the step that overlaps with theirs. If most rows are beams, waiting for their tokens is faster.
-        mostly_beams = 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
-        wait = not self.overlap or plan.is_empty or mostly_beams
+        wait = not self.overlap or plan.is_empty
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
         for done in plan.finished:  # now: the scheduler does not know them any more when the plan is completed
@@ -301,14 +297,12 @@ class EngineLoop:
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._catch_up)
         self._remember(plan, sampled.tokens)
-        beams = StepBeams.rank(plan, logits, self._requests.searches)  # now: the next step overwrites the logits
         if self.runner.device.type == "cpu":
-            return _Launched(plan, began, sampled, beams)
+            return _Launched(plan, began, sampled)
         parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
-        on_host, beams = Sampled(*parts), beams.to_host()
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, began, on_host, beams, ready)
+        return _Launched(plan, began, Sampled(*parts), ready)
 
     def _logits(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Runs the model, scores and pools prompts on the way, and returns the logits that tokens are sampled from."""
@@ -386,14 +380,11 @@ class EngineLoop:
         tokens = sampled.tokens.numpy().astype(np.int32)
         counts = plan.num_samples[rows].copy()
         drafts = plan.num_drafts[rows]
-        if not drafts.any() and not plan.is_steered.any():
+        if not drafts.any():
             return tokens, counts, np.arange(len(tokens))
-        if plan.num_drafts.any():
-            counts = np.where(drafts > 0, num_accepted(plan, tokens), counts)
+        counts = np.where(drafts > 0, num_accepted(plan, tokens), counts)
         samples_at = np.repeat(plan.first_samples, counts) + within(counts)
-        if not plan.is_steered.any():
-            return tokens[samples_at], counts, samples_at
-        return launched.beams.advance(plan, tokens, counts, samples_at)
+        return tokens[samples_at], counts, samples_at
 
     def _hand_out(
         self, launched: _Launched, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array, forks: list[Fork]
@@ -405,16 +396,12 @@ class EngineLoop:
         for fork in forks:
             children.setdefault(fork.parent, []).append(fork.child)
             self._track(fork.child)
-        searches = launched.beams.searches
         stopped: list[ScheduledSequence] = []
         ids = tokens.tolist()
         at = 0
         for row, count in zip(plan.sampling_rows.tolist(), counts.tolist(), strict=True):
             sequence = plan.sequences[row]
             start, at = at, at + count
-            if plan.is_steered[row]:
-                searches[sequence].forked(sequence, children.get(sequence, []))
-                continue
             generation = self._generation(sequence)
             if generation is None or generation.has_ended(sequence.index):
                 continue
@@ -481,16 +468,12 @@ class EngineLoop:
             self.scheduler.manager.cache.invalidate(None, scope=done.request.scope)
             if self.pictures is not None:
                 self.pictures.cache.forget(done.request.scope)
-        search = self._requests.searches.pop(done.request.id, None)
-        if search is not None:
-            generation.replace_samples(search.results(done.reason.value))
-        else:
-            for output in done.outputs:
-                generation.end_sample(output.sample, output.reason.value)
+        for output in done.outputs:
+            generation.end_sample(output.sample, output.reason.value)
         if done.detail:
             failure = OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}")
         failure = failure or generation.failure
-        if failure is None and search is None:
+        if failure is None:
             for index in range(generation.params.n):  # it may have ended before its samples branched off
                 generation.end_sample(index, done.reason.value)
         generation.end(failure)

@@ -177,7 +177,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 # Fields of the library, which its errors name, and the options that set them.
 _OPTIONS = {
     "max_new_tokens": "--max-tokens",
-    "num_beams": "--beams",
     "kv_bytes": "--memory",
     "memory_fraction": "--memory",
     "host_bytes": "--host-memory",
@@ -211,8 +210,8 @@ def named_as_options() -> Iterator[None]:
 def in_options(text: str) -> str:
     """A message of the library, with the options in place of its fields.
 
-    >>> in_options("max_new_tokens must be at least 1; n=3 results need at least as many beams, num_beams=2")
-    '--max-tokens must be at least 1; -n=3 results need at least as many beams, --beams=2'
+    >>> in_options("max_new_tokens must be at least 1; n=300 is over max_sequences=256")
+    '--max-tokens must be at least 1; -n=300 is over --max-sequences=256'
     """
     return _FIELD.sub(lambda found: _OPTIONS[found[0]], text)
 

@@ -21,7 +21,6 @@ _KINDS: dict[str, type] = {
     "stop_token_ids": Iterable,
     "ignore_eos": bool,
     "skip_special_tokens": bool,
-    "early_stopping": bool,
 }
 _MAY_BE_NONE = frozenset({*MODEL_FIELDS, "seed", "logprobs", "prompt_logprobs"})
 
@@ -62,9 +61,6 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of each token of the prompt; then the prompt reuses nothing cached
     n: int = 1
-    num_beams: int = 1
-    length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
-    early_stopping: bool = False  # of beam search: end when `num_beams` beams are finished, though others may be better
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +70,12 @@ class SamplingParams:
                 raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {show(getattr(self, name))}")
         for name, low, high in (
             *(("max_new_tokens", 1, 2**31), ("min_new_tokens", 0, 2**31), ("top_k", 0, 2**31)),
-            *(("n", 1, 2**16), ("num_beams", 1, 2**10)),
-            *(("seed", 0, 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS), ("prompt_logprobs", 0, MAX_LOGPROBS)),
+            *(
+                ("n", 1, 2**16),
+                ("seed", 0, 2**63 - 1),
+                ("logprobs", 0, MAX_LOGPROBS),
+                ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ),
         ):
             if not (getattr(self, name) is None and name in _MAY_BE_NONE):
                 put(self, name, as_count(getattr(self, name), name, minimum=low, maximum=high))
@@ -86,11 +86,7 @@ class SamplingParams:
                 ("min_p", 0.0, 1.0),
                 ("repetition_penalty", 0.0, 100.0),
             ),
-            *(
-                ("presence_penalty", -100.0, 100.0),
-                ("frequency_penalty", -100.0, 100.0),
-                ("length_penalty", -100.0, 100.0),
-            ),
+            *(("presence_penalty", -100.0, 100.0), ("frequency_penalty", -100.0, 100.0)),
         ):
             if not (getattr(self, name) is None and name in _MAY_BE_NONE):
                 put(self, name, _number(name, getattr(self, name), low_bound, high_bound))
@@ -121,35 +117,13 @@ class SamplingParams:
             )
         if self.min_new_tokens and self.grammar is not None:
             raise InvalidArgumentError("a grammar says where the text ends: leave min_new_tokens at 0 beside it")
-        if self.num_beams > 1:
-            self._check_beams()
-
-    def _check_beams(self) -> None:
-        if (
-            self.temperature
-            or self.has_penalties
-            or self.logprobs is not None
-            or self.prompt_logprobs is not None
-            or self.logit_bias
-            or self.grammar is not None
-            or self.logits_processors
-            or self.min_new_tokens
-        ):
-            raise InvalidArgumentError(
-                f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
-                f"logit_bias, grammar, logits_processors, min_new_tokens and logprobs at their defaults"
-            )
-        if self.n > self.num_beams:
-            raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters, with fields that are None taken from `defaults`. A beam search takes none of them.
+        """These parameters, with fields that are None taken from `defaults`.
 
         >>> SamplingParams(top_p=0.5).with_defaults(SamplingParams(temperature=0.6, top_p=0.9)).top_p
         0.5
         """
-        if self.num_beams > 1:
-            return self
         open_fields = {name: getattr(defaults, name) for name in MODEL_FIELDS if getattr(self, name) is None}
         taken: dict[str, Any] = {name: value for name, value in open_fields.items() if value is not None}
         if defaults.logit_bias:

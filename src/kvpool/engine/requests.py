@@ -153,12 +153,11 @@ class RequestMaker:
             generation.id,
             tokens,
             params.max_new_tokens,
-            n=max(params.n, params.num_beams),
+            n=params.n,
             priority=priority,
             scope=self.scope_of(adapter, scope),
             stop_token_ids=generation.stop_ids,
             deadline=None if deadline is None else self.clock() + deadline,
-            steered=params.num_beams > 1,
             session=session,
             retention=retention,
             hint=ToolCalls(self.tokenizer) if looks else hint,
@@ -169,7 +168,7 @@ class RequestMaker:
 
     def _withheld(self, begins: int, num_tokens: int, params: SamplingParams) -> Iterator[Withheld]:
         """The tokens that do not begin the answer, and those that do not end it too early."""
-        if self.not_first and params.num_beams == 1:
+        if self.not_first:
             yield Withheld(self.not_first, begins + 1)
         if params.min_new_tokens:
             ends = [token for token in params.stop_ids(self.eos_ids) if token < self.vocab_size]
@@ -207,6 +206,7 @@ _INSTEAD = {  # arguments of transformers' `generate`
     "input_ids": "the first argument takes token ids",
     "pixel_values": "images=... takes images, and a prompt may be what the processor gave",
     "stopping_criteria": "SamplingParams has stop, stop_token_ids and max_new_tokens",
+    "num_beams": "kvpool.engine.beam_search(engine, prompt, width) searches",
     "streamer": "use Engine.stream, or on_chunk",
     "generation_config": "give SamplingParams",
 }

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvpool.engine.adapters import EngineAdapters
-from kvpool.engine.beams import BeamSearch
 from kvpool.engine.generation import Generation
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, ScheduledSequence, Scheduler
 
 
 class ScheduledRequests:
-    """What the engine knows of each request in its scheduler: its generation, and its beam search if it has one.
+    """What the engine knows of each request in its scheduler: its generation, and its adapter.
 
     A request whose adapter finds no place on the device waits here. Requests with adapters keep their order, so that those
     who wait are not passed for ever by requests of adapters that are there.
@@ -25,7 +24,6 @@ class ScheduledRequests:
         self._scheduler = scheduler
         self._adapters = adapters
         self.generations: dict[Hashable, Generation] = {}  # by request id
-        self.searches: dict[Hashable, BeamSearch] = {}
         self._placed: dict[Hashable, str] = {}  # the adapter of each request that has one
         self._waiting: deque[tuple[Generation, Request]] = deque()  # for a place of their adapter
 
@@ -104,8 +102,6 @@ class ScheduledRequests:
     def register(self, generation: Generation, request: Request) -> None:
         """Adds a request that the scheduler has already."""
         self.generations[request.id] = generation
-        if request.steered:
-            self.searches[request.id] = BeamSearch(generation.params, request)
 
     def includes(self, generation: Generation) -> bool:
         """Whether this request is ours and not over. Ids alone do not tell: another engine may have one of the same id."""
@@ -125,6 +121,5 @@ class ScheduledRequests:
         for adapter_id in self._placed.values():
             self._adapters.release(adapter_id)
         self.generations.clear()
-        self.searches.clear()
         self._placed.clear()
         self._waiting.clear()

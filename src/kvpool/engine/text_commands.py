@@ -41,7 +41,6 @@ def generate(
     max_tokens: opt.MaxTokens = 128,
     sampling: opt.SamplingOptions,
     n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
-    beams: Annotated[int, typer.Option(help="Beam search with so many beams.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     json: Annotated[str | None, typer.Option(help="Write results as JSON; - for stdout.")] = None,
@@ -50,18 +49,18 @@ def generate(
     """Completes prompts with a model. A single prompt is printed while it is generated."""
     check_files(json)
     texts = _read_prompts(prompts, file, quiet)
-    params = sampling.make_params(max_new_tokens=max_tokens, n=n, num_beams=beams, stop=stop or ())
+    params = sampling.make_params(max_new_tokens=max_tokens, n=n, stop=stop or ())
     opt.tell_loading("loading the model ...", quiet)
     with engine_options.make_engine(
         host_memory=host_memory,
         model_defaults=sampling.model_defaults,
-        scheduler=opt.limits(None, max(64, n, beams)),
+        scheduler=opt.limits(None, max(64, n)),
     ) as engine:
         opt.tell_sampling(engine, params, quiet)
         asked: list[Any] = (
             [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
         )
-        live = len(texts) == 1 and params.n == params.num_beams == 1 and json is None
+        live = len(texts) == 1 and params.n == 1 and json is None
         results = [opt.print_answer(engine, asked[0], params)] if live else engine.generate(asked, params)
         if live:
             print()
@@ -111,8 +110,7 @@ def _as_dict(text: str, result: Completion) -> dict[str, Any]:
         "seconds": result.seconds,
         "notes": list(result.notes),
         "samples": [
-            {"text": s.text, "token_ids": s.token_ids, "finish_reason": s.finish_reason, "score": s.score}
-            for s in result.samples
+            {"text": s.text, "token_ids": s.token_ids, "finish_reason": s.finish_reason} for s in result.samples
         ],
     }
 
