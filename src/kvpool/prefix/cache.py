@@ -18,10 +18,10 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, HOST, BlockPool
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import MAX_PRIORITY, Node, Root
+from kvpool.prefix.node import Node, Root
 from kvpool.prefix.orders import EvictionOrders, Expiry, IdleLedger, Quota
 from kvpool.prefix.readers import PathReaders, WindowReaders
-from kvpool.prefix.tier_mover import TierMover, importance
+from kvpool.prefix.tier_mover import TierMover
 from kvpool.prefix.tree import RunTree, StoredLogits, trim_logits
 from kvpool.stats import EvictionReason
 
@@ -83,8 +83,8 @@ class PrefixCache:
     def _available_below(self, pool: BlockPool) -> int:
         return self.orders.available(pool, None)
 
-    def _make_room_below(self, pool: BlockPool, num_blocks: int, priority: int) -> None:
-        self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, priority, spares_host_copies=True)
+    def _make_room_below(self, pool: BlockPool, num_blocks: int, run: Node) -> None:
+        self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, run)
 
     # --- eviction ----------------------------------------------------------------------------------------------------
 
@@ -99,17 +99,17 @@ class PrefixCache:
         num_blocks: int,
         tenant: str | None,
         reason: EvictionReason,
-        ceiling: int = MAX_PRIORITY,
-        spares_host_copies: bool = False,
+        for_run: Node | None = None,
     ) -> int:
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several).
 
-        A policy that goes by priority gives up no run above the priority `ceiling`. Host copies go first unless spared.
+        Host copies go first. If it is `for_run`, which comes from above, no host copy goes, and a policy that goes by
+        priority gives up no run that is more important.
         """
         before = pool.num_free
         goal = before + num_blocks
-        if pool.tier == HOST and not spares_host_copies:
-            self.context.host_copies.give_way(pool, goal, MAX_PRIORITY)
+        if pool.tier == HOST and for_run is None:
+            self.context.host_copies.give_way(pool, goal)
         has_leftovers = self.context.windowed and pool.tier == GPU
         while pool.num_free < goal:
             victim = self.orders.victim(pool, tenant)
@@ -123,7 +123,9 @@ class PrefixCache:
                     continue
                 if victim is None and self.windows.evict_last_resort(pool, wanted, tenant, reason):
                     continue
-            if victim is None or (victim.priority > ceiling and victim.root.policies[pool.tier].by_priority):
+            if victim is None:
+                break
+            if for_run is not None and victim.root.policies[pool.tier].by_priority and victim.outranks(for_run):
                 break
             length = self._tail_for(victim, pool, wanted)
             if victim.root.quota is not None:
@@ -178,7 +180,8 @@ class PrefixCache:
 
     def _goes_down(self, node: Node) -> bool:
         """Whether a run should have a place below its tier when it is evicted."""
-        return self.offload_on_evict and importance(node) >= self.offload_min_priority
+        least = self.offload_min_priority
+        return self.offload_on_evict and any(part.priority >= least for part in node.subtree())
 
     def _move_down(self, node: Node, num_blocks: int, reason: EvictionReason) -> int:
         """Moves the last blocks of an idle leaf one tier down. If only a first part of them fits, it drops the rest.

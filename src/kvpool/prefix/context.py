@@ -163,14 +163,14 @@ class HostCopies:
             part.host_copy = [of_group[begin:end] for of_group in ids]
             self.nodes[part] = None
 
-    def give_way(self, pool: BlockPool, num_free: int, ceiling: int) -> None:
+    def give_way(self, pool: BlockPool, num_free: int, for_run: Node | None = None) -> None:
         """Frees host copies until so many blocks of a host pool are free, the youngest first: their runs stay longest.
 
-        It ends at the host copy of a run above the priority `ceiling`.
+        It ends at the host copy of a run that is more important than `for_run`.
         """
         while self.nodes and pool.num_free < num_free:
             youngest = next(reversed(self.nodes))
-            if youngest.priority > ceiling:
+            if for_run is not None and youngest.outranks(for_run):
                 return
             self.drop(youngest)
 

@@ -214,6 +214,10 @@ class Node(Run):
         path.reverse()
         return path
 
+    def outranks(self, other: Node) -> bool:
+        """Whether its priority is above that of another run, and of all below that one, which would be lost with it."""
+        return self.priority > other.priority and all(self.priority > part.priority for part in other.subtree())
+
     def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents before children."""
         stack = [self]

@@ -26,8 +26,8 @@ Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a r
 class TierMover:
     """Gives runs blocks on another tier and plans the copies.
 
-    `make_room(pool, num_blocks, priority)` frees blocks of a lower tier, none of runs above the priority, and no host copies;
-    `available(pool)` says how many are free or could become free.
+    `make_room(pool, num_blocks, run)` frees blocks of a lower tier for a run, none of more important ones, and no host
+    copies; `available(pool)` says how many are free or could become free.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TierMover:
         readers: PathReaders,
         announcer: Announcer,
         available: Callable[[BlockPool], int],
-        make_room: Callable[[BlockPool, int, int], None],
+        make_room: Callable[[BlockPool, int, Node], None],
     ) -> None:
         self.context = context
         self.tree = tree
@@ -91,7 +91,7 @@ class TierMover:
         along = [(group, self.windows.needed(node, group, keep)) for group in context.windowed]
         host_copy = context.host_copies.take(node) if node.host_copy is not None else None  # nobody else is to have it
         there = None if host_copy is None or target != HOST else [ids[keep:] for ids in host_copy]
-        if not self._make_room_below(target, self._needs(num_blocks, along, there), importance(node)):
+        if not self._make_room_below(target, self._needs(num_blocks, along, there), node):
             if host_copy is not None:
                 context.host_copies.keep(node, host_copy)
             return None
@@ -124,8 +124,8 @@ class TierMover:
             needs[group.pool] += int(missing.sum())
         return needs
 
-    def _make_room_below(self, target: Tier, needs: list[int], priority: int, for_host_copy: bool = False) -> bool:
-        """Frees blocks of a lower tier for a run of this priority; False if only more important runs could give way.
+    def _make_room_below(self, target: Tier, needs: list[int], node: Node, for_host_copy: bool = False) -> bool:
+        """Frees blocks of a lower tier for a run; False if only more important runs could give way.
 
         Host copies give way when no run can, and not to a host copy: without them, somebody would wait for a copy soon.
         """
@@ -136,9 +136,9 @@ class TierMover:
                 return False
         for pool, need in zip(pools, needs, strict=True):
             if pool.num_free < need:
-                self.make_room(pool, need, priority)
+                self.make_room(pool, need, node)
             if pool.num_free < need and target == HOST and not for_host_copy:
-                host_copies.give_way(pool, need, priority)
+                host_copies.give_way(pool, need, node)
             if pool.num_free < need:
                 return False
         return True
@@ -163,7 +163,7 @@ class TierMover:
             return
         along = [(group, self.windows.needed(node, group)) for group in context.windowed]
         needs = self._needs(node.num_blocks, along, None)
-        if not self._make_room_below(HOST, needs, node.priority, for_host_copy=True):
+        if not self._make_room_below(HOST, needs, node, for_host_copy=True):
             return
         wanted = {group.index: of_group for group, of_group in along}
         ids = []
@@ -273,8 +273,3 @@ class TierMover:
             if target == GPU and num_moved:
                 self.windows.leave_over(node, group, node.start, node.end - 1)
         return moved
-
-
-def importance(node: Node) -> int:
-    """The priority of a leaf, or of what lies below it on lower tiers if that is higher: it would be lost too."""
-    return node.priority if node.children is None else max(part.priority for part in node.subtree())
