@@ -51,7 +51,7 @@ def test_given_a_prompt_then_requests_are_numbered_and_hold_what_was_asked_for()
     generation, request = made
     assert (generation.id, make(PROMPT, SamplingParams(4)).request.id) == (0, 1)
     assert (request.id, request.max_new_tokens, request.n, request.priority) == (0, 4, 1, 3)
-    assert (request.scope, request.deadline, request.session, request.steered) == (scope, 52.5, "s", False)
+    assert (request.scope, request.deadline, request.session) == (scope, 52.5, "s")
     assert request.stop_ids == {2, 7}
     assert (generation.prompt.tolist(), generation.params.max_new_tokens, generation.notes) == ([1, 2, 3], 4, ())
 

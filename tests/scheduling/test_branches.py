@@ -92,15 +92,6 @@ def test_given_samples_that_do_not_fit_together_then_they_give_way_to_each_other
     assert engine.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_given_a_steered_request_then_its_beams_advance_together_and_end_as_alone(depth: int) -> None:
-    engine = make_engine(depth=depth)
-    beams, other = request("beams", 6, 7, n=3, steered=True), request("other", 5, 6, first=50)
-    add(engine, beams, other)
-    engine.drain()
-    engine.assert_right(beams, other)
-
-
 def test_given_lanes_for_just_the_samples_of_a_request_then_all_of_them_run_when_they_branch() -> None:
     engine = make_engine(max_sequences=2)
     add(engine, request("a", 6, 4, n=2))
@@ -108,119 +99,13 @@ def test_given_lanes_for_just_the_samples_of_a_request_then_all_of_them_run_when
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 0)
 
 
-@pytest.mark.parametrize("num_running", [0, 1])
-def test_given_beams_alone_on_the_gpu_then_they_take_blocks_that_others_would_leave_free(num_running: int) -> None:
-    engine = make_engine(make_manager(gpu_blocks=16, watermark=0.8))
-    only = request("beams", 28, 4, n=2, steered=True)
-    add(engine, only)
-    if num_running:
-        while engine.scheduler.num_running < 2:
-            engine.step()
-        engine.scheduler._queues.preempt(engine.scheduler.sequences("beams")[1], 0)
-    plan = engine.step()
-    assert names([*plan.admitted, *plan.resumed]) == ["beams"]
-    engine.drain()
-    engine.assert_right(only)
-
-
-def test_given_two_beam_searches_in_a_pool_for_one_then_they_do_not_wait_for_each_other_for_ever() -> None:
-    engine = make_engine(make_manager(gpu_blocks=15))
-    requests = [request(f"beams {i}", 6, 12, n=3, steered=True, first=20 * i) for i in range(3)]
-    add(engine, *requests)
-    engine.drain(max_steps=300)
-    engine.assert_right(*requests)
-
-
-def test_given_room_for_one_beam_of_two_when_they_need_blocks_then_both_sit_out_and_stay_together() -> None:
-    engine = make_engine(make_manager(gpu_blocks=8))
-    requests = [request("old", 9, 8), request("beams", 4, 8, n=2, steered=True, first=50)]
-    add(engine, *requests)
-    engine.drain()
-    engine.assert_right(*requests)
-    assert engine.scheduler.stats.stalls > 0
-    assert engine.scheduler.stats.preemptions == 0
-
-
-def test_given_beams_of_two_requests_that_hold_what_the_others_need_then_the_lower_rank_gives_way() -> None:
-    engine = make_engine()
-    requests = [request(f"beams {i}", 8, 8, n=2, steered=True, first=20 * i) for i in range(2)]
-    add(engine, *requests)
-    for _ in range(3):
-        engine.step()
-    for each in requests:  # as if each had lost one beam
-        engine.scheduler._queues.preempt(engine.scheduler.sequences(each.id)[1], 0)
-    room = engine.manager.can_allocate(num_tokens=1).blocks_available[0]
-    outsider = engine.manager.allocate("outsider", num_tokens=4 * room)
-    plan = engine.step()
-    assert (plan.is_empty, names(plan.preempted)) == (True, ["beams 1"])
-    assert names(engine.step().resumed) == ["beams 0"]
-    engine.manager.free(outsider)
-    engine.drain()
-    engine.assert_right(*requests)
-
-
-def test_given_a_beam_that_gave_way_then_none_of_its_request_is_ready_to_go_on() -> None:
-    engine = make_engine()
-    add(engine, request("beams", 9, 8, n=3, steered=True), request("samples", 9, 8, n=2, first=50))
-    for _ in range(2):
-        engine.step()
-    beams, samples = (engine.scheduler.sequences(name) for name in ("beams", "samples"))
-    planner = engine.scheduler._planner
-    assert [planner._is_ready(each) for each in (*beams, *samples)] == [True] * 5
-    for group in (beams, samples):
-        engine.scheduler._queues.preempt(group[1], 0)
-    assert [planner._is_ready(each) for each in (*beams, *samples)] == [False] * 3 + [True] * 2
-
-
-def test_given_a_beam_without_a_block_then_another_of_its_request_goes_on_with_its_prompt_where_it_has_room() -> None:
-    manager = make_manager(gpu_blocks=16, enable_prefix_caching=False)
-    engine = make_engine(manager, max_chunk_tokens=4, max_tokens_per_step=6, max_sequences=2)
-    only = request("beams", 6, 8, n=2, steered=True)
-    add(engine, only)
-    for _ in range(4):
-        engine.step()
-    first, second = engine.scheduler.sequences("beams")
-    for beam in (first, second):  # both compute all their tokens again
-        engine.scheduler._queues.preempt(beam, 0)
-    engine.step()
-    lanes = engine.scheduler._queues.running.lanes
-    assert [int(lanes.places[beam.lane]) for beam in (first, second)] == [4, 2]
-    outsider = manager.allocate("outsider", num_tokens=4 * manager.can_allocate(num_tokens=1).blocks_available[0])
-    plan = engine.step()
-    assert (plan.sequences, plan.num_prefill_tokens) == ((second,), 2)
-    assert engine.scheduler.stats.stalls == 1
-    manager.free(outsider)
-    engine.drain()
-    engine.assert_right(only)
-
-
-def test_given_beams_that_do_not_fit_together_then_the_request_is_refused_at_once() -> None:
-    engine = make_engine(make_manager(gpu_blocks=8))
+def test_given_guaranteed_samples_that_do_not_fit_together_then_the_request_is_refused_at_once() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8), capacity="guaranteed")
     with pytest.raises(NeverFitsError, match=r"of 3 sequences .* pool 0, which has 8"):
-        add(engine, request("beams", 6, 12, n=3, steered=True))
-    add(engine, request("samples", 6, 12, n=3))  # samples can wait for each other
+        add(engine, request("guaranteed", 6, 12, n=3))
+    engine = make_engine(make_manager(gpu_blocks=8))
+    add(engine, request("samples", 6, 12, n=3))  # they can wait for each other
     engine.drain()
-
-
-def test_given_beams_when_none_is_continued_then_the_request_is_over() -> None:
-    engine = make_engine()
-    add(engine, request("r", 4, 9, n=2, steered=True))
-    engine.step()
-    plan = engine.scheduler.step()
-    (done,) = engine.scheduler.complete(plan, [], [0, 0]).finished
-    assert done.outputs[0].reason is FinishReason.PRUNED
-    assert engine.manager.stats().num_sequences == 0
-    assert not engine.scheduler.has_work
-
-
-def test_given_beams_in_flight_when_the_next_step_is_planned_then_they_wait_for_the_result() -> None:
-    scheduler = make_engine().scheduler
-    scheduler.add(request("r", 4, 9, n=2, steered=True))
-    first = scheduler.step()
-    assert scheduler.step().is_empty
-    forks = scheduler.complete(first, [5, 6]).forks
-    assert [(fork.parent.index, fork.child.index) for fork in forks] == [(0, 1)]
-    assert sorted(scheduler.step().token_ids.tolist()) == [5, 6]
 
 
 # --- drafts ----------------------------------------------------------------------------------------------------------

@@ -253,8 +253,3 @@ def test_given_tenants_that_share_fairly_then_all_that_wait_are_listed() -> None
     add(engine, *(request(f"{n}", 4, 3, first=20 * n, scope=ReuseScope(tenant=f"{n % 2}")) for n in range(4)))
     assert sorted(sequence.request.id for sequence in engine.scheduler.waiting(9)) == ["0", "1", "2", "3"]
     engine.drain()
-
-
-def test_given_something_else_for_a_flag_then_it_is_refused_by_name() -> None:
-    with pytest.raises(InvalidArgumentError, match="steered"):
-        request("a", 4, 3, steered=5)

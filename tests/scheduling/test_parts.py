@@ -31,7 +31,6 @@ def plan_of(lengths: list[int], drafts: list[int], samples: list[int], num_decod
         lanes=np.arange(rows),
         num_samples=np.array(samples, np.int64),
         num_drafts=np.array(drafts, np.int64),
-        is_steered=np.zeros(rows, np.bool_),
         is_uniform=False,
         copies=[],
     )

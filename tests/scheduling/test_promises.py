@@ -47,11 +47,10 @@ def test_given_a_fork_for_the_same_tenant_then_it_shares() -> None:
     assert engine.scheduler.fork(parent, Request("child", engine.scheduler.token_ids(parent), 6, scope=TENANT))
 
 
-@pytest.mark.parametrize("options", [{"n": 2}, {"n": 2, "steered": True}, {"steered": True}])
-def test_given_a_fork_for_several_or_steered_sequences_then_it_waits_like_any_other(options: dict[str, Any]) -> None:
+def test_given_a_fork_for_several_sequences_then_it_waits_like_any_other() -> None:
     engine = make_engine()
     parent = decoding_parent(engine)
-    child = Request("child", engine.scheduler.token_ids(parent), 6, **options)
+    child = Request("child", engine.scheduler.token_ids(parent), 6, n=2)
     assert not engine.scheduler.fork(parent, child)
     assert engine.scheduler.num_waiting == 1
 
@@ -298,17 +297,3 @@ def test_given_copies_then_only_those_over_the_link_to_the_host_are_transferred_
     }
     for tiers, num_blocks in moved.items():
         assert transferred_bytes([copy(*tiers)], manager.config) == num_blocks * block_bytes
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_given_beams_that_gave_way_in_the_smallest_pool_then_they_come_back_together(mode: str) -> None:
-    manager = make_manager(block_size=2, gpu_blocks=5, host_blocks=16)  # one block less and the request is refused
-    engine = make_engine(manager, policy="priority", preemption=mode)
-    beams, urgent = request("beams", 3, 4, n=2, steered=True), request("urgent", 4, 3, first=50, priority=1)
-    add(engine, beams)
-    for _ in range(2):
-        engine.step()
-    add(engine, urgent)
-    engine.drain(max_steps=100)  # a beam that waits for more room than the other one leaves would wait for ever
-    assert engine.scheduler.stats.preemptions == 2
-    engine.assert_right(urgent, beams)

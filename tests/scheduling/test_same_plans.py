@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from toy_engine import ToyEngine
 
+import kvpool.replay.policies  # noqa: F401  # known by name, also where this file is run
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import NeverFitsError
 from kvpool.scheduling import (
@@ -83,17 +84,15 @@ class Run:
     def add(self) -> None:
         rng = self.rng
         self.number += 1
-        steered = rng.random() < 0.15
         patience = rng.choice((None, None, None, 3.0))
         request = Request(
             self.number,
             [*rng.choice(BEGINNINGS), *(rng.randrange(3) for _ in range(rng.randrange(1, 9)))],
             rng.randrange(1, 17),
             n=rng.choice((1, 1, 1, 2, 3)),
-            steered=steered,
             priority=rng.randrange(3),
             scope=ReuseScope(tenant=rng.choice(("a", "a", "b"))),
-            stop_token_ids=() if steered else rng.choice(((), (), (3,), (5, 6, 7))),
+            stop_token_ids=rng.choice(((), (), (3,), (5, 6, 7))),
             deadline=None if patience is None else self.now + patience,
         )
         try:
@@ -151,7 +150,7 @@ def told(finished: Finished) -> list[Any]:
 
 def planned(plan: BatchPlan) -> list[Any]:
     arrays = ("token_ids", "positions", "slots", "query_start", "kv_lengths", "lanes", "num_samples", "num_drafts")
-    more = ("is_steered", "sampling_rows", "logits_indices", "first_samples", "decodes_several")
+    more = ("sampling_rows", "logits_indices", "first_samples", "decodes_several")
     lists = ("sequences", "admitted", "resumed", "preempted")
     return [
         [np.asarray(getattr(plan, name)).tolist() for name in (*arrays, *more)],

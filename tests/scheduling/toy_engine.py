@@ -38,21 +38,6 @@ def expected_output(request: Request, sample: int = 0) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
-def continuations(beams: list[tuple[int, ...]], width: int) -> dict[tuple[int, ...], list[int]]:
-    """A beam search of sorts: which tokens each beam goes on with, out of the histories of all beams."""
-    choices = {(*beam, next_token(np.array(beam), sample)) for beam in beams for sample in range(width)}
-    best = sorted(choices, key=lambda tokens: (zlib.crc32(np.array(tokens, np.int32).tobytes()), tokens))[:width]
-    return {beam: [tokens[-1] for tokens in best if tokens[:-1] == beam] for beam in beams}
-
-
-def expected_beams(request: Request) -> list[list[int]]:
-    """What the beams of a request end with if it is alone."""
-    beams = [tuple(request.prompt.tolist())]
-    for _ in range(request.max_new_tokens):
-        beams = [(*beam, token) for beam, tokens in continuations(beams, request.n).items() for token in tokens]
-    return sorted(list(beam[len(request.prompt) :]) for beam in beams)
-
-
 @dataclass(eq=False)
 class Coming:
     """A copy from a lower tier that is on its way: what it brings, and when it is there by itself."""
@@ -119,13 +104,11 @@ class ToyEngine:
             written = plan.slots[group] >= 0
             self.memory[group, Tier.GPU].reshape(-1)[plan.slots[group][written]] = inputs[written]
         samples, counts = [], []
-        beams = self._search(plan)
         for row in plan.sampling_rows.tolist():
-            drawn = beams[row] if row in beams else self._sample(plan, row)
+            drawn = self._sample(plan, row)
             samples += drawn
             counts.append(len(drawn))
-            if drawn:
-                self.newest[plan.lanes[row]] = drawn[-1] if plan.num_drafts[row] else drawn[0]
+            self.newest[plan.lanes[row]] = drawn[-1] if plan.num_drafts[row] else drawn[0]
         return samples, counts
 
     def _arrive(self, coming: Coming) -> None:
@@ -153,20 +136,6 @@ class ToyEngine:
             self.coming.remove(coming)
             if all(other.plan is not coming.plan for other in self.coming):
                 self.scheduler.landed(coming.plan)
-
-    def _search(self, plan: BatchPlan) -> dict[int, list[int]]:
-        """The tokens of all rows of steered requests; their beams must be there together."""
-        rows: dict[Request, dict[tuple[int, ...], int]] = {}
-        for row in np.flatnonzero(plan.is_steered & (plan.num_samples > 0)).tolist():
-            history = tuple(self._history(plan, row).tolist())
-            rows.setdefault(plan.sequences[row].request, {})[history] = row
-        found = {}
-        for request, beams in rows.items():
-            group = plan.sequences[next(iter(beams.values()))].group
-            assert len(beams) == sum(not sequence.is_finished for sequence in group.sequences)
-            for beam, tokens in continuations(list(beams), request.n).items():
-                found[beams[beam]] = tokens
-        return found
 
     def _sample(self, plan: BatchPlan, row: int) -> list[int]:
         history = self._history(plan, row)
@@ -270,9 +239,5 @@ class ToyEngine:
     def assert_right(self, *requests: Request) -> None:
         """Every sample of these requests is what it would be alone."""
         for request in requests:
-            if request.steered:
-                beams = sorted(output.token_ids.tolist() for output in self.finished[request.id].outputs)
-                assert beams == expected_beams(request)
-                continue
             outputs = {output.sample: output.token_ids.tolist() for output in self.finished[request.id].outputs}
             assert outputs == {sample: expected_output(request, sample) for sample in range(request.n)}

@@ -20,7 +20,7 @@ from wild_configs import TENANTS, draw_layer
 from managers import FULL
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scheduling"))
-from toy_engine import ToyEngine, expected_beams, expected_output
+from toy_engine import ToyEngine, expected_output
 
 from kvpool import KVCacheConfig, KVCacheManager, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, NeverFitsError
@@ -129,17 +129,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=prompts,
         max_new_tokens=st.integers(1, 16),
         n=st.sampled_from([1, 1, 1, 2, 3]),
-        steered=st.sampled_from([False, False, False, True]),
         priority=st.integers(0, 2),
         tenant=st.sampled_from(TENANTS),
         stops=st.sampled_from([(), (), (3,), (5, 6, 7)]),
         patience=st.sampled_from([None, None, None, 3.0]),
     )
     def add(
-        self, prompt: tuple[tuple[int, ...], list[int]], patience: float | None, tenant: str, **options: Any
+        self,
+        prompt: tuple[tuple[int, ...], list[int]],
+        patience: float | None,
+        tenant: str,
+        stops: tuple[int, ...],
+        **options: Any,
     ) -> None:
-        stops = () if options["steered"] else options.pop("stops")
-        options.pop("stops", None)
         self.number += 1
         request = Request(
             self.number,
@@ -242,10 +244,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for number, request in self.requests.items():
             done = self.cancelled.get(number) or self.engine.finished[number]
             assert done.reason is not FinishReason.REFUSED or self.guarantees_changed
-            if request.steered:
-                beams = sorted(output.token_ids.tolist() for output in done.outputs)
-                assert done.reason in CUT_OFF or beams == expected_beams(request)
-                continue
             outputs = {output.sample: output for output in done.outputs}
             if done.reason not in CUT_OFF:
                 assert sorted(outputs) == list(range(request.n))

@@ -115,12 +115,6 @@ class Admissions:
             return self._resume_swapped(sequence, builder)
         return self._allocate(sequence, builder)
 
-    def _is_alone(self, sequence: ScheduledSequence) -> bool:
-        """Whether no other request is on the GPU. Then nobody would free memory for it, so it must go on with less."""
-        if not sequence.request.steered:
-            return not self.queues.running.members
-        return all(other.group is sequence.group for other in self.queues.running.members)
-
     def _preempt_for(self, sequence: ScheduledSequence, builder: PlanBuilder) -> bool:
         """Preempts a less urgent sequence; returns whether there was one."""
         if self.capacity.guaranteed:
@@ -159,7 +153,7 @@ class Admissions:
         request, prompt = sequence.request, sequence.prompt
         num_tokens = len(sequence.tokens)
         match = self.manager.match_prefix(prompt)
-        alone = self._is_alone(sequence)
+        alone = not self.queues.running.members  # then nobody would free memory for it: it must go on with less
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waited_for_prefix:
                 sequence.waited_for_prefix = True
@@ -167,9 +161,8 @@ class Admissions:
             return None
         if builder.is_full:
             return Stop.OUT_OF_TOKENS
-        decodes_last = match.has_last_logits or (request.steered and sequence.group.branched)
-        if decodes_last and num_tokens > 1 and not request.ends_with_item(num_tokens):
-            num_tokens -= 1  # all is cached, or other beams must be there too: it decodes its last token
+        if match.has_last_logits and num_tokens > 1 and not request.ends_with_item(num_tokens):
+            num_tokens -= 1  # all is cached: it decodes its last token
             prompt = Prompt(sequence.tokens[:-1], request.scope, request.items, request.cross_tokens, copy=False)
         start = min(match.num_tokens, num_tokens - 1)
         stop = builder.chunk_stop(request, start, num_tokens)

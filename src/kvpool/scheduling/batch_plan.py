@@ -37,7 +37,6 @@ class BatchPlan:
     lanes: Int64Array  # [row]
     num_samples: Int64Array  # [row]: tokens to sample behind the row's last token; 0: its prompt goes on
     num_drafts: Int64Array  # [row]: the last so many tokens of the row are drafts; sample behind each, and before
-    is_steered: BoolArray  # [row]: `complete` decides how it goes on
     is_uniform: bool  # every row decodes one token and samples one
     copies: list[CopyOp]
     states: StatePlaces | None = None  # where layers that keep a state read and leave it

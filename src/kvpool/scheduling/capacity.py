@@ -178,7 +178,7 @@ class Capacity:
 
     def _advance_together(self, request: Request) -> bool:
         """Whether all sequences of a request need their places at the same time."""
-        return request.n > 1 and (request.steered or self.guaranteed)
+        return request.n > 1 and self.guaranteed
 
     def _needs_alone(self, request: Request) -> list[int]:
         """Blocks per pool that one sequence of a request holds at most; all of them where they advance together."""

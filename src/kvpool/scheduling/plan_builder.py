@@ -133,12 +133,7 @@ class PlanBuilder:
         return bisect_right(range(1, limit + 1), self.seconds, key=lambda count: prefill_seconds(count, start))
 
     def preempt(self, sequence: ScheduledSequence) -> None:
-        """Takes a sequence off the GPU and out of this step. The beams of a request are preempted together."""
-        together = [other for other in sequence.group.sequences if other.is_running] if sequence.request.steered else []
-        for leaving in together or [sequence]:
-            self._preempt_one(leaving)
-
-    def _preempt_one(self, sequence: ScheduledSequence) -> None:
+        """Takes a sequence off the GPU and out of this step."""
         num_planned = self._withdraw(sequence)
         self.queues.preempt(sequence, num_planned)
         self.preempted.append(sequence)
@@ -172,7 +167,7 @@ def plan_of(builder: PlanBuilder) -> BatchPlan:
     """Makes the plan, and marks its samples as in flight."""
     queues = builder.queues
     running, stats, decode = queues.running, queues.stats, builder.decode
-    uniform = not builder.chunks and decode is not None and decode.counts is None and not running.num_special
+    uniform = not builder.chunks and decode is not None and decode.counts is None and not running.lanes_kept
     rows = _uniform_rows(decode, running.lanes) if uniform and decode is not None else _mixed_rows(builder)
     plan = BatchPlan(
         number=builder.number,
@@ -234,7 +229,6 @@ def _uniform_rows(decode: DecodeRows, lanes: Lanes) -> dict[str, Any]:
         lanes=decode.lanes,
         num_samples=np.ones(num_rows, np.int64),
         num_drafts=np.zeros(num_rows, np.int64),
-        is_steered=np.zeros(num_rows, np.bool_),
     )
 
 
@@ -272,7 +266,6 @@ def _mixed_rows(builder: PlanBuilder) -> dict[str, Any]:
         lanes=row_lanes,
         num_samples=num_samples,
         num_drafts=num_drafts,
-        is_steered=lanes.is_steered[row_lanes],
     )
 
 
@@ -307,7 +300,7 @@ def _depart_mixed(plan: BatchPlan, running: Running, chunks: list[PromptChunk]) 
     lanes = running.lanes
     samples = plan.num_samples > 0
     lanes.in_flight[plan.lanes] += samples
-    waits = lanes.has_its_last_in_flight(plan.lanes) | (plan.num_samples > 1) | plan.decodes_several | plan.is_steered
+    waits = lanes.has_its_last_in_flight(plan.lanes) | (plan.num_samples > 1) | plan.decodes_several
     waits &= samples
     _step_aside(plan, running, waits[: plan.num_decode])
     for row, chunk in enumerate(chunks, plan.num_decode):

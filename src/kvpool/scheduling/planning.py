@@ -40,10 +40,10 @@ class Planner:
         if arrivals and builder.computes_nothing:  # the device may wait: it has nothing else to do
             self._begin(arrivals.take_next())
             self._go_on(builder)
-        if builder.decode is not None and (departures != self.running.departures or self.running.num_steered):
-            builder.decode = self._settled(builder.decode)
+        if builder.decode is not None and departures != self.running.departures:
+            builder.decode = self._still_running(builder.decode)
         if not num_in_flight and builder.is_idle:
-            self._break_deadlock(builder)
+            self._refuse_what_never_fits(builder)
         return plan_of(builder), builder
 
     def _begin(self, arrived: dict[ScheduledSequence, bool]) -> None:
@@ -58,38 +58,23 @@ class Planner:
         if self.running.prefilling:
             self._continue_prompts(builder)
 
-    def _settled(self, rows: DecodeRows) -> DecodeRows | None:
-        """The rows without preempted sequences. Beams of one request advance together or not at all."""
+    def _still_running(self, rows: DecodeRows) -> DecodeRows | None:
+        """The rows without preempted sequences."""
         kept = {sequence for sequence in rows.sequences if sequence.is_running}
-        for sequence in [sequence for sequence in kept if sequence.request.steered]:
-            if not all(other.is_finished or other in kept for other in sequence.group.sequences):
-                kept.discard(sequence)
-                self.manager.rewind(sequence.live_handle(), 1)
-                self.running.lanes.places[sequence.lane] -= 1
         return rows.only(self.manager, kept) if kept else None
 
-    def _break_deadlock(self, builder: PlanBuilder) -> None:
-        """Preempts a request when none can go on: the beams of several requests hold memory that the others wait for.
-
-        The lowest rank is preempted, unless it is a beam of the highest-ranking request. The beams of that request are
-        resumed first, and fit together.
-        """
-        if self.running.members:
-            lowest = max(self.running.members, key=lambda sequence: sequence.rank)
-            highest = min([*self.running.members, *self.queues.resuming], key=lambda sequence: sequence.rank)
-            reason = self.capacity.why_never(highest.request)
-            if reason is not None:  # it did fit before the pool shrank
-                builder.refuse(highest.group, reason)
-            elif lowest.group is not highest.group:
-                builder.preempt(lowest)
+    def _refuse_what_never_fits(self, builder: PlanBuilder) -> None:
+        """Nobody can go on: refuses running requests that fitted before the pool shrank."""
+        for group in {sequence.group: None for sequence in self.running.members}:
+            reason = self.capacity.why_never(group.request)
+            if reason is not None:
+                builder.refuse(group, reason)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
     def _decode(self, builder: PlanBuilder) -> None:
         """Reserves a place for the next token of every sequence that decodes, and for its drafts while there is room."""
         sequences, lanes, batch = self.running.decoding.rows()
-        if self.running.num_steered:
-            sequences, lanes, batch = make_rows(self.manager, [s for s in sequences if self._is_ready(s)])
         counts, drafts = self._counts(sequences), None
         if self.running.proposals:
             drafts = self._draft_counts(sequences, lanes, builder.budget - _total(counts, len(sequences)))
@@ -104,12 +89,6 @@ class Planner:
             self.running.lanes.places[rows.lanes] += 1 if rows.counts is None else rows.counts
             builder.budget -= rows.slots.shape[1]
             builder.decode = rows
-
-    def _is_ready(self, sequence: ScheduledSequence) -> bool:
-        """Beams of one request advance together or not at all."""
-        if not sequence.request.steered:
-            return True
-        return all(other.is_finished or other in self.running.decoding for other in sequence.group.sequences)
 
     def _counts(self, sequences: Sequence[ScheduledSequence]) -> Int64Array | None:
         """Tokens of each row without drafts: its newest one, and those that it computes again; None: one each."""

@@ -179,7 +179,7 @@ class SoonestFirstToken(FirstComeFirstServed):
         del self._due[sequence]
 
     def charge(self, sequence: ScheduledSequence, num_tokens: int) -> None:
-        # What it did not use is given back later. Samples and beams that branch off overtake nobody.
+        # What it did not use is given back later. Samples that branch off overtake nobody.
         self._num_admitted += num_tokens > 0 and sequence.index == 0
 
     def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:

@@ -94,8 +94,6 @@ class Queues:
             ranks_lower = sequence.urgency > above.urgency if only_less_urgent else sequence.rank > above.rank
             if not ranks_lower or leaves_by_itself[sequence.lane]:
                 continue
-            if above.request.steered and sequence.group is above.group:  # beams of one request need each other
-                continue
             loss = (self.loss(sequence), -sequence.seniority, -sequence.index)
             if loss < least:
                 best, least = sequence, loss
@@ -116,10 +114,7 @@ class Queues:
         return 2 * self.costs.transfer_seconds(num_bytes)
 
     def _has_siblings(self, sequence: ScheduledSequence) -> bool:
-        group = sequence.group
-        if len(group.sequences) == 1:
-            return False
-        return sequence.request.steered or any(s is not sequence and s.is_running for s in group.sequences)
+        return any(other is not sequence and other.is_running for other in sequence.group.sequences)
 
     def _prefers_swap(self, sequence: ScheduledSequence) -> bool:
         """Whether a preempted sequence is swapped to the host; otherwise it is computed again later.

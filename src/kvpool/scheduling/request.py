@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.checks import as_count, as_flag, show
+from kvpool.checks import as_count, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import as_items
@@ -34,15 +34,13 @@ class FinishReason(str, Enum):
     DEADLINE = "deadline"
     REFUSED = "refused"  # the pool shrank so far that it can never fit
     FAILED = "failed"  # a step with it could not run: `Scheduler.abandon`
-    PRUNED = "pruned"  # a beam that was not continued
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
     """A prompt and how to continue it. Times are those of the scheduler's clock, in seconds.
 
-    `n` samples share the prompt's blocks. With `steered`, `complete` must say which sequences go on (beam search): they
-    advance together, one step at a time. `hint` tells the eviction policy when a continuation is expected; a function is
+    `n` samples share the prompt's blocks. `hint` tells the eviction policy when a continuation is expected; a function is
     asked when a sequence has stopped, with the tokens of its answer. One step computes all tokens of a span in `together`
     that are not cached, because they see one another. `retention`, `ttl`, `session`, `cross_tokens` and
     `multimodal` are handed to `KVCacheManager.allocate`.
@@ -61,7 +59,6 @@ class Request:
     stop_token_ids: Iterable[int] = ()
     deadline: float | None = None
     arrival: float | None = None  # None: when it is added
-    steered: bool = False
     cross_tokens: int = 0
     retention: Retention | None = None
     ttl: float | None = None
@@ -88,7 +85,6 @@ class Request:
         as_count(self.cross_tokens, "cross_tokens")
         if not isinstance(self.scope, ReuseScope):
             raise InvalidArgumentError(f"request {self.id!r}: scope must be a ReuseScope, got {show(self.scope)}")
-        as_flag(self.steered, "steered")
         try:
             stops = list(self.stop_token_ids)
         except Exception:

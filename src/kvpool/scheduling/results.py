@@ -58,7 +58,6 @@ class Results:
         if len(self.tokens) != int(counts.sum()):
             raise InvalidArgumentError(f"got {len(self.tokens)} tokens where the plan samples {int(counts.sum())}")
         fits = np.where(drafts > 0, (counts >= 1) & (counts <= drafts + 1), counts == wanted)
-        fits |= plan.is_steered[rows] & (counts >= 0)
         if not fits.all():
             row = int((~fits).argmax())
             raise InvalidArgumentError(
@@ -84,7 +83,7 @@ class Results:
         several = plan.decodes_several
         self._commit_decode(current[: plan.num_decode] & ~several[: plan.num_decode])
         self._commit_chunks(current)
-        simple = current[rows] & (plan.num_samples[rows] == 1) & ~several[rows] & ~plan.is_steered[rows]
+        simple = current[rows] & (plan.num_samples[rows] == 1) & ~several[rows]
         if simple.all():
             self._advance(rows, self.tokens)
         else:
@@ -151,14 +150,10 @@ class Results:
         given = [
             self.tokens[start : start + count] for start, count in zip(first.tolist(), counts.tolist(), strict=True)
         ]
-        work = list(zip(rows.tolist(), given, strict=True))
-        for row, samples in work:
-            if not len(samples):
-                self._prune(plan.sequences[row])
         settled: dict[KVCacheHandle, Int32Array] = {}
-        for row, samples in work:
+        for row, samples in zip(rows.tolist(), given, strict=True):
             sequence, num_drafts = plan.sequences[row], int(plan.num_drafts[row])
-            if sequence.is_finished or not len(samples):
+            if sequence.is_finished:
                 continue
             if num_drafts:
                 samples = samples[: sequence.request.num_until_stop(samples)]
@@ -172,14 +167,6 @@ class Results:
         if settled:
             numbers = [len(tokens) for tokens in settled.values()]
             self.manager.commit_batch(list(settled), np.concatenate(list(settled.values())), numbers)
-
-    def _prune(self, sequence: ScheduledSequence) -> None:
-        """Ends a beam that is not continued. Its output is kept only if it is the last beam of its request."""
-        if not sequence.is_finished:
-            self.queues.finish([sequence], FinishReason.PRUNED)
-            self.groups[sequence.group] = None
-            if len(sequence.group.sequences) > 1:
-                sequence.group.sequences.remove(sequence)
 
     def _put(self, sequence: ScheduledSequence, samples: Int32Array) -> None:
         """Adds samples to a running sequence, and ends it if it is complete."""

@@ -94,7 +94,6 @@ class Lanes:
         self.promised: Int64Array = np.zeros(num_lanes, np.int64)  # tokens it was promised places for
         self.spare_blocks: Int64Array = np.zeros(num_lanes, np.int64)  # promised on top: copies for samples to come
         self.samples: Int64Array = np.ones(num_lanes, np.int64)  # how many the next step that samples takes
-        self.is_steered: BoolArray = np.zeros(num_lanes, np.bool_)
         self.stops: Int64Array = np.full((num_lanes, 0), -1, np.int64)
         self._free = list(range(num_lanes - 1, -1, -1))
 
@@ -111,7 +110,6 @@ class Lanes:
         self.in_flight[lane] = 0
         self.limit[lane] = request.max_new_tokens
         self.samples[lane] = 1 if sequence.group.branched else request.n
-        self.is_steered[lane] = request.steered
         stops = sorted(request.stop_ids)
         if len(stops) > self.stops.shape[1]:
             more = np.full((len(self.stops), len(stops) - self.stops.shape[1]), -1, np.int64)
@@ -195,17 +193,11 @@ class Running:
         self.prefilling: dict[ScheduledSequence, None] = {}
         self.departures = 0  # grows whenever a sequence leaves: rows of plans made before may be stale
         self.lanes_kept = 0  # lanes promised to samples that are not forked yet
-        self.num_steered = 0
         self.proposals: set[ScheduledSequence] = set()  # those with drafts for the next step
         self.recomputing: set[ScheduledSequence] = set()  # those whose next step computes accepted drafts again
 
     def __len__(self) -> int:
         return len(self.members)
-
-    @property
-    def num_special(self) -> int:
-        """Sequences that do not simply sample one token per step: beams, and those whose samples have not branched off."""
-        return self.num_steered + self.lanes_kept
 
     @property
     def num_free_lanes(self) -> int:
@@ -218,7 +210,6 @@ class Running:
         sequence.state = SequenceState.RUNNING
         self.lanes.places[lane] = num_places
         self.members[sequence] = None
-        self.num_steered += sequence.request.steered
         if not sequence.group.branched:
             self.lanes_kept += sequence.request.n - 1
 
@@ -240,7 +231,6 @@ class Running:
             self.arrivals.discard(sequence)
         self.lanes.give(lane)
         self.departures += 1
-        self.num_steered -= sequence.request.steered
         if not sequence.group.branched:
             self.lanes_kept -= sequence.request.n - 1
 

@@ -167,7 +167,7 @@ class Scheduler:
         can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane]
         can_share = can_share and parent.drafts is None and not len(parent.accepted)
         same = request.scope == parent.request.scope and request.multimodal == parent.request.multimodal
-        plain = request.n == 1 and not request.steered and same
+        plain = request.n == 1 and same
         if not (can_share and plain) or running.num_free_lanes < 1 or self._capacity.guaranteed:
             return False
         (handle,) = self.manager.fork(parent.live_handle(), child.id)
@@ -217,7 +217,7 @@ class Scheduler:
         lanes, lane = self._queues.running.lanes, sequence.lane
         if sequence not in self._queues.running.decoding or lanes.in_flight[lane]:
             raise SequenceStateError(f"{sequence!r} cannot take drafts: it does not decode, or its sample is in flight")
-        if not len(ids) or not self.config.max_draft_tokens or sequence.request.steered or lanes.samples[lane] > 1:
+        if not len(ids) or not self.config.max_draft_tokens or lanes.samples[lane] > 1:
             return
         self._queues.running.proposals.add(sequence)
         sequence.drafts = ids[: self.config.max_draft_tokens].copy()
@@ -239,8 +239,7 @@ class Scheduler:
         """The plan has run, and `tokens` are its samples: `plan.num_samples[row]` for each of `plan.sampling_rows`.
 
         Where that differs, `counts` says how many tokens each of these rows got. A row with drafts gets the accepted ones
-        and one more. A row of a steered request gets its continuations: the first goes on in the same sequence, each further
-        one in a fork, and 0 ends it. Sequences may have been cancelled or preempted meanwhile.
+        and one more. Sequences may have been cancelled or preempted meanwhile.
         """
         if _check_plan(plan).is_empty:
             return StepResult([], [])
