@@ -32,6 +32,7 @@ LAYERS = (
         "quiet",
         "files",
         "removed",
+        "fields",
         "terminal",
         "scope",
         "config",

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -19,6 +19,7 @@ from kvpool.engine.params import SamplingParams, described
 from kvpool.engine.settings import EngineSettings, as_settings
 from kvpool.engine.starting import Start
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
+from kvpool.fields import options_of, settings_of
 from kvpool.model.sources import check_source
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes, raising_interrupts
@@ -34,15 +35,7 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
 
 
-SHOWN = {each.metadata["option"] or each.name: each for each in fields(EngineSettings) if each.metadata}
-
-
-def _as_field(name: str, setting: Field[Any]) -> tuple[str, Any, Any]:
-    """A setting of engines as an option of commands. An option that was not given is None."""
-    key, kind = setting.metadata["key"], setting.metadata["kind"]
-    flags = [f"--{key}"] if key else []
-    option = typer.Option(*flags, help=setting.metadata["help"])
-    return name, Annotated[bool if kind is bool else kind | None, option], False if kind is bool else None
+SHOWN = settings_of(EngineSettings)
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ class _OfModel:
     ] = None
 
 
-_Shown: Any = make_dataclass("_Shown", [_as_field(*each) for each in SHOWN.items()], bases=(_OfModel,), frozen=True)
+_Shown: Any = options_of(EngineSettings, "_Shown", bases=(_OfModel,))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.errors import ConfigError
+from kvpool.fields import setting
 from kvpool.removed import instead_of
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
     from kvpool.tiers.model_tiers import ModelTiers
 
 _MOST_BYTES = 2**62
-
-
-def _shown(default: Any, help: str, kind: type = str, option: str = "", key: str = "") -> Any:
-    """A setting that commands and files have, too. `option` and `key` are its names there, where they differ."""
-    return field(default=default, metadata={"help": help, "kind": kind, "option": option, "key": key})
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,11 @@ class EngineSettings:
 
     _: KW_ONLY
     tokenizer: Any = None
-    device: Any = _shown(None, "cpu, cuda, cuda:1; default: a GPU where there is one.")
-    dtype: Any = _shown(None, "Of the weights: float32, bfloat16, float16; default: the files'.")
-    kv_dtype: Any = _shown(None, "Of keys and values: also fp8_e4m3, int8, int4.")
+    device: Any = setting(None, "cpu, cuda, cuda:1; default: a GPU where there is one.")
+    dtype: Any = setting(None, "Of the weights: float32, bfloat16, float16; default: the files'.")
+    kv_dtype: Any = setting(None, "Of keys and values: also fp8_e4m3, int8, int4.")
     block_size: int = 16
-    kv_bytes: int | None = _shown(
+    kv_bytes: int | None = setting(
         None, "For keys and values: 512MiB, 8GiB; default: a share of what is free.", option="memory"
     )
     kv_blocks: int | None = None
@@ -72,10 +68,15 @@ class EngineSettings:
     attention: str = "auto"
     cuda_graphs: bool | None = None
     overlap: bool | None = None
-    compile: bool = _shown(
-        False, "torch.compile each layer, beside the first requests: faster steps.", bool, "compile_layers", "compile"
+    compile: bool = setting(
+        False,
+        "torch.compile each layer, beside the first requests: faster steps.",
+        bool,
+        option="compile_layers",
+        key="compile",
+        flag="--compile",
     )
-    draft_tokens: int = _shown(0, "Guess up to so many tokens ahead, from the text before; output unchanged.", int)
+    draft_tokens: int = setting(0, "Guess up to so many tokens ahead, from the text before; output unchanged.", int)
     processor: Any = None
     encoder_bytes: int = 2**28
     adapters: Mapping[str, str | Path] | None = None
@@ -83,15 +84,15 @@ class EngineSettings:
     language_adapters: bool = False
     scheduler: SchedulerConfig | None = None
     cache: Mapping[str, Any] | None = None
-    record: str | Path | None = _shown(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
+    record: str | Path | None = setting(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
     model_defaults: bool = True
-    disk: str | Path | None = _shown(None, help_of("disk"))
-    disk_bytes: int | None = _shown(None, help_of("disk_bytes"))
-    remote: str | None = _shown(None, help_of("remote"))
+    disk: str | Path | None = setting(None, help_of("disk"))
+    disk_bytes: int | None = setting(None, help_of("disk_bytes"))
+    remote: str | None = setting(None, help_of("remote"))
     tiers: Sequence[KeyedTier] | None = None
-    tier_timeout: float = _shown(REQUEST_TIMEOUT, help_of("timeout"), float)
+    tier_timeout: float = setting(REQUEST_TIMEOUT, help_of("timeout"), float)
     tier_min_uses: int = 1
-    publish: str | None = _shown(None, "Announce what is cached to routers at tcp://HOST:PORT and one port above.")
+    publish: str | None = setting(None, "Announce what is cached to routers at tcp://HOST:PORT and one port above.")
 
     def __post_init__(self) -> None:
         """Refuses wrong values, and settings that contradict each other, before a model is loaded."""

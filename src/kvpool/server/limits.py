@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvpool.checks import check_int
 from kvpool.engine.images import PROMPT_PIXELS
 from kvpool.errors import InvalidArgumentError
+from kvpool.fields import setting
 from kvpool.server.errors import Problem
 from kvpool.server.long_work import LongWork
 
@@ -32,14 +33,16 @@ class Limits:
     way may have `image_bytes` as encoders take them, and those of one key half of it.
     """
 
-    requests: int = 512
-    requests_per_key: int = 256
-    samples: int = 16
-    body_bytes: int = 4 << 20
-    prompt_tokens: int = 1 << 20
-    send_seconds: int = 30
-    pins_per_tenant: int = 1024
-    image_bytes: int = 4 << 30
+    requests: int = setting(
+        512, "Requests that run or wait at once (default 512); more get status 429.", int, option="max_requests", low=1
+    )
+    requests_per_key: int = setting(256, kind=int, option="max_requests_per_key")
+    samples: int = setting(16, kind=int)
+    body_bytes: int = setting(4 << 20, kind=int)
+    prompt_tokens: int = setting(1 << 20, kind=int)
+    send_seconds: int = setting(30, kind=int)
+    pins_per_tenant: int = setting(1024, kind=int)
+    image_bytes: int = setting(4 << 30, kind=int)
 
     @property
     def prompts(self) -> int:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,69 +16,12 @@ import typer
 from kvpool.engine import options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server.auth import ENVIRONMENT, Access, new_key
+from kvpool.server.serve_settings import ServerOptions, read_serve
 
 
 def register(app: typer.Typer, name: str) -> None:
     """Adds the command to the application."""
     app.command(name)(serve)
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """The keys of `[server]` in a file, as options. One that was not given is None."""
-
-    host: Annotated[
-        str | None,
-        typer.Option(help="The address to listen at (default 127.0.0.1). Others than this machine's own need keys."),
-    ] = None
-    port: Annotated[int | None, typer.Option(help="8000; 0 takes a free one.", min=0, max=65535)] = None
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],..."
-        ),
-    ] = None
-    share_cache: Annotated[
-        bool | None, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
-    ] = None
-    insecure: Annotated[bool | None, typer.Option(help="Listen at any address, under any name, without keys.")] = None
-    max_requests: Annotated[
-        int | None, typer.Option(help="Requests that run or wait at once (default 512); more get status 429.", min=1)
-    ] = None
-    traces: Annotated[
-        str | None,
-        typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
-    ] = None
-    max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step (default 256).", min=1)] = None
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer (default: what the model can).", min=1)
-    ] = None
-    chat_template: Annotated[
-        str | None, typer.Option(help="A file with a chat template that takes the place of the model's own.")
-    ] = None
-    tool_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="How the model writes calls of tools, where its chat template does not tell: docs/server.md."
-        ),
-    ] = None
-    allow_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-origin",
-            help="A site whose pages may ask this server (CORS), such as https://chat.example; * for all.",
-        ),
-    ] = None
-    tls_cert: Annotated[str | None, typer.Option(help="A certificate, to serve https.")] = None
-    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning (default), error.")] = None
-    image_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--image-host",
-            help="A host that images in messages may be fetched from, at ports 80 and 443 or as HOST:PORT.",
-        ),
-    ] = None
 
 
 @opt.command
@@ -130,7 +72,6 @@ def serve(
         return
     _check_packages()
     from kvpool.server.running import ended_by_sigterm, serve_models
-    from kvpool.server.serve_settings import read_serve
 
     if called is not None:
         if engine_options.model is not None:

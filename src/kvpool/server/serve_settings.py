@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.checks import check_int, show
 from kvpool.engine.options import SHOWN, EngineOptions
 from kvpool.engine.options import limits as engine_limits
+from kvpool.engine.settings import EngineSettings
 from kvpool.errors import ConfigError
-from kvpool.removed import instead_of
+from kvpool.fields import checked, kinds_of, options_of, setting, settings_of
 from kvpool.scheduling import SchedulerConfig
+from kvpool.server.auth import ENVIRONMENT
 from kvpool.server.images import image_places
 from kvpool.server.limits import Limits
 from kvpool.server.tool_forms import check_tool_parser
@@ -34,38 +36,8 @@ from kvpool.tiers.settings import read_toml
 if TYPE_CHECKING:
     from kvpool.engine.engine import Engine
 
-# The keys of a model in a file, and the fields of `EngineOptions` that they set.
-_OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
-# What a server may say for all of its models, and a model for itself.
-_OF_EACH_MODEL: dict[str, type] = {"max_sequences": int, "max_model_len": int, "chat_template": str, "tool_parser": str}
-_MODEL_KINDS: dict[str, type] = {
-    **{"name": str, "model": str, "host_memory": str, "adapters": dict, "max_adapters": int},
-    "language_adapters": bool,
-    **_OF_EACH_MODEL,
-    **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
-}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CPU_PROMPT_TOKENS = 256  # prompt tokens of one step on a CPU, besides one token for each sequence
-_LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key"} | {
-    each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
-}
-_SERVER_KINDS: dict[str, type] = {
-    **{
-        "host": str,
-        "port": int,
-        "keys": str,
-        "traces": str,
-        "share_cache": bool,
-        "insecure": bool,
-        "allow_origins": list,
-        "tls_cert": str,
-        "tls_key": str,
-        "log_level": str,
-        "image_hosts": list,
-    },
-    **_OF_EACH_MODEL,
-    **dict.fromkeys(_LIMITS, int),
-}
 
 
 @dataclass(frozen=True)
@@ -132,21 +104,41 @@ class ModelSettings:
 class ServeSettings:
     """Everything but the models."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: Path | None = None
-    traces: str | None = None
-    share_cache: bool = False
-    insecure: bool = False
-    allow_origins: tuple[str, ...] = ()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    log_level: str = "warning"
-    max_sequences: int = 256
-    max_model_len: int | None = None
-    chat_template: str | None = None
-    tool_parser: str = ""
-    image_hosts: tuple[str, ...] = ()  # that images in messages may be fetched from
+    host: str = setting(
+        "127.0.0.1", "The address to listen at (default 127.0.0.1). Others than this machine's own need keys."
+    )
+    port: int = setting(8000, "8000; 0 takes a free one.", int, low=0, high=65535)
+    keys: Path | None = setting(
+        None, f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],...", Path
+    )
+    share_cache: bool = setting(False, "Let tenants reuse each other's prefixes; their timing tells.", bool)
+    insecure: bool = setting(False, "Listen at any address, under any name, without keys.", bool)
+    traces: str | None = setting(
+        None, "Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."
+    )
+    max_sequences: int = setting(256, "Sequences in one step (default 256).", int, low=1)
+    max_model_len: int | None = setting(
+        None, "Tokens of a prompt and its answer (default: what the model can).", int, low=1
+    )
+    chat_template: str | None = setting(None, "A file with a chat template that takes the place of the model's own.")
+    tool_parser: str = setting(
+        "", "How the model writes calls of tools, where its chat template does not tell: docs/server.md."
+    )
+    allow_origins: Sequence[str] = setting(
+        (),
+        "A site whose pages may ask this server (CORS), such as https://chat.example; * for all.",
+        list,
+        flag="--allow-origin",
+    )
+    tls_cert: str | None = setting(None, "A certificate, to serve https.")
+    tls_key: str | None = setting(None, "Its private key.")
+    log_level: str = setting("warning", "debug, info, warning (default), error.")
+    image_hosts: Sequence[str] = setting(
+        (),
+        "A host that images in messages may be fetched from, at ports 80 and 443 or as HOST:PORT.",
+        list,
+        flag="--image-host",
+    )
     limits: Limits = Limits()  # noqa: RUF009 - it is frozen
 
     def __post_init__(self) -> None:
@@ -172,6 +164,20 @@ class ServeSettings:
         return {name: getattr(self, name) for name in _OF_EACH_MODEL}
 
 
+ServerOptions: Any = options_of(Limits, "ServerOptions", bases=(options_of(ServeSettings, "_ServeOptions"),))
+# What a server may say for all of its models, and a model for itself.
+_OF_EACH_MODEL = ("max_sequences", "max_model_len", "chat_template", "tool_parser")
+_SERVER_KINDS = kinds_of(ServeSettings) | kinds_of(Limits)
+# The keys of a model in a file, and the fields of `EngineOptions` that they set.
+_OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
+_MODEL_KINDS: dict[str, type] = {
+    **{"name": str, "model": str, "host_memory": str, "adapters": dict, "max_adapters": int},
+    "language_adapters": bool,
+    **{name: _SERVER_KINDS[name] for name in _OF_EACH_MODEL},
+    **kinds_of(EngineSettings),
+}
+
+
 def read_serve(
     options: EngineOptions,
     host_memory: str | None,
@@ -184,9 +190,9 @@ def read_serve(
     `--model` serves that model instead of those in the file. `adapters` of it are written NAME=PATH.
     """
     file = {} if options.config is None else read_toml(options.config)
-    server = _checked(file.get("server", {}), f"{options.config}: [server]", _SERVER_KINDS)
+    server = checked(file.get("server", {}), f"{options.config}: [server]", _SERVER_KINDS)
     server |= {option: value for option, value in given.items() if value is not None}
-    limits = {_LIMITS[key]: server.pop(key) for key in list(server) if key in _LIMITS}
+    limits = {each.name: server.pop(key) for key, each in settings_of(Limits).items() if key in server}
     if "requests" in limits:
         limits.setdefault("requests_per_key", limits["requests"])
     if "keys" in server:
@@ -243,7 +249,7 @@ def _models(
         raise ConfigError("--publish announces one model's cache; set publish in each of [[models]] instead")
     for number, table in enumerate(tables, 1):
         where = f"{options.config}: model {number} of [[models]]"
-        keys = _checked(table, where, _MODEL_KINDS)
+        keys = checked(table, where, _MODEL_KINDS)
         if "name" not in keys or "model" not in keys:
             raise ConfigError(f"{where} needs name and model")
         if keys["name"] in {each.name for each in found}:
@@ -260,21 +266,3 @@ def _models(
         host = keys.get("host_memory", host_memory)
         found.append(ModelSettings(keys["name"], engine, host, **own_settings))
     return found
-
-
-def _checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Checks that a table of a file has only known keys, with values of the right types."""
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} must be a section, got {show(table)}")
-    for key, value in table.items():
-        if key not in kinds:
-            if (words := instead_of([key])) is not None:
-                raise ConfigError(f"{where}: {words}")
-            raise ConfigError(f"{where} has no key {show(key)}; it has {', '.join(kinds)}")
-        kind = kinds[key]
-        fits = isinstance(value, (int, float) if kind is float else kind) and (
-            kind is bool or not isinstance(value, bool)
-        )
-        if not fits:
-            raise ConfigError(f"{where}: {key} must be of type {kind.__name__}, got {show(value)}")
-    return dict(table)

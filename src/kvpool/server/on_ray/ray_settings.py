@@ -13,7 +13,7 @@ session_tokens = 512
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvpool.checks import check_int, check_number, show
 from kvpool.cluster.index import MAX_NODES
 from kvpool.cluster.router import RoutingConfig
 from kvpool.errors import ConfigError
+from kvpool.fields import checked, kinds_of, setting
 from kvpool.tiers.settings import read_toml
 
 
@@ -28,33 +29,21 @@ from kvpool.tiers.settings import read_toml
 class RaySettings:
     """What runs where. `engines` and `front` are passed to Ray Serve unchanged."""
 
-    address: str | None = (
-        None  # of a cluster; "local": a new one; None: $RAY_ADDRESS, the one on this machine, or a new one
-    )
-    name: str = "kvpool"  # of the application
-    prefix: str = "/"  # of its paths
-    proxies: str = "EveryNode"  # where Ray listens for clients: HeadOnly, or every machine with replicas
-    replicas: int = 1
-    wait_seconds: float = 60.0  # a request waits so long for a replica
-    engines: Mapping[str, Any] = field(default_factory=dict)
-    front: Mapping[str, Any] = field(default_factory=dict)
-    routing: Mapping[str, Any] = field(default_factory=dict)
+    address: str | None = setting(None)  # "local": a new one; None: $RAY_ADDRESS, the one on this machine, or a new one
+    name: str = setting("kvpool")  # of the application
+    prefix: str = setting("/")  # of its paths
+    proxies: str = setting("EveryNode")  # where Ray listens for clients: HeadOnly, or every machine with replicas
+    replicas: int = setting(1, kind=int)
+    wait_seconds: float = setting(60.0, kind=float)  # a request waits so long for a replica
+    engines: Mapping[str, Any] = setting(dict, kind=dict)
+    front: Mapping[str, Any] = setting(dict, kind=dict)
+    routing: Mapping[str, Any] = setting(dict, kind=dict)
 
 
 def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
     """The settings of a file, overridden by options. An option that is None was not given."""
-    table = {} if config is None else read_toml(config).get("ray", {})
     where = f"{config}: [ray]"
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} must be a section, got {show(table)}")
-    known = {each.name for each in fields(RaySettings)}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"{where} has no key {show(key)}; it has {', '.join(sorted(known))}")
-        if key in ("engines", "front", "routing") and not isinstance(value, dict):
-            raise ConfigError(f"{config}: [ray.{key}] must be a section, got {show(value)}")
-        if key in ("address", "name", "prefix", "proxies") and not isinstance(value, str):
-            raise ConfigError(f"{where}: {key} must be of type str, got {show(value)}")
+    table = checked({} if config is None else read_toml(config).get("ray", {}), where, kinds_of(RaySettings))
     settings = RaySettings(**{**table, **{key: value for key, value in given.items() if value is not None}})
     check_int(settings.replicas, f"{where} replicas", 1, MAX_NODES)
     if check_number(settings.wait_seconds, f"{where} wait_seconds", "a number of seconds above 0") <= 0:
