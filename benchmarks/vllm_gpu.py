@@ -1,4 +1,4 @@
-"""kvpool's connector in a real vLLM on a GPU, beside vLLM alone and vLLM with its own offload: the same traffic in one run.
+"""kvpool's connector in a real vLLM on a GPU, beside vLLM alone, its own offload and LMCache: the same traffic in one run.
 
     python benchmarks/vllm_gpu.py                       # all rows, three interleaved repeats
     python benchmarks/vllm_gpu.py --only small --repeats 1 --json out.json
@@ -8,7 +8,7 @@ follows the last answer at once. Every repeat has other tokens and begins with e
 side by side, and one of them works at a time.
 
 restart: the first token of a prompt of 8,192 tokens, computed, cached by vLLM, from the host, and by a new engine from the
-disk of one that ended.
+disk, the node or the Redis that one that ended has filled; beside it what the link and the disk can do.
 
 The model has the shape of Llama 3 8B and random weights. Run it with the Python that has vLLM.
 """
@@ -20,12 +20,15 @@ import asyncio
 import json
 import os
 import random
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
         "vLLM, 8 GiB": {"gpu": 8},
         "vLLM + its offload, 8 + 32 GiB": {"gpu": 8, "host": 32, "by": "vllm"},
+        "vLLM + LMCache, 8 + 32 GiB": {"gpu": 8, "host": 32, "by": "lmcache"},
         "vLLM + kvpool, 8 + 32 GiB": {"gpu": 8, "host": 32, "by": "kvpool"},
         "vLLM + kvpool, 8 + 32 GiB, host_write=through": {
             "gpu": 8,
@@ -94,6 +98,14 @@ async def _serve(row: dict[str, Any], folder: str, begun: float) -> None:
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"host_bytes": int(row["host"] * GIB), **row.get("extra", {})},
+        )
+    elif row.get("by") == "lmcache":  # its chunks are 256 tokens; answers are kept as the others keep them
+        os.environ |= {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": str(row["host"])}
+        os.environ |= {"LMCACHE_SAVE_DECODE_CACHE": "True", "LMCACHE_CHUNK_SIZE": "256"}
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="LMCacheConnectorV1Dynamic",
+            kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1",
+            kv_role="kv_both",
         )
     arguments = AsyncEngineArgs(
         model=folder,
@@ -275,21 +287,87 @@ def measure(group: str, repeats: int, folder: Path, kept: dict[str, Any], rows: 
 
 
 def restart(folder: Path) -> dict[str, Any]:
-    """The first token of a long prompt: computed, from every place that keeps it, and in a new engine from the disk."""
-    extra = {"disk": str(folder / "disk"), "disk_bytes": 16 * GIB, "model_id": "random weights of one seed"}
-    row = {"gpu": 8, "host": 8, "by": "kvpool", "extra": extra}
-    seen: dict[str, Any] = {"bytes": 131_072 * LONG}
-    for life in ("before the restart", "after it"):
-        engine = Engine(life, row, str(folder), folder / f"{life}.log")
-        try:
-            seen[f"start {life}"] = engine.answer()["ready"]
-            seen[life] = engine.run("prompts", 7)
-        finally:
-            engine.close()
-        print(life, seen[life], flush=True)
-        with suppress(OSError):  # only root may; without it the disk is the system's memory
-            Path("/proc/sys/vm/drop_caches").write_text("3")
+    """The first token of a long prompt: computed, from every place that keeps it, and in a new engine from what is below."""
+    seen: dict[str, Any] = {"bytes": 131_072 * LONG, "GB/s": {"link": link_speed(), "disk": disk_speed(folder)}}
+    with ExitStack() as stack:
+        places = {
+            "disk": {"disk": str(folder / "disk"), "disk_bytes": 16 * GIB},
+            "node": {"remote": node(stack, folder)},
+        }
+        if shutil.which("redis-server"):
+            places["redis"] = {"remote": redis(stack, folder)}
+        for place, below in places.items():
+            extra = {**below, "model_id": "random weights of one seed", "timeout": 10.0}
+            row = {"gpu": 8, "host": 8, "by": "kvpool", "extra": extra}
+            for life in ("before the restart", "after it"):
+                engine = Engine(life, row, str(folder), folder / f"{place} {life}.log")
+                try:
+                    seen[f"{place}, start {life}"] = engine.answer()["ready"]
+                    seen[f"{place}, {life}"] = engine.run("prompts", 7)
+                finally:
+                    engine.close()
+                print(f"{place}, {life}", seen[f"{place}, {life}"], flush=True)
+                with suppress(OSError):  # only root may; without it the disk is the system's memory
+                    Path("/proc/sys/vm/drop_caches").write_text("3")
     return seen
+
+
+def node(stack: ExitStack, folder: Path) -> str:
+    """A node that lives as long as the stack; its address."""
+    directory = f"/dev/shm/{folder.name}"
+    process = subprocess.Popen([sys.executable, "-m", "kvpool", "node", directory, "--bytes", "8GiB"])
+    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    stack.callback(process.wait, 20)
+    stack.callback(process.terminate)
+    return f"node:{directory}"
+
+
+def redis(stack: ExitStack, folder: Path) -> str:
+    """A Redis that lives as long as the stack; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--port", str(port), "--save", "", "--maxmemory", "8gb", "--dir", str(folder), "--io-threads", "4"]
+    process = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
+    stack.callback(process.wait, 20)
+    stack.callback(process.terminate)
+    return f"redis://127.0.0.1:{port}"
+
+
+def link_speed() -> float:
+    """GB/s of a large copy from locked memory of the host to the GPU, in a process of its own."""
+    code = (
+        "import torch; a=torch.empty(1<<30,dtype=torch.uint8,pin_memory=True); b=torch.empty_like(a,device='cuda');"
+        "b.copy_(a);"
+        "s,e=(torch.cuda.Event(enable_timing=True) for _ in 'se'); s.record(); b.copy_(a,non_blocking=True); e.record();"
+        "e.synchronize(); print((1<<30)/1e6/s.elapsed_time(e))"
+    )
+    return float(subprocess.check_output([sys.executable, "-c", code], text=True))
+
+
+def disk_speed(folder: Path) -> float:
+    """GB/s of reading a new file of 1 GiB, after the system has dropped what it keeps of it if it may."""
+    path = folder / "speed"
+    with path.open("wb") as file:
+        for _ in range(64):
+            file.write(os.urandom(1 << 24))
+        os.fsync(file.fileno())
+    with suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    begun, buffer = time.monotonic(), bytearray(1 << 24)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    path.unlink()
+    return GIB / 1e9 / (time.monotonic() - begun)
+
+
+def can_run(row: dict[str, Any]) -> bool:
+    """Whether what a row needs is installed."""
+    if row.get("by") == "lmcache" and find_spec("lmcache") is None:
+        print("LMCache is not installed: its row is left out")
+        return False
+    return True
 
 
 def table(kept: dict[str, Any]) -> str:
@@ -305,7 +383,11 @@ def main() -> None:
     """Runs the benchmark, or one engine of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=list(ROWS), nargs="*", default=list(ROWS), help="groups of rows (default: all)"
+        "--only",
+        choices=[*ROWS, "restart"],
+        nargs="*",
+        default=[*ROWS, "restart"],
+        help="groups of rows (default: all)",
     )
     parser.add_argument("--rows", default="", help="of these groups, the rows whose name contains one of these words")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row (default 3)")
@@ -328,7 +410,7 @@ def main() -> None:
             rows = {
                 name: {**row, "extra": {**row.get("extra", {}), **options.extra}}
                 for name, row in ROWS[group].items()
-                if any(word in name for word in words)
+                if any(word in name for word in words) and can_run(row)
             }
             measure(group, options.repeats, folder, kept, rows)
         if options.json:

@@ -26,61 +26,121 @@ COMMON: dict[str, Any] = dict(
 )
 
 
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(num_hidden_layers=3)),
+    # Layers with a sliding window beside those with full attention.
+    "gemma2": ("Gemma2", dict(num_hidden_layers=4, sliding_window=96, query_pre_attn_scalar=32)),
+    "gemma3": (
+        "Gemma3",
+        dict(num_hidden_layers=6, sliding_window=96, query_pre_attn_scalar=32, sliding_window_pattern=3),
+    ),
+    "gpt_oss": (
+        "GptOss",
+        dict(num_hidden_layers=4, sliding_window=128, num_local_experts=4, num_experts_per_tok=2, head_dim=64),
+    ),
+    # Other frequencies of its positions where texts may have more than 256 tokens.
+    "phi3": (
+        "Phi3",
+        dict(
+            num_hidden_layers=2,
+            hidden_size=128,
+            original_max_position_embeddings=256,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                original_max_position_embeddings=256,
+                short_factor=[1.0] * 16,
+                long_factor=[1.0 + number for number in range(16)],
+            ),
+        ),
+    ),
+    # Latents: 512 numbers of all heads together, and 64 with positions.
+    "deepseek_v2": (
+        "DeepseekV2",
+        dict(
+            num_hidden_layers=3,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            first_k_dense_replace=3,
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(
+            num_hidden_layers=3,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            kv_lora_rank=512,
+            q_lora_rank=96,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            first_k_dense_replace=3,
+        ),
+    ),
+    # Layers that keep a state beside full attention: short convolutions, the gated delta rule, Mamba 2.
+    "lfm2": (
+        "Lfm2",
+        dict(
+            num_hidden_layers=4,
+            full_attn_idxs=[1, 3],
+            block_auto_adjust_ff_dim=False,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            num_hidden_layers=4,
+            linear_conv_kernel_dim=4,
+            linear_num_value_heads=2,
+            linear_num_key_heads=1,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            num_attention_heads=2,
+            head_dim=256,  # a block must have as many bytes as a state
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        ),
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        dict(
+            num_hidden_layers=3, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1, mamba_d_state=64
+        ),
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        dict(num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2, rotary_dim=32, use_qk_norm=True),
+    ),
+}
+"""For each kind the beginning of its class in transformers, and its settings besides `COMMON`."""
+
+
 def write(kind: str, directory: Path, seed: int = 7) -> str:
-    """Writes a model of a kind (`llama`, `gemma2`, `lfm2`, `phi3`, `qwen3_next`) and returns its directory."""
+    """Writes a model of one of `KINDS` and returns its directory."""
     import torch
-    from transformers import (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        Lfm2Config,
-        Lfm2ForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        Phi3Config,
-        Phi3ForCausalLM,
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-    )
+    import transformers
 
     torch.manual_seed(seed)
-    if kind == "llama":
-        model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **COMMON))
-    elif kind == "phi3":  # other frequencies of its positions where texts may have more than 256 tokens
-        factors = dict(short_factor=[1.0] * 16, long_factor=[1.0 + number for number in range(16)])
-        rope = dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=256, **factors)
-        given = {**COMMON, "hidden_size": 128, "original_max_position_embeddings": 256}
-        model = Phi3ForCausalLM(Phi3Config(num_hidden_layers=2, rope_parameters=rope, **given))
-    elif kind == "lfm2":  # short convolutions, which keep a state, beside attention
-        given = {**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1}
-        model = Lfm2ForCausalLM(
-            Lfm2Config(num_hidden_layers=4, full_attn_idxs=[1, 3], block_auto_adjust_ff_dim=False, **given)
-        )
-    elif kind == "qwen3_next":  # three layers with the gated delta rule, then attention
-        heads = dict(
-            linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=128, linear_value_head_dim=128
-        )
-        experts = dict(
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
-        )
-        given = {**COMMON, "num_attention_heads": 2, "head_dim": 256}  # a block must have as many bytes as a state
-        model = Qwen3NextForCausalLM(
-            Qwen3NextConfig(num_hidden_layers=4, linear_conv_kernel_dim=4, **heads, **experts, **given)
-        )
-    else:
-        model = Gemma2ForCausalLM(
-            Gemma2Config(
-                num_hidden_layers=4,
-                sliding_window=96,
-                query_pre_attn_scalar=32,
-                **{**COMMON, "tie_word_embeddings": True},
-            )
-        )
+    name, given = KINDS[kind]
+    given = {**COMMON, "tie_word_embeddings": name in ("Gemma2", "Gemma3"), **given}
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**given))
     with torch.no_grad():
-        for name, weights in model.named_parameters():
-            if "norm" not in name:
-                weights.normal_(0.0, 1.0 if "embed" in name or "lm_head" in name else 0.25)
-            elif kind == "gemma2" and "post_" in name:
-                weights.fill_(15.0)  # what layers add must outweigh the embedding, which is the output's too
+        for weight, values in model.named_parameters():
+            if "norm" not in weight:
+                values.normal_(0.0, 1.0 if "embed" in weight or "lm_head" in weight else 0.25)
+            elif name == "Gemma2" and "post_" in weight:
+                values.fill_(15.0)  # what layers add must outweigh the embedding, which is the output's too
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     config["torch_dtype"] = "float32"

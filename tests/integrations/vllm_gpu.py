@@ -1,6 +1,7 @@
 """A real vLLM on a GPU with kvpool's connector: the same answers, and the same bytes, wherever pages come from.
 
     make test-vllm-gpu              # about nine minutes; ARGS="--prompts 20 --lives host,graphs" for some of it
+    make test-vllm-gpu ARGS="--models all --prompts 10"     # small models of every kind, in fewer lives
 
 Each life of an engine gets the same prompts one at a time, because batches change the rounding of vLLM's own answers. So does
 a hit of another length: an answer may part from that of vLLM alone where both best tokens are level within the error of
@@ -15,22 +16,29 @@ import hashlib
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import tiny_models
 from vllm_lives import Life, workers
+
+from kvpool.integrations.connector.orders import NO_PAGE
 
 VOCABULARY, NEW = 4000, 24
 LEVEL = 0.15  # how far apart the logarithms of two probabilities may be to count as level
-OPTIONS: dict[str, Any] = dict(dtype="bfloat16", num_gpu_blocks_override=160, max_num_seqs=16)
+OPTIONS: dict[str, Any] = dict(
+    dtype="bfloat16", num_gpu_blocks_override=160, max_num_seqs=16, gpu_memory_utilization=0.2
+)
 
 
 class Answer(NamedTuple):
@@ -62,12 +70,12 @@ def model(folder: Path) -> str:
     return str(folder)
 
 
-def prompts(number: int) -> list[list[int]]:
+def prompts(number: int, vocabulary: int = VOCABULARY) -> list[list[int]]:
     """Prompts of 100 to 1,500 tokens, some of which begin alike."""
     rng = random.Random(7)
-    begins = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(40, 700))] for _ in range(5)]
+    begins = [[rng.randrange(vocabulary) for _ in range(rng.randrange(40, 700))] for _ in range(5)]
     return [
-        rng.choice(begins) + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(60, 800))] for _ in range(number)
+        rng.choice(begins) + [rng.randrange(vocabulary) for _ in range(rng.randrange(60, 800))] for _ in range(number)
     ]
 
 
@@ -77,7 +85,7 @@ class Watch:
     def __init__(self) -> None:
         from kvpool.integrations.connector.worker_side import WorkerSide
 
-        self.rows: dict[int, str] = {}
+        self.rows: dict[int, list[str | None]] = {}
         self.loaded = self.wrong = 0
         self._kind = WorkerSide
         self._store, self._end = WorkerSide._store_due, WorkerSide._end_load
@@ -92,23 +100,27 @@ class Watch:
             for row, page in zip(load.rows[:number], watch._pages(side, load.pages), strict=False):
                 if row in watch.rows and not load.digests:
                     watch.loaded += 1
-                    watch.wrong += watch.rows[row] != page
+                    kept = zip(watch.rows[row], page, strict=True)
+                    watch.wrong += any(old != new for old, new in kept if None not in (old, new))
             watch._end(side, load, number)
 
         WorkerSide._store_due, WorkerSide._end_load = store, end  # type: ignore[method-assign]
 
-    def _pages(self, side: Any, pages: Sequence[Sequence[int]]) -> list[str]:
+    def _pages(self, side: Any, pages: Sequence[Sequence[int]]) -> list[list[str | None]]:
+        """A digest of each part of each page; None for one that has left its window."""
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        sums = []
-        for of_groups in zip(*pages, strict=True):
-            page = hashlib.sha256()
-            for part in side._pages.parts:
-                page.update(part.bytes[of_groups[part.group]].cpu().numpy().tobytes())
-            sums.append(page.hexdigest())
-        return sums
+        return [
+            [
+                hashlib.sha256(part.bytes[of_groups[part.group]].cpu().numpy().tobytes()).hexdigest()
+                if of_groups[part.group] != NO_PAGE
+                else None
+                for part in side._pages.parts
+            ]
+            for of_groups in zip(*pages, strict=True)
+        ]
 
     def close(self) -> None:
         self._kind._store_due, self._kind._end_load = self._store, self._end  # type: ignore[method-assign]
@@ -161,9 +173,8 @@ def compared(right: Sequence[Answer], found: Sequence[Answer]) -> dict[str, Any]
 class Lives:
     """Lives of an engine, one after the other; the first is vLLM alone, whose answers count as right."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self.folder, self.prompts = folder, prompts(number)
-        self.model = model(folder / "model")
+    def __init__(self, model: str, asked: list[list[int]]) -> None:
+        self.model, self.prompts = model, asked
         self.seen: dict[str, dict[str, Any]] = {}
         self.right: list[Answer] = []
 
@@ -288,7 +299,7 @@ def faults(seen: dict[str, dict[str, Any]]) -> list[str]:
         else:
             told += [f"{name}: {life['of'] - life['right']} answers are wrong"] * (life["right"] < life["of"])
             told += [f"{name}: {wrong} pages are wrong"] * (wrong > 0)
-            told += [f"{name}: nothing was loaded"] * (name != "disk cold" and life.get("hits") == 0)
+            told += [f"{name}: nothing was loaded"] * ("cold" not in name and life.get("hits") == 0)
             told += [f"{name}: hits behind a reset"] * (life.get("found behind a reset", 0) > 0)
     return told
 
@@ -301,18 +312,71 @@ def main() -> int:
         "--lives", default="", help="only lives whose names contain one of these words, with commas between"
     )
     parser.add_argument("--options", type=json.loads, default={}, help="options of vLLM for all lives, as JSON")
+    parser.add_argument(
+        "--models", default="", help=f"small models of these kinds instead, or all: {', '.join(OTHERS)}"
+    )
     given = parser.parse_args()
     OPTIONS.update(given.options)
-    small = {"host_bytes": 256 << 20, "host_write": "through"}  # everything is on the host when vLLM forgets it
+    words = given.lives.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        lives = Lives(Path(folder), given.prompts)
-        disk = {**small, "disk": f"{folder}/disk", "disk_bytes": 1 << 30}
-        plain, graphs = dict(enforce_eager=True), dict(enforce_eager=False)
-        short = dict(plain, max_num_batched_tokens=256)  # steps
-        grams = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+        if given.models:
+            kinds = list(OTHERS) if given.models == "all" else given.models.split(",")
+            seen = {}
+            for kind in kinds:
+                found = run_other(Path(folder), kind, given.prompts, words)
+                seen.update({f"{kind}, {name}": life for name, life in found.items()})
+        else:
+            lives = Lives(model(Path(folder) / "model"), prompts(given.prompts))
+            seen = run_all(lives, Path(folder), words)
+        print(json.dumps(seen))
+        for fault in (told := faults(seen)):
+            print(f"FAULT {fault}", file=sys.stderr)
+    return len(told) > 0
+
+
+SMALL: dict[str, Any] = {"host_bytes": 256 << 20, "host_write": "through"}  # the host has what vLLM forgets
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": dict(block_size=64),
+    "deepseek_v3": dict(block_size=64),
+    "gemma3": {},
+    "gpt_oss": {},
+    "lfm2": {},
+    "qwen3_next": {},
+    "falcon_h1": {},
+    "minimax_m2": {},
+}
+"""Kinds of models with latents, windows, states and experts, and options of vLLM for them."""
+
+
+def run_other(folder: Path, kind: str, number: int, words: list[str]) -> dict[str, dict[str, Any]]:
+    """The lives that matter for a kind of layers."""
+    lives = Lives(tiny_models.write(kind, folder / kind), prompts(number, tiny_models.VOCABULARY))
+    disk = {**SMALL, "disk": f"{folder}/{kind} disk", "disk_bytes": 1 << 30}
+    options = dict(enforce_eager=True, num_gpu_blocks_override=800) | OTHERS[kind]
+    short = dict(options, num_gpu_blocks_override=200, max_num_batched_tokens=512)
+    for name, extra, what, given in (
+        ("alone", None, lives.alone, options),
+        ("host", SMALL, lives.cold_and_warm, options),
+        ("write-back", {"host_bytes": 256 << 20}, lives.twice, short),
+        ("disk cold", disk, lives.once, options),
+        ("disk warm after a restart", disk, lives.once, options),
+    ):
+        if name == "alone" or any(word in name for word in words):
+            lives.run(name, extra, what, **given)
+    return lives.seen
+
+
+def run_all(lives: Lives, folder: Path, words: list[str]) -> dict[str, dict[str, Any]]:
+    """Every life of one model, or those that are named."""
+    disk = {**SMALL, "disk": f"{folder}/disk", "disk_bytes": 1 << 30}
+    plain, graphs = dict(enforce_eager=True), dict(enforce_eager=False)
+    short = dict(plain, max_num_batched_tokens=256)  # steps
+    grams = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+    with node(folder) as shared:
+        remote = {**SMALL, "remote": shared}
         all_lives: list[tuple[str, dict[str, Any] | None, Any, dict[str, Any]]] = [
             ("alone", None, lives.alone, plain),
-            ("host", small, lives.cold_and_warm, plain),
+            ("host", SMALL, lives.cold_and_warm, plain),
             ("evictions", {"host_blocks": 200, "policy": "adaptive"}, lives.cold_and_warm, plain),
             ("write-back", {"host_bytes": 256 << 20}, lives.twice, short),
             ("write-back to a small host", {"host_blocks": 400}, lives.twice, short),
@@ -321,23 +385,33 @@ def main() -> int:
             ("write-back and graphs", {"host_bytes": 256 << 20}, lives.twice, dict(short, enforce_eager=False)),
             ("disk cold", disk, lives.once, plain),
             ("disk warm after a restart", disk, lives.once, plain),
-            ("at once with aborts", small, lives.at_once, plain),
-            ("reset", small, lives.reset, plain),
-            ("broken loads", small, lives.broken, plain),
-            ("poisoned", small, lives.poisoned, plain),
-            ("graphs", small, lives.few, graphs),
-            ("chunked prompts", small, lives.few, short),
-            ("no prefix caching", small, lives.few, dict(plain, enable_prefix_caching=False)),
-            ("drafts by n-grams", small, lives.few, dict(plain, speculative_config=grams)),
+            ("node cold", remote, lives.once, plain),
+            ("node warm in another engine", remote, lives.once, plain),
+            ("at once with aborts", SMALL, lives.at_once, plain),
+            ("reset", SMALL, lives.reset, plain),
+            ("broken loads", SMALL, lives.broken, plain),
+            ("poisoned", SMALL, lives.poisoned, plain),
+            ("graphs", SMALL, lives.few, graphs),
+            ("chunked prompts", SMALL, lives.few, short),
+            ("no prefix caching", SMALL, lives.few, dict(plain, enable_prefix_caching=False)),
+            ("drafts by n-grams", SMALL, lives.few, dict(plain, speculative_config=grams)),
         ]
-        words = given.lives.split(",")
         for name, extra, what, options in all_lives:
             if name == "alone" or any(word in name for word in words):
                 lives.run(name, extra, what, **options)
-        print(json.dumps(lives.seen))
-        for fault in (told := faults(lives.seen)):
-            print(f"FAULT {fault}", file=sys.stderr)
-    return len(told) > 0
+    return lives.seen
+
+
+@contextmanager
+def node(folder: Path) -> Iterator[str]:
+    """A node of its own, as a process; its address."""
+    directory = folder / "node"
+    process = subprocess.Popen([sys.executable, "-m", "kvpool", "node", str(directory), "--bytes", "512MB"])
+    try:
+        yield f"node:{directory}"
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ class Life:
                 kv_connector_extra_config=extra,
             )
         given = {"max_model_len": 2048, "num_gpu_blocks_override": 256, "disable_log_stats": False, **options}
-        given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, **given}
-        self.engine = LLM(model, block_size=BLOCK, **given)
+        given = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": BLOCK, **given}
+        self.engine = LLM(model, **given)
 
     @property
     def connector(self) -> Any:
@@ -272,7 +272,7 @@ def keeping(folder: Path) -> Any:
     seen: dict[str, Any] = {}
     with life(llama, {"host_blocks": 56, "policy": "lru", "quotas": quotas}) as each:
         now = [1000.0]
-        each.side._clock._clock = lambda: now[0]
+        each.side.host._clock._clock = lambda: now[0]
 
         def cached(*asked: list[int], **options: Any) -> list[int]:
             numbers = [each.asked([prompt], **options)[0][1] for prompt in asked]
