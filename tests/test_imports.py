@@ -42,6 +42,7 @@ LAYERS = (
         "eviction",
         "events",
         "pools",
+        "core",
         "prefix",
         "sequences",
         "version",

@@ -39,6 +39,7 @@ from kvpool.errors import (
 from kvpool.events import Removed, Stored
 from kvpool.events.mirror import CacheMirror
 from kvpool.pools.pool import BlockPool
+from kvpool.prefix.tree import all_nodes
 from managers import FULL, cached, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -327,7 +328,7 @@ def test_rule_08_with_stored_logits_the_whole_prompt_comes_from_the_cache() -> N
 def test_rule_09_a_hit_compares_tokens_whatever_hashes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     cached(manager, 8)
-    for node in manager._state.cache.tree.nodes():  # all content identities collide
+    for node in all_nodes(manager._cache):  # all content identities collide
         monkeypatch.setattr(node, "_fingerprint", 7)
     assert manager.match_prefix([0, 1, 2, 3, 4, 5, 6, 99, 1]).num_tokens == 7
     assert manager.match_prefix([99, 1, 2, 3, 4]).num_tokens == 0
@@ -574,7 +575,7 @@ def behaviour(**overrides: Any) -> Any:
         seen.append(manager.inspect.pressure)
         seen.append(manager.step_end(handle, 0, 9))
         manager.free(handle)
-    orders = manager._state.cache.orders
+    orders = manager._cache.orders
     seen += [type(orders.policies[0]).name, orders.depth_cost]
     seen.append(manager.match_prefix(list(range(7))))
     seen.append(manager.match_prefix(list(range(3))))
@@ -615,7 +616,7 @@ def test_rule_17_nothing_recurses_over_a_sequence() -> None:
         manager.commit(handle, 1)
         (fork,) = manager.fork(handle, "fork")
         manager.free(fork)
-    assert sum(1 for _ in manager._state.cache.tree.nodes()) == num_blocks
+    assert sum(1 for _ in all_nodes(manager._cache)) == num_blocks
     subscription = manager.subscribe()
     assert manager.match_prefix([*tokens, 1]).num_blocks == num_blocks
     manager.free(handle)
@@ -633,10 +634,10 @@ def test_rule_17_free_list_work_is_proportional_to_the_blocks_touched() -> None:
         assert "for " not in inspect.getsource(BlockPool.take)  # a slice of an array, however long the list is
     manager = make_manager(gpu_blocks=1_000_000)
     handle = manager.allocate("a", [1])
-    free_list = manager._state.gpu_pools[0]._free
+    free_list = manager._cache.gpu_pools[0]._free
     manager.free(handle)
     manager.allocate("b", [1])
-    assert manager._state.gpu_pools[0]._free is free_list  # never copied
+    assert manager._cache.gpu_pools[0]._free is free_list  # never copied
 
 
 def test_rules_hold_together_under_retention_and_quota() -> None:

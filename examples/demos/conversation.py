@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpool.core.handle import KVCacheHandle
 from kvpool.engine.params import SamplingParams
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from tour import Board, Screen
 
 if TYPE_CHECKING:  # importing the engine takes seconds, and the first line is printed before

@@ -1,6 +1,6 @@
 """Which kvpool this is: its version, and whether its control plane was compiled (see `hatch_build.py`)."""
 
-from kvpool.prefix import node
+from kvpool.core import node
 
 __version__ = "0.2.0"
 

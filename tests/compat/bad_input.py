@@ -137,7 +137,7 @@ def _of_manager(manager: KVCacheManager) -> Any:
         )
         for handle in manager.handles
     ]
-    copies = [(op.kind, op.src.tolist(), op.dst.tolist()) for op in manager._state.copies]
+    copies = [(op.kind, op.src.tolist(), op.dst.tolist()) for op in manager._cache.copies]
     return [stats, requests, copies, len(manager._guard.pressure_callbacks)]
 
 

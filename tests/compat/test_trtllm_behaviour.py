@@ -193,7 +193,7 @@ def test_given_priorities_of_generated_blocks_then_they_count_as_those_of_the_pr
 
 def test_given_a_duration_when_it_is_over_then_the_priority_is_the_usual_one() -> None:
     now, cache = [0.0], make_cache(8, watermark=0.0)
-    cache.manager._state.context.clock = lambda: now[0]
+    cache.manager._cache.clock = lambda: now[0]
     short = KvCacheRetentionConfig([TokenRangeRetentionConfig(0, None, 80, 10)], 80)
     assert run(cache, 0, list(range(12)), retention_config=short) == 0
     assert run(cache, 1, list(range(12, 24)), retention_config=kept(50, 80)) == 0
@@ -205,7 +205,7 @@ def test_given_a_duration_when_it_is_over_then_the_priority_is_the_usual_one() -
 
 def test_given_a_duration_of_generated_blocks_when_it_is_over_then_the_prompts_of_others_stay() -> None:
     now, cache = [0.0], make_cache(8, watermark=0.0)
-    cache.manager._state.context.clock = lambda: now[0]
+    cache.manager._cache.clock = lambda: now[0]
     first, second = [1, *range(1, 12)], list(range(12))
     run(cache, 0, first, 3, retention_config=kept(50, 50))
     run(cache, 1, second, 3, retention_config=KvCacheRetentionConfig([], 100, 20))

@@ -17,6 +17,7 @@ from kvpool.compat import (
     NaiveBlockAllocator,
     PrefixCachingBlockAllocator,
 )
+from kvpool.core.handle import BlockTable
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -29,7 +30,6 @@ from kvpool.events import Stored
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.pools.pool import CopyKind, CopyOp
 from kvpool.scheduling import Scheduler
-from kvpool.sequences.handle import BlockTable
 
 torch = pytest.importorskip("torch")
 

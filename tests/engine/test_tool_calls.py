@@ -57,7 +57,7 @@ def test_calls_are_told_from_other_answers_in_the_forms_of_many_models(text: str
 
 
 def hints_in(engine: Engine) -> set[int]:
-    tree = engine.manager._state.cache.tree
+    tree = engine.manager._cache
     return {
         node.hint
         for root in tree.roots.values()

@@ -680,7 +680,7 @@ def test_runs_know_the_turn_of_their_request_and_how_many_went_on_from_the_same_
     def serve(prompt: list[int]) -> tuple[int, int]:
         handle = manager.allocate(len(prompt), prompt)
         manager.commit(handle)
-        node = manager._state.rows.tips[handle.row]
+        node = manager._cache.rows.tips[handle.row]
         manager.free(handle)
         return node.turn, node.fan_out
 

@@ -12,6 +12,7 @@ import pytest
 from kvpool import KVCacheHandle, KVCacheManager, ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, UnknownRequestError
 from kvpool.eviction import LRUPolicy, Run
+from kvpool.prefix.tree import match_tokens
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.scope import NUM_HINTS, STOPS
 from managers import make_manager
@@ -27,7 +28,7 @@ def begin(manager: KVCacheManager, name: str, prompt: list[int]) -> KVCacheHandl
 
 def hints_of(manager: KVCacheManager, prompt: list[int]) -> list[int]:
     """The hints of the runs that hold a prompt, from its beginning."""
-    match = manager._state.cache.tree.match(ReuseScope(), np.array(prompt, np.int32))
+    match = match_tokens(manager._cache, ReuseScope(), np.array(prompt, np.int32))
     return [node.hint for node in match.path]
 
 

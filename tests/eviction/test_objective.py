@@ -104,7 +104,7 @@ def test_given_a_machine_then_its_costs_count() -> None:
 )
 def test_only_what_must_be_computed_again_is_weighed_by_its_depth(tiers: dict[str, Any], weighed: list[int]) -> None:
     manager = KVCacheManager(config(objective="seconds", depth_cost=0.01, **tiers))
-    made: list[Any] = manager._state.cache.orders.policies
+    made: list[Any] = manager._cache.orders.policies
     used = [tier for tier in range(len(made)) if manager.inspect.num_blocks(0, Tier(tier))]
     assert [tier for tier in used if made[tier]._depth_cost] == weighed
     assert made[weighed[0]]._depth_cost == pytest.approx(0.04)  # of a block
@@ -133,14 +133,14 @@ def test_given_a_policy_that_does_not_know_costs_then_seconds_are_refused() -> N
         KVCacheManager(config(objective="seconds", depth_cost=0, eviction_policy="lru"))
     with pytest.raises(InvalidArgumentError, match="objective"):
         ReplayConfig("adaptive", objective="joy")
-    cost: Any = KVCacheManager(config(objective="seconds", eviction_policy="cost"))._state.cache.orders.policies[0]
+    cost: Any = KVCacheManager(config(objective="seconds", eviction_policy="cost"))._cache.orders.policies[0]
     assert isinstance(cost, CostAwarePolicy)
     assert cost.recompute_cost(StandInRun(num_blocks=1, start=1000)) == pytest.approx(1 + 1000 * 4 * 2.5e-5)
 
 
 def test_given_blocks_that_cost_the_same_at_any_depth_then_cost_weighs_them_so() -> None:
     options = {"objective": "seconds", "depth_cost": 0, "eviction_policy": "cost"}
-    policy: Any = KVCacheManager(config(**options))._state.cache.orders.policies[0]
+    policy: Any = KVCacheManager(config(**options))._cache.orders.policies[0]
     assert policy.recompute_cost(StandInRun(num_blocks=1, start=1000)) == 1
 
 

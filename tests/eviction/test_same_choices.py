@@ -44,7 +44,7 @@ class Traffic:
         self.now = 1000.0
         config = KVCacheConfig([LayerSpec(1, 8)], block_size=2, gpu_blocks=90, watermark=0.0, **options)
         self.manager = KVCacheManager(config, clock=lambda: self.now)
-        self.policy: Any = self.manager._state.cache.orders.policies[Tier.GPU]
+        self.policy: Any = self.manager._cache.orders.policies[Tier.GPU]
         self.fresh = iter(range(1000, 10**6))
         self.stems = [[next(self.fresh) for _ in range(2 * n)] for n in (2, 5, 9)]
         self.chats = [self.stems[n % 3] + self.some(3) for n in range(6)]

@@ -79,7 +79,7 @@ def test_given_something_that_is_no_request_then_nothing_is_admitted(requests: A
 
 def test_given_a_batch_then_callbacks_run_once_and_see_all_of_it() -> None:
     manager, seen = make_manager(), []
-    manager.on_operation(lambda: seen.append(len(manager._state.requests)))
+    manager.on_operation(lambda: seen.append(len(manager._cache.requests)))
     manager.allocate_batch([{"request_id": name, "tokens": [1]} for name in "abc"])
     assert seen == [3]
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.core.node import Node
 from kvpool.errors import InvariantError
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree import all_nodes, root_for
 from managers import FULL, cached, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -42,13 +43,13 @@ def live_row(manager: KVCacheManager) -> int:
 
 
 def tip(manager: KVCacheManager) -> Node:
-    node = manager._state.rows.tips[live_row(manager)]
+    node = manager._cache.rows.tips[live_row(manager)]
     assert node is not None
     return node
 
 
 def cached_nodes(manager: KVCacheManager, tier: Tier = Tier.GPU) -> list[Node]:
-    return [node for node in manager._state.cache.tree.nodes() if node.tier == tier and not node.active]
+    return [node for node in all_nodes(manager._cache) if node.tier == tier and not node.active]
 
 
 def set_attribute(find: Callable[[KVCacheManager], Any], name: str, change: int) -> Callable[[KVCacheManager], None]:
@@ -60,7 +61,7 @@ def set_attribute(find: Callable[[KVCacheManager], Any], name: str, change: int)
 
 
 def mark_a_place_behind_the_end_otherwise(manager: KVCacheManager) -> None:
-    manager._state.rows.tables[0][live_row(manager), -1] = -2
+    manager._cache.rows.tables[0][live_row(manager), -1] = -2
 
 
 def mark_a_lost_block_of_a_window_otherwise(manager: KVCacheManager) -> None:
@@ -74,54 +75,54 @@ def mark_a_lost_block_of_a_swapped_request_otherwise(manager: KVCacheManager) ->
 
 
 def lose_a_free_block(manager: KVCacheManager) -> None:
-    manager._state.gpu_pools[0].take(1)
+    manager._cache.gpu_pools[0].take(1)
 
 
 def free_a_block_twice(manager: KVCacheManager) -> None:
-    pool = manager._state.gpu_pools[0]
+    pool = manager._cache.gpu_pools[0]
     pool._free[-1] = pool._free[-2]
 
 
 def free_a_block_in_use(manager: KVCacheManager) -> None:
-    pool = manager._state.gpu_pools[0]
+    pool = manager._cache.gpu_pools[0]
     pool._free[-1] = manager.get("live").block_ids()[-1]
 
 
 def reference_a_free_block(manager: KVCacheManager) -> None:
-    pool = manager._state.gpu_pools[0]
+    pool = manager._cache.gpu_pools[0]
     pool.refs[pool.free_ids()[0]] = 1
 
 
 def forget_a_reader(manager: KVCacheManager) -> None:
-    manager._state.gpu_pools[0].refs[manager.get("live").block_ids()[-1]] = 1
+    manager._cache.gpu_pools[0].refs[manager.get("live").block_ids()[-1]] = 1
 
 
 def leave_a_hole(manager: KVCacheManager) -> None:
-    manager._state.rows.tables[0][live_row(manager), -1 + manager.get("live").num_blocks] = -1
+    manager._cache.rows.tables[0][live_row(manager), -1 + manager.get("live").num_blocks] = -1
 
 
 def point_elsewhere(manager: KVCacheManager) -> None:
-    manager._state.rows.tables[0][live_row(manager), 0] += 1
+    manager._cache.rows.tables[0][live_row(manager), 0] += 1
 
 
 def write_behind_the_end(manager: KVCacheManager) -> None:
-    manager._state.rows.tables[0][live_row(manager), manager.get("live").num_blocks] = 3
+    manager._cache.rows.tables[0][live_row(manager), manager.get("live").num_blocks] = 3
 
 
 def commit_more_than_is_written(manager: KVCacheManager) -> None:
-    manager._state.rows.committed[live_row(manager)] = 99
+    manager._cache.rows.committed[live_row(manager)] = 99
 
 
 def give_a_swapped_request_a_gpu_block(manager: KVCacheManager) -> None:
-    manager._state.rows.tables[0][manager.get("swapped").row, 0] = 0
+    manager._cache.rows.tables[0][manager.get("swapped").row, 0] = 0
 
 
 def forget_a_request(manager: KVCacheManager) -> None:
-    del manager._state.requests["live"]
+    del manager._cache.requests["live"]
 
 
 def rename_a_request(manager: KVCacheManager) -> None:
-    manager._state.requests["other"] = manager._state.requests.pop("live")
+    manager._cache.requests["other"] = manager._cache.requests.pop("live")
 
 
 def change_the_key_of_a_run(manager: KVCacheManager) -> None:
@@ -138,35 +139,35 @@ def lift_a_child_above_its_parent(manager: KVCacheManager) -> None:
 
 
 def drop_a_candidate(manager: KVCacheManager) -> None:
-    cache = manager._state.cache
-    node = next(n for n in cache.tree.nodes() if n.is_candidate())
+    cache = manager._cache
+    node = next(n for n in all_nodes(cache) if n.is_candidate())
     node.root.policies[node.tier].remove(node)
 
 
 def flag_nobody(manager: KVCacheManager) -> None:
-    manager._state.rows.num_shared += 1
+    manager._cache.rows.num_shared += 1
 
 
 def move_a_handle(manager: KVCacheManager) -> None:
-    manager._state.rows.handles[live_row(manager)].row += 1  # type: ignore[union-attr]
+    manager._cache.rows.handles[live_row(manager)].row += 1  # type: ignore[union-attr]
 
 
 def reserve_behind_the_last_block(manager: KVCacheManager) -> None:
-    manager._state.rows.reserved[live_row(manager)] = 4 * manager.get("live").num_blocks + 1
+    manager._cache.rows.reserved[live_row(manager)] = 4 * manager.get("live").num_blocks + 1
 
 
 def grow_without_an_open_node(manager: KVCacheManager) -> None:
     tip(manager).open_row = -1
-    manager._state.rows.grows_alone[live_row(manager)] = True
+    manager._cache.rows.grows_alone[live_row(manager)] = True
 
 
 def open_a_window(manager: KVCacheManager) -> None:
-    rows = manager._state.rows
+    rows = manager._cache.rows
     rows.tables[1][live_row(manager), rows.window_start[1, live_row(manager)]] = -1
 
 
 def read_another_block_in_a_window(manager: KVCacheManager) -> None:
-    rows = manager._state.rows
+    rows = manager._cache.rows
     rows.tables[1][live_row(manager), rows.window_start[1, live_row(manager)]] += 1
 
 
@@ -190,12 +191,12 @@ def publish_a_block_twice(manager: KVCacheManager) -> None:
 
 
 def read_a_published_block(manager: KVCacheManager) -> None:
-    manager._state.gpu_pools[0].refs[cached_nodes(manager)[0].ids[0][0]] += 1
+    manager._cache.gpu_pools[0].refs[cached_nodes(manager)[0].ids[0][0]] += 1
 
 
 def miscount_readers_in_a_window(manager: KVCacheManager) -> None:
     ids = cached_nodes(manager)[0].ids[1]
-    manager._state.groups[1].gpu.refs[ids[ids >= 0][0]] += 1
+    manager._cache.groups[1].gpu.refs[ids[ids >= 0][0]] += 1
 
 
 def publish_a_private_block(manager: KVCacheManager) -> None:
@@ -207,7 +208,7 @@ def root_of(manager: KVCacheManager) -> Any:
 
 
 def publish_more_than_its_table_has(manager: KVCacheManager) -> None:
-    rows, row = manager._state.rows, live_row(manager)
+    rows, row = manager._cache.rows, live_row(manager)
     rows.num_blocks[row] = rows.reserved[row] = rows.written[row] = rows.committed[row] = tip(manager).end - 1
 
 
@@ -226,32 +227,32 @@ def detach_an_unread_run(manager: KVCacheManager) -> None:
 
 
 def keep_an_empty_root(manager: KVCacheManager) -> None:
-    manager._state.cache.tree.root_for(ReuseScope(tenant="nobody"))
+    root_for(manager._cache, ReuseScope(tenant="nobody"))
 
 
 def free_a_published_block(manager: KVCacheManager) -> None:
-    manager._state.gpu_pools[0]._free[-1] = cached_nodes(manager)[0].ids[0][0]
+    manager._cache.gpu_pools[0]._free[-1] = cached_nodes(manager)[0].ids[0][0]
 
 
 def free_a_swapped_block(manager: KVCacheManager) -> None:
     swapped = manager.get("swapped").swapped
     assert swapped is not None
-    manager._state.pool(0, Tier.HOST)._free[-1] = swapped.ids[0][0]
+    manager._cache.pool(0, Tier.HOST)._free[-1] = swapped.ids[0][0]
 
 
 def track_a_row_without_a_request(manager: KVCacheManager) -> None:
-    manager._state.in_flight.rows_by_block[tip(manager), b"nobody"] = len(manager._state.rows.handles) - 1
+    manager._cache.producers[tip(manager), b"nobody"] = len(manager._cache.rows.handles) - 1
 
 
 def follow_up_to(num_tokens: int) -> Callable[[KVCacheManager], None]:
     def damage(manager: KVCacheManager) -> None:
-        manager._state.rows.following[live_row(manager)] = num_tokens
+        manager._cache.rows.following[live_row(manager)] = num_tokens
 
     return damage
 
 
 def forget_ids_of_a_path(manager: KVCacheManager) -> None:
-    rows, row = manager._state.rows, live_row(manager)
+    rows, row = manager._cache.rows, live_row(manager)
     rows.committed[row] = rows.known[row] = 3
 
 
@@ -276,17 +277,17 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (lift_a_child_above_its_parent, "lies on HOST below DISK|children of its tier"),
     (drop_a_candidate, "candidates"),
     (flag_nobody, "shared rows booked"),
-    (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", 1), "cached"),
-    (set_attribute(lambda m: m._state.gpu_pools[0], "num_pinned", 1), "pinned blocks booked"),
-    (set_attribute(lambda m: m._state.cache.readers, "pinned_blocks", 1), "pinned positions booked"),
+    (set_attribute(lambda m: m._cache.gpu_pools[0], "num_cached", 1), "cached"),
+    (set_attribute(lambda m: m._cache.gpu_pools[0], "num_pinned", 1), "pinned blocks booked"),
+    (set_attribute(lambda m: m._cache, "pinned_positions", 1), "pinned positions booked"),
     (set_attribute(tip, "active", 1), "active"),
     (set_attribute(tip, "pins", 1), "pins"),
     (set_attribute(lambda m: cached_nodes(m)[0], "start", 1), "its parent ends at"),
     (set_attribute(lambda m: cached_nodes(m)[0], "same_tier_children", 1), "children of its tier"),
     (set_attribute(lambda m: cached_nodes(m)[0], "num_remainders", 1), "counts 1 remainders"),
     (set_attribute(root_of, "active", 1), "root .*: active"),
-    (set_attribute(lambda m: m._state.cache.tree, "num_runs", 1), "runs are in the tree"),
-    (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", 99), "exceeds"),
+    (set_attribute(lambda m: m._cache, "num_runs", 1), "runs are in the tree"),
+    (set_attribute(lambda m: m._cache.gpu_pools[0], "num_cached", 99), "exceeds"),
     (move_a_handle, "its handle says row"),
     (reserve_behind_the_last_block, "too few blocks for"),
     (grow_without_an_open_node, "grows alone without an open node"),
@@ -307,10 +308,10 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (free_a_published_block, "free and in use"),
     (free_a_swapped_block, "pool 0 on HOST: blocks .* are free and in use"),
     (track_a_row_without_a_request, "in flight"),
-    (set_attribute(lambda m: m._state.pool(0, Tier.HOST), "num_cached", 1), "pool 0 on HOST: .* cached"),
-    (set_attribute(lambda m: m._state.pool(0, Tier.HOST), "num_pinned", 1), "pool 0 on HOST: .* pinned"),
-    (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", -1), "cached"),
-    (set_attribute(lambda m: m._state.cache.tree, "num_runs", -1), "runs are in the tree"),
+    (set_attribute(lambda m: m._cache.pool(0, Tier.HOST), "num_cached", 1), "pool 0 on HOST: .* cached"),
+    (set_attribute(lambda m: m._cache.pool(0, Tier.HOST), "num_pinned", 1), "pool 0 on HOST: .* pinned"),
+    (set_attribute(lambda m: m._cache.gpu_pools[0], "num_cached", -1), "cached"),
+    (set_attribute(lambda m: m._cache, "num_runs", -1), "runs are in the tree"),
     (follow_up_to(20), "follows its path up to token 20, which ends at 16"),
     (follow_up_to(16), "ends at 16; it committed 18"),
     (forget_ids_of_a_path, "its path has 16 tokens, it knows 3 and follows nobody"),
@@ -328,7 +329,7 @@ def test_a_broken_invariant_is_found_and_named(damage: Callable[[KVCacheManager]
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_quota_that_was_miscounted_is_found(change: int) -> None:
     manager = busy_manager()
-    manager._state.cache.orders.quotas["t"].cached[0] += change
+    manager._cache.orders.quotas["t"].cached[0] += change
     with pytest.raises(InvariantError, match="tenant 't'"):
         manager.check()
 
@@ -336,13 +337,13 @@ def test_a_quota_that_was_miscounted_is_found(change: int) -> None:
 def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
     manager = busy_manager()
     producer = manager.allocate("producer", list(range(900, 912)))
-    manager._state.in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
+    manager._cache.producers[tip(manager), b"elsewhere"] = producer.row
     with pytest.raises(InvariantError, match="in flight"):
         manager.check()
 
 
 def remainder(manager: KVCacheManager) -> Node:
-    return next(node for node in manager._state.cache.tree.nodes() if node.is_remainder)
+    return next(node for node in all_nodes(manager._cache) if node.is_remainder)
 
 
 def lengthen_a_remainder(manager: KVCacheManager) -> None:
@@ -391,22 +392,22 @@ def copying_manager() -> KVCacheManager:
 
 
 def host_copies_of(manager: KVCacheManager) -> list[list[Any]]:
-    return [node.host_copy for node in manager._state.context.host_copies.nodes if node.host_copy is not None]
+    return [node.host_copy for node in manager._cache.host_copies.nodes if node.host_copy is not None]
 
 
 def lose_sight_of_a_host_copy(manager: KVCacheManager) -> None:
-    manager._state.context.host_copies.nodes.popitem()
+    manager._cache.host_copies.nodes.popitem()
 
 
 def write_behind_a_host_copy(manager: KVCacheManager) -> None:
-    next(iter(manager._state.context.host_copies.nodes)).tier = Tier.HOST
+    next(iter(manager._cache.host_copies.nodes)).tier = Tier.HOST
 
 
 def give_a_run_that_is_written_a_host_copy(manager: KVCacheManager) -> None:
     writer = manager.allocate("writer", [7] * 8)
     manager.commit(writer)
     assert writer.row == 0
-    written, copies = manager._state.rows.tips[0], manager._state.context.host_copies
+    written, copies = manager._cache.rows.tips[0], manager._cache.host_copies
     assert written is not None
     assert written.open_row == 0
     copied = next(iter(copies.nodes))
@@ -436,11 +437,11 @@ def swap_to_a_host_copy(manager: KVCacheManager) -> None:
 
 
 def free_a_host_copy(manager: KVCacheManager) -> None:
-    manager._state.pool(0, Tier.HOST)._free[-1] = host_copies_of(manager)[0][0][0]
+    manager._cache.pool(0, Tier.HOST)._free[-1] = host_copies_of(manager)[0][0][0]
 
 
 def miscount_host_copies(manager: KVCacheManager) -> None:
-    manager._state.context.host_copies.num_blocks[0] += 1
+    manager._cache.host_copies.num_blocks[0] += 1
 
 
 @pytest.mark.parametrize(

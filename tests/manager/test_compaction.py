@@ -15,7 +15,7 @@ SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
 
 
 def used_ids(manager: KVCacheManager, tier: Tier = Tier.GPU) -> list[int]:
-    pool = manager._state.pools[0][tier]
+    pool = manager._cache.pools[0][tier]
     return sorted(set(range(pool.num_blocks)) - set(pool.free_ids().tolist()))
 
 
@@ -182,7 +182,7 @@ def test_copies_planned_before_are_not_changed_by_a_later_move() -> None:
         manager.free(running(manager, name, 8, first))
     manager.cache.offload(4)
     manager.cache.evict(2, tier=Tier.HOST)
-    before = [(op.src.tolist(), op.dst.tolist()) for op in manager._state.copies]
+    before = [(op.src.tolist(), op.dst.tolist()) for op in manager._cache.copies]
     assert manager.cache.defragment(Tier.HOST) == 2
     after = [(op.src.tolist(), op.dst.tolist()) for op in manager.take_copies()]
     assert after[: len(before)] == before
@@ -232,7 +232,7 @@ def test_a_pool_shrinks_by_moving_live_blocks_and_keeping_their_bytes() -> None:
     manager.free(filler, keep=False)
     result = manager.cache.resize(4)
     assert (result.num_blocks, result.num_evicted, result.num_moved) == (4, 0, 4)
-    assert [op.kind for op in manager._state.copies] == [CopyKind.DEFRAGMENT]
+    assert [op.kind for op in manager._cache.copies] == [CopyKind.DEFRAGMENT]
     memory.run_copies()
     memory.expect(handle)
     manager.extend(handle, 2)

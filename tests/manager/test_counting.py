@@ -6,6 +6,7 @@ import pytest
 
 from kvpool import AllocStatus, LayerSpec, ReuseScope, Tier
 from kvpool.errors import OutOfBlocksError
+from kvpool.prefix.tree import root_for
 from managers import FULL, cached, computed, make_manager, manager_of_pairs
 
 WINDOW_OF_4 = LayerSpec(kv_heads=2, head_dim=8, window=4)
@@ -31,7 +32,7 @@ def test_given_a_long_run_that_was_cut_short_then_the_rest_keeps_no_memory_of_it
     manager = manager_of_pairs(gpu_blocks=64)
     manager.free(computed(manager, "a", range(128)))
     manager.cache.evict(62)
-    (run,) = manager._state.cache.tree.root_for(ReuseScope()).children.values()
+    (run,) = root_for(manager._cache, ReuseScope()).children.values()
     assert (run.num_blocks, run.ids[0].base, run.tokens.base) == (2, None, None)
 
 

@@ -258,7 +258,7 @@ def test_threads_see_whole_operations_only() -> None:
 
 def test_given_a_clock_that_fails_then_the_operation_says_so_and_the_next_one_works() -> None:
     manager = make_manager()
-    context, clock = manager._state.context, manager._state.context.clock
+    context, clock = manager._cache, manager._cache.clock
 
     def fail() -> float:
         raise OSError("no time")

@@ -58,7 +58,7 @@ def picture(manager: KVCacheManager) -> Any:
     stats = manager.stats().to_dict()
     stats.pop("allocation_failures")
     stats.pop("extend_failures")
-    return handles, stats, len(manager._state.copies), manager._state.rows.live_rows()
+    return handles, stats, len(manager._cache.copies), manager._cache.rows.live_rows()
 
 
 def refuse(call: Call, error: type[KVPoolError], match: str | None = None) -> None:
@@ -82,7 +82,7 @@ def test_the_example_in_the_documentation_works() -> None:
 def test_a_policy_may_be_a_name_or_a_class_and_overrides_the_configuration() -> None:
     config = KVCacheConfig([FULL], gpu_blocks=8, eviction_policy="fifo")
     for policy, expected in ((None, "fifo"), ("lfu", "lfu"), (LRUPolicy, "lru")):
-        assert KVCacheManager(config, policy=policy)._state.cache.orders.policies[0].name == expected
+        assert KVCacheManager(config, policy=policy)._cache.orders.policies[0].name == expected
 
 
 def test_a_policy_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_a_policy_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     manager = make_manager(eviction_policy="test-manager-own")
-    policy: Any = manager._state.cache.orders.policies[0]
+    policy: Any = manager._cache.orders.policies[0]
     assert (policy.name, type(policy.policy)) == ("test-manager-own", Own)
 
 
@@ -464,7 +464,7 @@ def test_events_that_are_off_cannot_be_subscribed_to() -> None:
 def test_check_names_what_is_broken() -> None:
     manager = make_manager()
     with_one_request(manager)
-    manager._state.gpu_pools[0].num_cached += 1
+    manager._cache.gpu_pools[0].num_cached += 1
     with pytest.raises(KVPoolError, match="cached"):
         manager.check()
 
@@ -474,4 +474,4 @@ def test_scopes_do_not_outlive_their_contents() -> None:
     for number in range(50):
         handle = manager.allocate("a", [1, 2, 3], scope=ReuseScope(tenant=str(number)))
         manager.free(handle)
-    assert manager._state.cache.tree.roots == {}
+    assert manager._cache.roots == {}

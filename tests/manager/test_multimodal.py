@@ -16,6 +16,7 @@ from kvpool.events.mirror import CacheMirror
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.pools.symbols import Placeholder, Symbols, hashed
 from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.tree import all_nodes, numbers_in_use
 from managers import make_manager
 
 IMAGE = 99
@@ -121,18 +122,18 @@ def test_token_ids_are_those_that_were_given() -> None:
 def test_questions_change_nothing_and_know_images_that_nobody_has() -> None:
     manager = make_manager()
     run(manager, PROMPT, CAT)
-    known = dict(manager._state.rows.symbols.placeholders)
+    known = dict(manager._cache.rows.symbols.placeholders)
     assert manager.match_prefix(PROMPT, multimodal=DOG).num_tokens == len(TEXT)
     assert manager.can_allocate(PROMPT, multimodal=CAT).num_cached_tokens == len(PROMPT) - 1
     assert manager.can_allocate(PROMPT, multimodal=DOG).num_cached_tokens == len(TEXT)
-    assert manager._state.rows.symbols.placeholders == known
+    assert manager._cache.rows.symbols.placeholders == known
 
 
 def test_given_no_room_then_nothing_of_an_image_is_noted() -> None:
     manager = make_manager(gpu_blocks=3)
     with pytest.raises(OutOfBlocksError):
         manager.allocate("a", PROMPT, multimodal=CAT)
-    assert not manager._state.rows.symbols.placeholders
+    assert not manager._cache.rows.symbols.placeholders
 
 
 def test_given_another_image_in_flight_then_nobody_waits_for_it() -> None:
@@ -223,11 +224,11 @@ def test_given_a_live_request_with_another_image_then_invalidation_does_not_sile
 
 def test_given_many_images_then_those_that_nobody_holds_are_forgotten() -> None:
     manager = make_manager(gpu_blocks=8)
-    manager._state.rows.symbols = Symbols(min_limit=16)
+    manager._cache.rows.symbols = Symbols(min_limit=16)
     live = manager.allocate("live", PROMPT, multimodal=[(6, 6, "live")])
     for number in range(200):
         run(manager, [IMAGE] * 8, [(0, 8, number)])
-        assert len(manager._state.rows.symbols.placeholders) <= 17
+        assert len(manager._cache.rows.symbols.placeholders) <= 17
     manager.commit(live)
     manager.check()
     assert live.token_ids.tolist() == PROMPT
@@ -237,12 +238,12 @@ def test_given_many_images_then_those_that_nobody_holds_are_forgotten() -> None:
 def test_given_logits_of_a_prompt_that_left_the_cache_then_its_image_is_not_taken_for_another() -> None:
     """The end of a prompt inside a block names its logits; the symbols in that name are in use."""
     manager = make_manager()
-    manager._state.rows.symbols = Symbols(num_numbers=2, min_limit=0)
+    manager._cache.rows.symbols = Symbols(num_numbers=2, min_limit=0)
     cat, other = [key for key in range(9) if hashed(Placeholder(key, 2, IMAGE)) % 2 == 0][:2]  # they want one number
     manager.allocate("keeps the root", [1, 2, 3, 4])
     manager.commit(manager.get("keeps the root"))
     for key in (cat, other):
-        manager._state.rows.symbols.forget_all_but(manager._state.numbers_in_use())
+        manager._cache.rows.symbols.forget_all_but(numbers_in_use(manager._cache))
         handle = manager.allocate(key, [5, IMAGE, IMAGE], multimodal=[(1, 2, key)])
         manager.commit(handle)
         manager.extend(handle)
@@ -256,7 +257,7 @@ def test_given_logits_of_a_prompt_that_left_the_cache_then_its_image_is_not_take
 
 def test_given_images_that_want_one_number_then_each_is_found_by_a_prompt_as_it_was_committed() -> None:
     manager = make_manager(gpu_blocks=64)
-    manager._state.rows.symbols = Symbols(num_numbers=2)
+    manager._cache.rows.symbols = Symbols(num_numbers=2)
     for key in [key for key in range(9) if hashed(Placeholder(key, 6, IMAGE)) % 2 == 0][:2]:
         handle = manager.allocate(key, num_tokens=len(PROMPT))
         manager.commit(handle, PROMPT, multimodal=[(6, 6, key)])
@@ -267,7 +268,7 @@ def test_given_images_that_want_one_number_then_each_is_found_by_a_prompt_as_it_
 def test_given_a_forgotten_symbol_in_the_tree_then_check_says_so() -> None:
     manager = make_manager()
     run(manager, PROMPT, CAT)
-    manager._state.rows.symbols.forget_all_but(set())
+    manager._cache.rows.symbols.forget_all_but(set())
     with pytest.raises(InvariantError, match="forgotten"):
         manager.check()
 
@@ -277,8 +278,8 @@ def fingerprint_of_last_block(lengths: tuple[int, ...], items: Any) -> int:
     manager = make_manager(gpu_blocks=64)
     for length in (*lengths, 20):
         run(manager, [*PROMPT, 5, 6, 7, 8][:length], items)
-        manager._state.rows.symbols.forget_all_but(manager._state.numbers_in_use())
-    return next(node.fingerprint for node in manager._state.cache.tree.nodes() if node.start == 4)
+        manager._cache.rows.symbols.forget_all_but(numbers_in_use(manager._cache))
+    return next(node.fingerprint for node in all_nodes(manager._cache) if node.start == 4)
 
 
 def test_given_the_same_text_behind_other_images_then_policies_can_tell_the_runs_apart() -> None:
@@ -309,7 +310,7 @@ def test_given_other_ids_or_another_image_than_announced_then_the_commit_is_refu
         manager.commit(handle, PROMPT, multimodal=[(0, 2, "cat")])
     manager.commit(handle, PROMPT, multimodal=CAT)
     assert manager.match_prefix([*PROMPT, 1], multimodal=CAT).num_tokens == len(PROMPT)
-    assert len(manager._state.rows.symbols.placeholders) == 1
+    assert len(manager._cache.rows.symbols.placeholders) == 1
 
 
 def test_an_image_may_come_after_the_prompt() -> None:
@@ -448,7 +449,7 @@ def test_given_a_long_image_over_several_runs_then_each_says_where_it_began() ->
 
 def test_digests_follow_from_the_events_and_are_the_same_in_another_process() -> None:
     here, there = make_manager(gpu_blocks=64), make_manager(gpu_blocks=64)
-    there._state.rows.symbols = Symbols(num_numbers=4)  # other symbols for the same images
+    there._cache.rows.symbols = Symbols(num_numbers=4)  # other symbols for the same images
     orders = ((here, (CAT, DOG, None)), (there, (None, DOG, CAT)))
     for manager, order in orders:
         for items in order:

@@ -205,7 +205,7 @@ def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_is_tol
     manager.allocate("fifth", num_tokens=3)
     assert notes.told[-1][2][2]["source"] is None
 
-    manager._state.cache.tree.given_source = low if source == high else high  # as exact playback does
+    manager._cache.given_source = low if source == high else high  # as exact playback does
     manager.allocate("sixth", [5, 5, 5, 4, 4])
     (copy,) = manager.take_copies()
     assert copy.src.tolist() == manager.get("high" if source == low else "low").block_ids().tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import KVCacheHandle, KVCacheManager, LayerSpec
-from kvpool.sequences.handle import note_sessions
+from kvpool.core.handle import note_sessions
 from managers import FULL, Clock, make_manager
 
 PROMPT = list(range(24))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
+from kvpool.core.node import Node, Root
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.rows import RECENT_TOKENS, SequenceRows
-from kvpool.prefix.node import Node, Root
 from managers import FULL, groups_of
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)

@@ -8,6 +8,7 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
 from kvpool.errors import OutOfBlocksError
+from kvpool.prefix.tree import all_nodes
 from managers import FULL, cached, commit_all, computed, make_manager, manager_of_pairs, manager_with
 
 WINDOW_OF_8 = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -55,7 +56,7 @@ def test_a_retention_ends_with_its_duration_also_for_runs_that_were_split_since(
     manager.free(splitter)
     clock[0] = 10.0
     manager.cache.gc()
-    assert {node.priority for node in manager._state.cache.tree.nodes()} == {35}
+    assert {node.priority for node in all_nodes(manager._cache)} == {35}
 
 
 def test_what_has_expired_is_neither_matched_nor_evicted_again() -> None:
@@ -86,7 +87,7 @@ def test_deadlines_do_not_pile_up_with_requests() -> None:
     for number in range(500):
         now[0] = number
         manager.free(commit_all(manager, manager.allocate(number, [number % 3] * 4)))
-    assert len(manager._state.cache.expiry.calendar._heap) < 200
+    assert len(manager._cache.calendar._heap) < 200
 
 
 def test_a_batch_of_several_tenants_does_not_use_the_guarantee_of_one() -> None:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parts import add_run, make_context, make_tree
+from parts import add_run, make_cache
 
 from kvpool.config import Tier
+from kvpool.core.node import DEFAULT_PRIORITY, FEW_KEYS, MOST_KEYS, NEVER, Node, Root, SortedKeys
 from kvpool.eviction.run import checksum
-from kvpool.prefix.node import DEFAULT_PRIORITY, FEW_KEYS, MOST_KEYS, NEVER, Node, Root, SortedKeys
-from kvpool.prefix.tree import divide_logits, trim_logits
+from kvpool.prefix.tree import divide_logits, root_for, split, trim_logits
 from kvpool.scope import ReuseScope
 
 
@@ -122,12 +122,11 @@ def test_the_fingerprint_depends_on_all_that_precedes_a_run_and_not_on_how_that_
 
 
 def test_the_fingerprint_goes_with_the_beginning_of_a_run() -> None:
-    context = make_context()
-    tree = make_tree(context)
-    run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2, 3, 4, 5, 6)
+    cache = make_cache()
+    run = add_run(cache, root_for(cache, ReuseScope()), 1, 2, 3, 4, 5, 6)
     whole, behind = run.fingerprint, run.fingerprint_of(1, checksum(key_of(1, 2), 0), key_of(3, 4))
     child = make_run(run, 7, 8).fingerprint
-    upper = tree.split(run, 1)
+    upper = split(cache, run, 1)
     assert (upper.fingerprint, run.fingerprint) == (whole, behind)
     assert make_run(run, 7, 8).fingerprint == child
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, ReuseScope, Tier
-from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.core.retention import Retention, TokenRange
 from managers import make_manager
 
 Blocks = dict[tuple[int, int], tuple[Tier, int]]  # (prompt, index): where it is, and its priority
@@ -23,7 +23,7 @@ def prompt(number: int) -> list[int]:
 
 def blocks(manager: KVCacheManager) -> Blocks:
     found: Blocks = {}
-    for root in manager._state.cache.tree.roots.values():
+    for root in manager._cache.roots.values():
         for child in (root.children or {}).values():
             number = int(np.frombuffer(child.key, np.int32)[0]) // 1000
             for node in child.subtree():

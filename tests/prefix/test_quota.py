@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.core.orders import TenantQuota
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
-from kvpool.prefix.orders import TenantQuota
 from managers import FULL, cached, make_manager, running
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

@@ -10,22 +10,24 @@ from kvpool import KVCacheManager, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Stored, Updated
 from kvpool.events.mirror import CacheMirror
+from kvpool.prefix.expiry import set_priority
+from kvpool.prefix.tree import all_nodes
 from managers import Clock, cached, make_manager
 
 
 def priorities(manager: KVCacheManager) -> dict[int, int]:
     """Priority of every cached block, by depth; one chain is assumed."""
     found = {}
-    for node in manager._state.cache.tree.nodes():
+    for node in all_nodes(manager._cache):
         found.update(dict.fromkeys(range(node.start, node.end), node.priority))
     return dict(sorted(found.items()))
 
 
 def runs(manager: KVCacheManager) -> list[tuple[int, int, int]]:
     """Where every cached run begins and ends, and its priority."""
-    nodes = list(manager._state.cache.tree.nodes())
+    nodes = list(all_nodes(manager._cache))
     for node in nodes:
-        manager._state.context.sync(node)
+        manager._cache.sync(node)
     return sorted((node.start, node.end, node.priority) for node in nodes)
 
 
@@ -241,8 +243,8 @@ def test_given_a_listener_then_runs_and_priorities_are_at_any_time_those_without
 def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> None:
     manager = make_manager(eviction_policy="priority")
     first, second = cached(manager, 4), cached(manager, 4, first=50)
-    nodes = {node.tokens[0]: node for node in manager._state.cache.tree.nodes()}
-    manager._state.cache.expiry.set_priority(nodes[0], 90, float("inf"))
+    nodes = {node.tokens[0]: node for node in all_nodes(manager._cache)}
+    set_priority(manager._cache, nodes[0], 90, float("inf"))
     manager.cache.evict(1)
     assert manager.match_prefix([*first, 1]).num_blocks == 1
     assert manager.match_prefix([*second, 1]).num_blocks == 0
@@ -362,7 +364,7 @@ def test_whatever_is_lost_was_no_more_important_than_all_that_the_lower_tier_kee
         cached(manager, random.choice((4, 8)), first, retention=keeping(priority))
         manager.check()
         there[first] = priority
-        on_host = [node.priority for node in manager._state.cache.tree.nodes() if node.tier is Tier.HOST]
+        on_host = [node.priority for node in all_nodes(manager._cache) if node.tier is Tier.HOST]
         for key in [k for k in there if not manager.match_prefix(range(k, k + 5)).num_tokens]:
             lost_any = True
             assert there.pop(key) <= min(on_host)

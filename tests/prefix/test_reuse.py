@@ -79,7 +79,7 @@ def test_a_lookup_is_one_walk_however_many_prefixes_are_stored() -> None:
     manager = make_manager(gpu_blocks=4096)
     for first in range(0, 40_000, 40):
         cached(manager, 4, first)
-    root = next(iter(manager._state.cache.tree.roots.values()))
+    root = next(iter(manager._cache.roots.values()))
     assert len(root.children or ()) == 1000
     assert manager.match_prefix([400, 401, 402, 403, 1]).num_blocks == 1
 

@@ -359,7 +359,7 @@ def test_a_block_named_for_one_admission_is_not_taken_for_what_follows(
     store = KVCacheManager.store_last_logits
 
     def noting(self: KVCacheManager, *args: Any) -> bool:
-        named.append(self._state.cache.tree.given_source)
+        named.append(self._cache.given_source)
         return store(self, *args)
 
     monkeypatch.setattr(KVCacheManager, "store_last_logits", noting)

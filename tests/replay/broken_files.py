@@ -25,8 +25,8 @@ from llama_config import LLAMA
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
 from kvpool.config import Tier
+from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError
-from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.playback import play_recording
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, write_trace
 from kvpool.replay.bounds import INFINITE, OPTIMUM

@@ -9,6 +9,7 @@ from toy_engine import expected_output
 from kvpool import ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.tree import match_tokens
 from kvpool.scheduling import FinishReason
 from managers import Clock, make_manager
 
@@ -47,7 +48,7 @@ def test_given_a_hint_of_its_own_then_the_policy_is_told_that_and_a_function_is_
         wanted = request(name, 8, 4, stop_token_ids=[last], hint=hint)
         add(engine, wanted)
         engine.drain()
-        told.append(engine.manager._state.cache.tree.match(wanted.scope, wanted.prompt).path[-1].hint)
+        told.append(match_tokens(engine.manager._cache, wanted.scope, wanted.prompt).path[-1].hint)
         engine.manager.cache.reset()
     assert told == [h.code for h in (said["soon"], ReuseHint("tool_calls"), ReuseHint("stop"), ReuseHint("stop"))]
     assert asked == [expected_output(request("x", 8, 4))]
@@ -67,7 +68,7 @@ def test_given_an_answer_that_is_cut_then_a_function_is_not_asked_and_a_hint_sti
         add(engine, wanted)
         engine.drain()
         assert engine.finished[name].reason is FinishReason.LENGTH
-        told.append(engine.manager._state.cache.tree.match(wanted.scope, wanted.prompt).path[-1].hint)
+        told.append(match_tokens(engine.manager._cache, wanted.scope, wanted.prompt).path[-1].hint)
         engine.manager.cache.reset()
     assert not asked
     assert told == [ReuseHint("length").code, ReuseHint(expected_seconds=3).code, ReuseHint("length").code]

@@ -85,7 +85,7 @@ def test_consecutive_rows_give_a_read_only_view_without_a_copy() -> None:
     manager = make_manager()
     first, second, third = admit(manager, 5, 5, 5)
     table = manager.batch([first, second, third]).padded_table()
-    assert np.shares_memory(table, manager._state.rows.tables[0])
+    assert np.shares_memory(table, manager._cache.rows.tables[0])
     with pytest.raises(ValueError, match="read-only"):
         table[0, 0] = 1
     scattered = manager.batch([third, first]).padded_table()

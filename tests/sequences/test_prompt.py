@@ -14,11 +14,11 @@ import pytest
 
 import kvpool
 from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, Prompt, ReuseScope
+from kvpool.core.cache import Cache
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import LRUPolicy
-from kvpool.prefix.tree import RunTree
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
-from kvpool.sequences.admission import AdmissionPlanner
+from kvpool.sequences import admission, allocate
 from managers import FULL, Clock, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -38,13 +38,13 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if kvpool.compiled:
         pytest.skip("compiled methods cannot be replaced")
     lengths: list[int] = []
-    walk = RunTree.match
+    walk = admission.match_tokens
 
-    def counted(self: RunTree, scope: ReuseScope, tokens: Any, *args: Any, **options: Any) -> Any:
+    def counted(cache: Cache, scope: ReuseScope, tokens: Any, *args: Any, **options: Any) -> Any:
         lengths.append(len(tokens))
-        return walk(self, scope, tokens, *args, **options)
+        return walk(cache, scope, tokens, *args, **options)
 
-    monkeypatch.setattr(RunTree, "match", counted)
+    monkeypatch.setattr(admission, "match_tokens", counted)
     return lengths
 
 
@@ -132,15 +132,15 @@ def test_given_another_manager_that_is_asked_in_another_thread_then_the_tokens_a
         pytest.skip("compiled methods cannot be replaced")
     first, second = make_manager(), make_manager()
     prompt = Prompt(TEXT, multimodal=[(4, 4, "cat")])
-    plan = AdmissionPlanner.plan
+    plan = allocate.plan_admission
 
-    def interrupted(self: AdmissionPlanner, *args: Any) -> Any:
-        planned = plan(self, *args)
-        if self is first._admissions:
+    def interrupted(cache: Cache, *args: Any) -> Any:
+        planned = plan(cache, *args)
+        if cache is first._cache:
             second.free(second.allocate("other", prompt))
         return planned
 
-    monkeypatch.setattr(AdmissionPlanner, "plan", interrupted)
+    monkeypatch.setattr(allocate, "plan_admission", interrupted)
     assert first.allocate("a", prompt).token_ids.tolist() == TEXT
     first.check()
 

@@ -81,7 +81,7 @@ def test_asking_for_no_blocks_takes_none() -> None:
     handle = manager.allocate("a", [1])
     assert manager.extend(handle, 0).shape == (1, 0)
     assert manager.cache.evict(0) == 0
-    assert manager._state.gpu_pools[0].take(0).tolist() == []
+    assert manager._cache.gpu_pools[0].take(0).tolist() == []
     assert manager.inspect.num_free_blocks() == 15
 
 

@@ -138,7 +138,7 @@ def test_leftovers_of_windows_do_not_pile_up_with_requests() -> None:
     for number in range(2000):
         manager.free(commit_all(manager, manager.allocate(number, [number % 2] * 6)))
     pool = manager.stats().pool()
-    assert all(len(queue) <= 2 * pool.total + 64 for queue in manager._state.cache.windows.leftovers)
+    assert all(len(queue) <= 2 * pool.total + 64 for queue in manager._cache.leftovers)
     manager.check()
     assert manager.cache.evict(pool.total) == pool.cached
     manager.check()

@@ -307,7 +307,7 @@ def test_given_a_session_in_a_header_and_an_expected_continuation_then_the_cache
         extra_headers={"x-session-id": "s3"},
         extra_body={"expected_seconds": 3},
     )
-    (root,) = engine.manager._state.cache.tree.roots.values()
+    (root,) = engine.manager._cache.roots.values()
     assert {node.hint for node in root.children.values()} == {ReuseHint(expected_seconds=3).code}
     assert call(live, "/v1/cache/invalidate", {"session_id": "s3"})["removed_blocks"] == 2
     with pytest.raises(openai.BadRequestError, match="x-session-id"):
@@ -329,7 +329,7 @@ def test_given_an_answer_that_calls_a_tool_then_the_policy_is_told_without_being
     body = {"model": "tiny", "stop_token_ids": list(range(160)), "tools": [tool]}
     said_as, length = ("input", "max_output_tokens") if path == "/v1/responses" else ("messages", "max_tokens")
     call(live, path, body | {said_as: said, length: 4})
-    (root,) = engine.manager._state.cache.tree.roots.values()
+    (root,) = engine.manager._cache.roots.values()
     assert {node.hint for node in root.children.values()} == {ReuseHint("tool_calls").code}
 
 

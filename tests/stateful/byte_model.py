@@ -173,7 +173,7 @@ class Bytes:
         self.config: KVCacheConfig = manager.config
         self.size = manager.config.block_size
         self.pools = [group.pool for group in manager.config.groups]
-        self._pools = manager._state.pools
+        self._pools = manager._cache.pools
         self._cells: dict[tuple[int, Tier], Any] = {}
 
     def cells(self, group: int, tier: Tier) -> Any:
@@ -240,17 +240,17 @@ def positions_read(config: KVCacheConfig, group: int, query: int, stop: int) -> 
 
 def read_tree(manager: KVCacheManager, histories: Histories) -> list[tuple[Any, Any, list[bytes]]]:
     """(node, the bytes that its tokens should have, its digests) for every run in the index, parents first."""
-    cache, size = manager._state.cache, manager.config.block_size
+    cache, size = manager._cache, manager.config.block_size
     listening = manager.events.listening
     found: list[tuple[Any, Any, list[bytes]]] = []
-    for scope, root in cache.tree.roots.items():
+    for scope, root in cache.roots.items():
         before = {id(root): (histories.start(scope), root_digest(scope) if listening else b"", 0)}
         for node in root.subtree():
             if node is root:
                 continue
-            manager._state.context.sync(node)
+            manager._cache.sync(node)
             value, digest, code = before[id(node.parent)]
-            codes = as_array(codes_of(manager._state.rows.symbols, node.tokens, code))
+            codes = as_array(codes_of(manager._cache.rows.symbols, node.tokens, code))
             values = histories.chain(value, codes)
             digests = histories.digests(digest, values, codes, size) if listening and not node.is_remainder else []
             before[id(node)] = int(values[-1]), digests[-1] if digests else b"", int(codes[-1])

@@ -40,15 +40,15 @@ def needed_positions(config: KVCacheConfig, group: int, query: int) -> set[int]:
 
 def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
     """What the tree holds, read off it node by node."""
-    state = manager._state
+    state = manager._cache
     size = manager.config.block_size
     found: CachedBlocks = {}
-    for scope, root in state.cache.tree.roots.items():
+    for scope, root in state.roots.items():
         prefixes = {id(root): ()}
         for node in root.subtree():
             if node is root:
                 continue
-            state.context.sync(node)
+            state.sync(node)
             prefix: tuple[int, ...] = prefixes[id(node.parent)]
             codes = codes_of(state.rows.symbols, node.tokens, prefix[-1] if prefix else 0)
             for index in range(node.num_blocks):
@@ -65,13 +65,13 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
 
 def takeable_blocks(manager: KVCacheManager) -> set[tuple[ReuseScope, tuple[int, ...]]]:
     """The last blocks of runs on the GPU that nobody reads, has pinned or follows: by the tokens up to their end."""
-    cache = manager._state.cache
+    cache = manager._cache
     found = set()
-    for scope, root in cache.tree.roots.items():
+    for scope, root in cache.roots.items():
         for node in root.subtree():
             if node is not root and node.tier == Tier.GPU and not (node.children or node.active or node.pins):
                 tokens = np.concatenate([part.tokens for part in node.path()])
-                found.add((scope, tuple(codes_of(manager._state.rows.symbols, tokens, 0))))
+                found.add((scope, tuple(codes_of(manager._cache.rows.symbols, tokens, 0))))
     return found
 
 

@@ -272,7 +272,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
             self.plane.resize(before + change, pool=pool, tier=tier)
         except OutOfBlocksError:
             assert store.num_blocks == before
-        assert store.num_blocks == self.manager._state.pools[pool][tier].num_blocks
+        assert store.num_blocks == self.manager._cache.pools[pool][tier].num_blocks
 
     @rule(steps=st.integers(1, 3))
     def look_away(self, steps: int) -> None:
@@ -285,7 +285,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         self.plane.run_copies().wait()
         group = number % sum(kind_of(g).grows for g in self.config.groups)
         layer = self.config.groups[group].layers[0]
-        pool = self.manager._state.pools[self.config.groups[group].pool][Tier.GPU]
+        pool = self.manager._cache.pools[self.config.groups[group].pool][Tier.GPU]
         published = {
             blocks[group][2]
             for blocks in cached_blocks(self.manager).values()
@@ -308,7 +308,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         self.plane.run_copies().wait()
         for store in self.plane.stores.values():
             self.plane.transfers.wait_for(store)
-        for pools in self.manager._state.pools:
+        for pools in self.manager._cache.pools:
             for pool in pools:
                 self.poison(pool.index, pool.tier, pool.free_ids())
         for seq in self.live:

@@ -33,12 +33,12 @@ class WildMachine:
         self.setting, self.config = setting, setting.config
         self.now = 0.0
         self.manager = KVCacheManager(setting.config, clock=lambda: self.now)
-        self.state = self.manager._state
+        self.cache = self.manager._cache
         self.recording = Recording(self.manager) if setting.records else None
         # What nobody holds is forgotten all the time. There are so few numbers that other items soon get them, but not where
         # a recording is compared: policies know evicted runs by these numbers, which a recording does not have.
         few = {"num_numbers": len(KINDS) * 3 + 1} if not setting.records else {}
-        self.state.rows.symbols = Symbols(**few, min_limit=0)
+        self.cache.rows.symbols = Symbols(**few, min_limit=0)
         self.histories, self.sessions = Histories(), Sessions()
         self.bytes = Bytes(self.manager)
         groups = setting.config.groups
@@ -230,11 +230,11 @@ class WildMachine:
 
     def check(self) -> None:
         self.manager.check()
-        for pool in (pool for tiers in self.state.pools for pool in tiers):
+        for pool in (pool for tiers in self.cache.pools for pool in tiers):
             assert min(pool.num_free, pool.num_cached, pool.num_pinned, pool.num_referenced) >= 0, pool
         self.check_lengths()
         tree = read_tree(self.manager, self.histories)
-        if not self.state.copies:
+        if not self.cache.copies:
             for request in self.live.values():
                 self.check_request(request)
             self.check_tree(tree)
@@ -342,19 +342,19 @@ class WildMachine:
         assert len(set(ends)) == len(ends), "the index holds a block twice"
         assert self.published.issuperset(ends), "the index holds a block that nobody committed since it was invalidated"
         # Evictions count blocks: runs that have none, not even a state, leave unnoticed.
-        if self.only_grew and self.growing and not any(self.state.counters.evictions.values()):
+        if self.only_grew and self.growing and not any(self.cache.counters.evictions.values()):
             postponed = {end for request in self.live.values() for end in self.postponed_ends(request)}
             wanted = self.published - postponed - self.never_published
             assert wanted <= set(ends), "a block that was committed cannot be found"
 
     def postponed_ends(self, request: Request) -> list[int]:
         """The last bytes of blocks that a request committed and may not publish yet: a rewound fork holds them too."""
-        handle, rows = request.handle, self.state.rows
-        if request.swapped or not handle.family or rows.has_open_tip(row := self.state.row_of(handle)):
+        handle, rows = request.handle, self.cache.rows
+        if request.swapped or not handle.family or rows.has_open_tip(row := self.cache.row_of(handle)):
             return []
         first, last = rows.tips[row].end, request.committed // self.size
         held = [
-            self.state.groups[g].gpu.refs[ids[ids >= 0]]
+            self.cache.groups[g].gpu.refs[ids[ids >= 0]]
             for g in (*self.growing, *self.states)
             for ids in [handle.block_ids(g)[first:last]]
         ]
@@ -375,11 +375,11 @@ class WildMachine:
         assert {group: blocks for group, blocks in self.mirror.blocks.items() if blocks} == expected
         sizes = {(p.group, p.tier): p.num_blocks for p in self.mirror.pools}
         for group in self.config.groups:
-            assert all(sizes[group.index, t] == self.state.pools[group.pool][t].num_blocks for t in LOCAL_TIERS)
+            assert all(sizes[group.index, t] == self.cache.pools[group.pool][t].num_blocks for t in LOCAL_TIERS)
 
     def _read_books(self) -> Any:
         self.manager.cache.gc()  # what is due goes before any operation, whether it is refused or not
-        state, groups = self.state, range(len(self.config.groups))
+        state, groups = self.cache, range(len(self.config.groups))
         pools = [
             (p.num_blocks, p.num_free, p.num_cached, p.num_pinned, p.refs.tolist())
             for tiers in state.pools
@@ -409,12 +409,10 @@ class WildMachine:
         copies = [(op.kind, op.group, op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in state.copies]
         counters = [(f.name, _plain(getattr(state.counters, f.name))) for f in fields(state.counters)]
         counters = [counter for counter in counters if counter[0] not in UNCOUNTED]
-        quotas = [
-            (q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.orders.quotas.values()
-        ]
+        quotas = [(q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.orders.quotas.values()]
         events = self.manager.events._buffer.next_id, len(self.manager.events._removed_digests)
         events = *events, dict(state.rows.symbols.placeholders)
-        return pools, requests, cached, copies, counters, quotas, sorted(self.manager.cache.pins.active), events
+        return pools, requests, cached, copies, counters, quotas, sorted(self.cache.pins), events
 
     def finish(self) -> None:
         """At the end everything can be given back, and nothing is left."""
@@ -424,7 +422,7 @@ class WildMachine:
             self.recording.compare()
         self.manager.cache.reset()
         self.manager.check()
-        for pool in (pool for tiers in self.state.pools for pool in tiers):
+        for pool in (pool for tiers in self.cache.pools for pool in tiers):
             assert pool.num_free == pool.num_blocks, f"pool {pool.index} on {pool.tier.name}: blocks are lost"
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from wild_configs import Setting, draw_setting
 from wild_machine import WildMachine
 
 from kvpool import StateSpec
+from kvpool.prefix.tree import all_nodes
 
 WEIGHTS = {
     operation: weight
@@ -94,11 +95,11 @@ class Seen:
         inspect, books = machine.manager.inspect, machine.books()
         if self._events is not None:
             self._told += self._events.poll()
-        pools = [pool for tiers in machine.state.pools for pool in tiers if pool.num_blocks]
+        pools = [pool for tiers in machine.cache.pools for pool in tiers if pool.num_blocks]
         at = len(self.letters)
         pool = pools[at % len(pools)]
         block = inspect.block(at % pool.num_blocks, pool=pool.index, tier=pool.tier)
-        nodes = [(n.hint, n.hits, n.turn, n.fan_out, n.priority_until) for n in machine.state.cache.tree.nodes()]
+        nodes = [(n.hint, n.hits, n.turn, n.fan_out, n.priority_until) for n in all_nodes(machine.cache)]
         now = books, machine.manager.stats(), inspect.runs(), inspect.snapshot(), block, nodes, self._told
         self._digest.update(repr(_listed(now)).encode())
         self.letters += self._digest.hexdigest()[0]

@@ -119,9 +119,9 @@ def extend(m: WildMachine, rng: Random) -> None:
         m.refused(InvalidArgumentError, lambda: m.manager.extend(request.handle, count, lookahead))
         return
     needs = m.ask(lambda: m.manager.blocks_needed(request.handle, count, lookahead))
-    supply = [pool.num_free + pool.num_cached - pool.num_pinned for pool in m.state.gpu_pools]
+    supply = [pool.num_free + pool.num_cached - pool.num_pinned for pool in m.cache.gpu_pools]
     done, slots = m.attempt(lambda: m.manager.extend(request.handle, count, lookahead), OutOfBlocksError)
-    if not m.state.cache.orders.quotas:
+    if not m.cache.orders.quotas:
         assert done == all(n <= s for n, s in zip(needs, supply, strict=True)), f"{needs} of {supply}, done={done}"
     if not done:
         return

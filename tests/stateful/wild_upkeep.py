@@ -12,6 +12,7 @@ from wild_requests import draw_prompt
 
 from kvpool import Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, SequenceStateError
+from kvpool.prefix.tree import numbers_in_use
 
 MAX_BLOCKS = 30
 MOMENT = 0.0625  # seconds; exact, as all times here are
@@ -40,7 +41,7 @@ def pin(m: WildMachine, rng: Random) -> None:
 def unpin(m: WildMachine, rng: Random) -> None:
     if m.pins:
         chosen = m.pins.pop(rng.randrange(len(m.pins)))
-        is_active = chosen.pin_id in m.manager.cache.pins.active
+        is_active = chosen.pin_id in m.cache.pins
         done, _ = m.attempt(lambda: m.manager.cache.unpin(chosen), InvalidArgumentError)
         assert done == is_active
 
@@ -61,7 +62,7 @@ def wait(m: WildMachine, rng: Random) -> None:
     m.now += rng.choice((0.125, 1.0, 3.0, 6.0, 25.0))
     if rng.random() < 0.5:
         m.manager.cache.gc()
-        assert all(pin.expires_at > m.now for pin in m.manager.cache.pins.active.values())
+        assert all(pin.expires_at > m.now for pin in m.cache.pins.values())
 
 
 def wait_for_a_deadline(m: WildMachine, rng: Random) -> None:
@@ -125,14 +126,14 @@ def offload(m: WildMachine, rng: Random) -> None:
 def onboard(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
     done, _ = m.attempt(lambda: m.manager.cache.onboard(**m.naming(tokens, scope)), OutOfBlocksError)
-    if done and m.config.enable_prefix_caching and not m.state.cache.orders.quotas:
+    if done and m.config.enable_prefix_caching and not m.cache.orders.quotas:
         assert set(m.manager.match_prefix(**m.naming(tokens, scope)).tokens_by_tier) <= {Tier.GPU}
 
 
 def defragment(m: WildMachine, rng: Random) -> None:
     _, tier = draw_pool(m, rng)
     m.manager.cache.defragment(tier)
-    for tiers in m.state.pools:
+    for tiers in m.cache.pools:
         pool = tiers[tier]
         in_use = pool.num_blocks - pool.num_free
         assert all(block >= in_use for block in pool.free_ids().tolist()), "a hole is left"
@@ -141,13 +142,13 @@ def defragment(m: WildMachine, rng: Random) -> None:
 def resize(m: WildMachine, rng: Random) -> None:
     """Also to nothing at all on the lower tiers, and back."""
     pool, tier = draw_pool(m, rng)
-    current = m.state.pools[pool][tier].num_blocks
+    current = m.cache.pools[pool][tier].num_blocks
     wanted = max(0 if tier > Tier.GPU else 1, min(current + rng.randrange(-4, 5), MAX_BLOCKS))
     if tier > Tier.GPU and rng.random() < 0.2:
         wanted = rng.choice((0, 1, 5))
     done, result = m.attempt(lambda: m.manager.cache.resize(wanted, pool=pool, tier=tier), OutOfBlocksError)
     if done:
-        assert m.state.pools[pool][tier].num_blocks == result.num_blocks == wanted
+        assert m.cache.pools[pool][tier].num_blocks == result.num_blocks == wanted
         m.bytes.cells(m.bytes.pools.index(pool), tier)  # it grows at once: copies may use what the next resize takes
 
 
@@ -197,7 +198,7 @@ def invalidate(m: WildMachine, rng: Random) -> None:
 def forget_items(m: WildMachine, rng: Random) -> None:
     """What nobody holds is forgotten, what somebody holds is not."""
     with m.manager._guard:  # as every operation that may change something
-        m.state.rows.symbols.forget_all_but(m.state.numbers_in_use())
+        m.cache.rows.symbols.forget_all_but(numbers_in_use(m.cache))
 
 
 def listen_again(m: WildMachine, rng: Random) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.core.cache import Pin
 from kvpool.errors import KVPoolError
-from kvpool.prefix.readers import Pin
 from managers import FULL, make_manager
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=8)

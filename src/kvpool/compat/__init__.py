@@ -42,9 +42,9 @@ from kvpool.compat.vllm_v0 import BlockManager
 from kvpool.compat.vllm_v0_evictor import Evictor
 from kvpool.compat.vllm_v0_parts import CacheEngine, NaiveBlockAllocator, PrefixCachingBlockAllocator
 from kvpool.compat.vllm_v0_utils import Device, KVCacheUtils
+from kvpool.core.cache import AllocStatus
+from kvpool.core.handle import BlockTable
 from kvpool.scheduling import Scheduler
-from kvpool.sequences.handle import BlockTable
-from kvpool.sequences.state import AllocStatus
 
 __all__ = [
     "AllocStatus",

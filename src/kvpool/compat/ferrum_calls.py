@@ -24,10 +24,10 @@ from kvpool.compat.ferrum_prefixes import (
     refuse_prefix,
 )
 from kvpool.config import Tier
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import contain
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
 from kvpool.compat.ferrum_types import AllocationRequest, check_request
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import MAX_BLOCKS
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
 

@@ -13,13 +13,13 @@ import numpy as np
 from kvpool.checks import as_count, check_int, show
 from kvpool.compat.adapter import Adapter
 from kvpool.config import Tier
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.inspection import KVCacheBlock
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor

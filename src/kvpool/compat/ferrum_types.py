@@ -12,10 +12,10 @@ from kvpool.checks import as_count, show
 from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div
+from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager.arguments import is_among
 from kvpool.pools.arrays import as_token_array
-from kvpool.prefix.retention import Retention, TokenRange
 
 
 class Device(str, Enum):

@@ -17,10 +17,10 @@ from kvpool.compat.pyagent_blocks import KVCacheAllocator, KVCacheBlock, KVCache
 from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, Fraction, KVCacheConfig, check_config
 from kvpool.config import Tier
 from kvpool.config.layers import DType as StoredType
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError
 from kvpool.manager import KVCacheManager as Manager
 from kvpool.manager.guard import PressureChange, contain
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
 __all__ = [

@@ -19,6 +19,8 @@ from kvpool.compat.vllm_v0_evictor import Evictor
 from kvpool.compat.vllm_v0_utils import check_sizes, scope_of, tier_of
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, ceil_div
+from kvpool.core.cache import AllocStatus
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -30,8 +32,6 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.manager import KVCacheManager
 from kvpool.manager.arguments import is_among
 from kvpool.pools.groups import kind_of
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.state import AllocStatus
 
 Pairs = list[tuple[int, int]]
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvpool.checks import as_flag, show
 from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
+from kvpool.core.retention import Retention
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
 from kvpool.engine.engine_parts import assemble
@@ -53,7 +54,6 @@ from kvpool.engine.thread import EngineThread
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import ReuseHint, ReuseScope

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple
 
 from kvpool.checks import as_flag, show
+from kvpool.core.retention import Retention
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import PromptScores
@@ -21,7 +22,6 @@ from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
 

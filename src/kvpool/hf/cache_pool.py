@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpool.config import KVCacheConfig, LayerSpec, StateSpec
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
@@ -23,7 +24,6 @@ from kvpool.model.probing import ModelShape, inspect_model
 from kvpool.model.states import state_modules
 from kvpool.pools.arrays import BoolArray, as_token_array
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier

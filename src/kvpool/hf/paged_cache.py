@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from kvpool.checks import show
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers
@@ -20,7 +21,6 @@ from kvpool.kernels.write import read_values
 from kvpool.model.states import StateModule
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.states import StatePlaces
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload

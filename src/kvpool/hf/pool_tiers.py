@@ -12,12 +12,12 @@ import time
 from collections.abc import Hashable
 
 from kvpool.config import Tier
+from kvpool.core.handle import KVCacheHandle
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.quiet import QuietErrors
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.cache_blocks import OfferProgress

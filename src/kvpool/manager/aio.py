@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvpool.checks import as_flag
+from kvpool.core.cache import Admission, AllocStatus
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -23,9 +25,7 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.manager import KVCacheManager
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
-from kvpool.sequences.state import Admission, AllocStatus
 
 PROMPT_OPTIONS = ("scope", "multimodal", "cross_tokens")  # of `allocate`: what belongs to the prompt
 ADMISSION_OPTIONS = ("num_tokens", "reserve", "lookahead", *PROMPT_OPTIONS)  # what decides whether it fits

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from kvpool.checks import as_count, as_duration, show
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.retention import Retention
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.pools.arrays import Int64Array, as_array
-from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 
 
 def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[], EvictionPolicy]:

@@ -8,30 +8,23 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
+from kvpool.core.cache import Cache
+from kvpool.core.node import Node, path_ids
 from kvpool.errors import InvariantError
-from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
-from kvpool.prefix.node import Node, path_ids
-from kvpool.sequences.state import CacheState
+from kvpool.prefix.tree import all_nodes, numbers_in_use
 
 
 class Checker:
     """One pass over the whole state. Owners of every block are collected here and compared with the pools' books."""
 
-    def __init__(self, state: CacheState, pins: Pins) -> None:
-        self.state = state
-        self.cache = state.cache
-        self.context = state.context
-        self.tree = state.cache.tree
-        self.readers = state.cache.readers
-        self.windows = state.cache.windows
-        self.rows = state.rows
-        self.in_flight = state.in_flight
-        self.pins = pins
-        self.nodes = list(self.tree.nodes())
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.rows = cache.rows
+        self.nodes = list(all_nodes(cache))
         for node in self.nodes:
-            self.context.sync(node)
+            cache.sync(node)
         # per (pool, tier): who holds a block privately, which blocks nodes own, how many of those nobody reads
         self.private: Counter[tuple[int, int, int]] = Counter()
         self.uncounted: set[tuple[int, int]] = set()  # private GPU blocks of full groups: a single owner is not counted
@@ -48,7 +41,7 @@ class Checker:
         self.check_readers()
         self.check_windows()
         self.check_host_copies()
-        for tiers in self.state.pools:
+        for tiers in self.cache.pools:
             for pool in tiers:
                 self.check_pool(pool)
         self.check_policies()
@@ -62,20 +55,20 @@ class Checker:
     def check_rows(self) -> None:
         rows = self.rows
         live = rows.live_rows()
-        if len(live) != len(self.state.requests):
-            self.fail(f"{len(live)} rows for {len(self.state.requests)} requests")
+        if len(live) != len(self.cache.requests):
+            self.fail(f"{len(live)} rows for {len(self.cache.requests)} requests")
         for row in live:
             handle = rows.handles[row]
             assert handle is not None
             name = f"request {handle.request_id!r}"
             if handle.row != row:
                 self.fail(f"{name}: its handle says row {handle.row}, it lies in {row}")
-            if self.state.requests.get(handle.request_id) is not handle:
+            if self.cache.requests.get(handle.request_id) is not handle:
                 self.fail(f"{name}: not in the request index")
             reserved, written, committed = (int(a[row]) for a in (rows.reserved, rows.written, rows.committed))
             if not (reserved >= written >= committed >= 0):
                 self.fail(f"{name}: reserved {reserved}, written {written}, committed {committed}")
-            if int(rows.num_blocks[row]) * self.context.block_size < reserved:
+            if int(rows.num_blocks[row]) * self.cache.block_size < reserved:
                 self.fail(f"{name}: too few blocks for {reserved}")
             if handle.swapped is not None:
                 self.check_swapped(row, name)
@@ -92,7 +85,7 @@ class Checker:
             if not (ids >= -1).all():
                 self.fail(f"{name}: {ids.min(initial=-1)} is no host block, and not -1 for none")
             for block in ids[ids >= 0].tolist():
-                self.private[self.state.groups[group].pool, Tier.HOST, block] += 1
+                self.private[self.cache.groups[group].pool, Tier.HOST, block] += 1
 
     def check_tables(self, row: int, name: str) -> None:
         rows = self.rows
@@ -105,7 +98,7 @@ class Checker:
             self.fail(f"{name}: {tip.end} published blocks, {used} in its table")
         self.check_following(row, tip, name)
         path = tip.path()
-        for group in self.state.groups:
+        for group in self.cache.groups:
             table = rows.tables[group.index]
             first, end = group.pick((tip.end, used), (0, cross))
             if not (table[row, end:] == -1).all():
@@ -124,7 +117,7 @@ class Checker:
                 self.private[group.pool, Tier.GPU, block] += 1
                 if not group.single_owner:
                     self.uncounted.add((group.pool, block))
-        final = min(int(rows.committed[row]), tip.end * self.context.block_size, int(rows.known[row]))
+        final = min(int(rows.committed[row]), tip.end * self.cache.block_size, int(rows.known[row]))
         if path:
             held = np.concatenate([node.tokens for node in path])[:final]
             if not (held == rows.token_ids(row)[:final]).all():
@@ -132,7 +125,7 @@ class Checker:
 
     def check_following(self, row: int, tip: Node, name: str) -> None:
         """A row knows which tokens its path holds, committed them without ids, or follows its path to the end."""
-        end = tip.end * self.context.block_size
+        end = tip.end * self.cache.block_size
         known, committed = int(self.rows.known[row]), int(self.rows.committed[row])
         follows = self.rows.following.get(row)
         if follows is None and end > max(known, committed):
@@ -163,7 +156,7 @@ class Checker:
     # --- tree --------------------------------------------------------------------------------------------------------
 
     def check_nodes(self) -> None:
-        size = self.context.block_size
+        size = self.cache.block_size
         for node in self.nodes:
             name = f"node at block {node.start}"
             if node.num_blocks <= 0:
@@ -192,7 +185,7 @@ class Checker:
             self.collect_blocks(node, name)
 
     def check_remainder(self, node: Node, name: str) -> None:
-        size = self.context.block_size
+        size = self.cache.block_size
         if node.num_blocks != 1:
             self.fail(f"{name}: is a remainder of {node.num_blocks} blocks")
         if not (0 < len(node.tokens) < size):
@@ -201,12 +194,12 @@ class Checker:
             self.fail(f"{name}: somebody builds on a remainder")
         if node.parent.open_row >= 0:
             self.fail(f"{name}: its parent still grows over this remainder")
-        if node.digests is not None and not self.context.events.tells_unfilled:
+        if node.digests is not None and not self.cache.events.tells_unfilled:
             self.fail(f"{name}: an unfilled block has a digest")
 
     def collect_blocks(self, node: Node, name: str) -> None:
         tier = int(node.tier)
-        for group in self.state.growing:
+        for group in self.cache.growing:
             pool, ids = group.pool, node.ids[group.index]
             if len(ids) != node.num_blocks:
                 self.fail(f"{name}: {len(ids)} ids in group {group.index} for {node.num_blocks} blocks")
@@ -230,7 +223,7 @@ class Checker:
             tip = self.rows.tips[row]
             assert tip is not None
             active[tip] += 1
-        for pin in self.pins.active.values():
+        for pin in self.cache.pins.values():
             if not pin.node.detached:
                 pins[pin.node] += 1
         for node in sorted(self.nodes, key=lambda n: -n.start):
@@ -243,7 +236,7 @@ class Checker:
             active[node.parent] += int(node.active > 0)
             if node.parent is not node.root:
                 pins[node.parent] += int(node.pins > 0)
-        for root in self.tree.roots.values():
+        for root in self.cache.roots.values():
             if root.active != active[root]:
                 self.fail(f"root {root.scope}: active {root.active}, counted {active[root]}")
             if not (root.children or root.active):
@@ -260,7 +253,7 @@ class Checker:
                     self.fail(f"block {block} of group {group.index} has {refs} references, {readers} readers")
                 if not refs:
                     self.idle[pool, tier] += 1
-                    self.pinned[pool, tier] += int(block in self.windows.pinned[pool])
+                    self.pinned[pool, tier] += int(block in self.cache.pinned_blocks[pool])
             elif not node.active:
                 self.idle[pool, tier] += 1
                 self.pinned[pool, tier] += int(node.pins > 0)
@@ -268,16 +261,16 @@ class Checker:
     def check_host_copies(self) -> None:
         """A host copy holds all that its run has on the GPU of full groups, and nothing else of windowed ones."""
         with_host_copy = {node for node in self.nodes if node.host_copy is not None}
-        if with_host_copy != set(self.context.host_copies.nodes):
+        if with_host_copy != set(self.cache.host_copies.nodes):
             self.fail("host copies are kept of other runs than those that have one")
-        counted = [0] * len(self.state.pools)
+        counted = [0] * len(self.cache.pools)
         for node in with_host_copy:
             name = f"host copy of the node at block {node.start}"
             assert node.host_copy is not None
             kept = node.tier == Tier.GPU and not node.detached and node.open_row < 0
             if not kept:
                 self.fail(f"{name}: its run is on {node.tier.name}, detached or still written")
-            for group in self.state.growing:
+            for group in self.cache.growing:
                 ids, there = node.ids[group.index], node.host_copy[group.index]
                 if len(ids) != len(there):
                     self.fail(f"{name}: {len(there)} ids in group {group.index} for {len(ids)} blocks")
@@ -290,7 +283,7 @@ class Checker:
                     self.host_copies.add((group.pool, block))
                     counted[group.pool] += 1
                     self.idle[group.pool, int(Tier.HOST)] += 1
-        booked = self.context.host_copies.num_blocks
+        booked = self.cache.host_copies.num_blocks
         if counted != booked:
             self.fail(f"{booked} blocks of host copies booked, {counted} counted")
 
@@ -357,23 +350,23 @@ class Checker:
                 self.fail(f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
 
     def check_encoded(self) -> None:
-        for (scope, num_tokens), holders in self.state.encoded.items():
+        for (scope, num_tokens), holders in self.cache.encoded.items():
             if not holders:
                 self.fail(f"nobody has the blocks for the encoder's input {scope.encoder!r}")
-            for group in self.state.fixed:
+            for group in self.cache.fixed:
                 tables = [self.rows.visible_blocks(group.index, row).tolist() for row in sorted(holders)]
-                needed = ceil_div(num_tokens, self.context.block_size)
+                needed = ceil_div(num_tokens, self.cache.block_size)
                 same = all(table == tables[0] and len(table) == needed for table in tables)
                 if not same:
                     self.fail(f"rows {sorted(holders)} have different blocks for the encoder's input: {tables}")
 
     def check_bookkeeping(self) -> None:
-        unknown = self.state.numbers_in_use() - self.rows.symbols.placeholders.keys()
+        unknown = numbers_in_use(self.cache) - self.rows.symbols.placeholders.keys()
         if unknown:
             self.fail(f"symbols {sorted(unknown)[:8]} of multimodal items are in use, but forgotten")
         runs = sum(not node.detached for node in self.nodes)
-        if runs != self.tree.num_runs:
-            self.fail(f"{runs} runs are in the tree, {self.tree.num_runs} are counted")
+        if runs != self.cache.num_runs:
+            self.fail(f"{runs} runs are in the tree, {self.cache.num_runs} are counted")
         shared = int(self.rows.shared.sum())  # of rows without a sequence, too: the next one would inherit the flag
         if shared != self.rows.num_shared:
             self.fail(f"{self.rows.num_shared} shared rows booked, {shared} flagged")
@@ -381,9 +374,9 @@ class Checker:
         if gone:
             self.fail(f"rows {gone} follow a fork, but hold no sequence")
         pinned = sum(node.num_blocks for node in self.nodes if node.pins)
-        if pinned != self.readers.pinned_blocks:
-            self.fail(f"{self.readers.pinned_blocks} pinned positions booked, {pinned} counted")
-        for (tip, _), row in self.in_flight.rows_by_block.items():
+        if pinned != self.cache.pinned_positions:
+            self.fail(f"{self.cache.pinned_positions} pinned positions booked, {pinned} counted")
+        for (tip, _), row in self.cache.producers.items():
             handle = self.rows.handles[row]
             if not (handle is not None and self.rows.tips[row] is tip):
                 self.fail(f"row {row} is tracked in flight at a node it left")

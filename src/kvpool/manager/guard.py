@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvpool.checks import show
+from kvpool.core.cache import Cache
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.prefix.evict import copy_ahead
+from kvpool.prefix.expiry import expire
 from kvpool.quiet import QuietErrors
-from kvpool.sequences.state import CacheState
 from kvpool.stats import MemoryPressure
 
 log = logging.getLogger("kvpool")
@@ -36,16 +38,14 @@ class PressureChange(NamedTuple):
 class Guard:
     """`with guard:` around every public operation that may change something, `with guard.query:` around the others."""
 
-    def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
-        self.lock = state.rows.lock
+    def __init__(self, cache: Cache, levels: Sequence[float]) -> None:
+        self.lock = cache.rows.lock
         self.query = Query(self)
-        self.state = state
-        self.context = state.context
-        self.expiry = state.cache.expiry
-        self.calendar = state.cache.expiry.calendar
-        self.host_copies = state.context.host_copies
-        self.failures = state.context.failures
-        self.first_pool = state.gpu_pools[0]
+        self.cache = cache
+        self.calendar = cache.calendar
+        self.host_copies = cache.host_copies
+        self.failures = cache.failures
+        self.first_pool = cache.gpu_pools[0]
         self.levels = tuple(levels)
         self.calm_from = self.calm_until = (
             0  # while the only pool's referenced blocks lie there, the level cannot change
@@ -63,17 +63,17 @@ class Guard:
     def __enter__(self) -> None:
         """Takes the lock; the outermost operation first does what is due."""
         self.lock.acquire()
-        context = self.context
-        context.tick += 1
+        cache = self.cache
+        cache.tick += 1
         self._depth += 1
         if self._depth > 1:  # an operation inside another one happens at the same moment
             return
         try:
-            context.now = now = context.clock()
+            cache.now = now = cache.clock()
             self.num_expired = 0
             if self.calendar.next <= now:
-                context.version += 1
-                self.num_expired = self.expiry.run()
+                cache.version += 1
+                self.num_expired = expire(cache)
         except BaseException:
             self._depth = 0
             self.lock.release()
@@ -81,17 +81,17 @@ class Guard:
 
     def __exit__(self, raised: type[BaseException] | None = None, *_: object) -> None:
         """Gives the lock back. What was found in the cache before holds no longer, unless the operation was refused."""
-        context = self.context
+        cache = self.cache
         if raised is None or not issubclass(raised, KVPoolError):
-            context.version += 1
+            cache.version += 1
         if self._depth > 1:
             self._depth -= 1
             self.lock.release()
             return
         try:
             if self.host_copies.waiting:
-                context.version += 1
-                self.state.cache.copy_ahead()
+                cache.version += 1
+                copy_ahead(cache)
             pool = self.first_pool
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:
@@ -110,8 +110,8 @@ class Guard:
 
     def go_on(self) -> None:
         """Begins the next part of an operation that does several in one: it has its own tick and finds the cache anew."""
-        self.context.tick += 1
-        self.context.version += 1
+        self.cache.tick += 1
+        self.cache.version += 1
 
     # --- who listens -------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Guard:
         """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
         for observer in self.observers:
             try:
-                observer.done(verb, self.context.now, result, arguments)
+                observer.done(verb, self.cache.now, result, arguments)
             except Exception as error:
                 self.failures.append(("an observer raised; the manager is not affected", error))
 
@@ -197,19 +197,19 @@ class Guard:
     def _measure(self) -> None:
         """Notes a change of the pressure level for delivery, and peaks on the way."""
         fullest, at = 0.0, 0
-        for pool in self.state.gpu_pools:
+        for pool in self.cache.gpu_pools:
             pool.note_peak()
             used = pool.num_referenced / pool.num_blocks if pool.num_blocks else 0.0
             if used > fullest:
                 fullest, at = used, pool.index
         level = MemoryPressure(sum(fullest >= limit for limit in self.levels))
-        if len(self.state.gpu_pools) == 1:
+        if len(self.cache.gpu_pools) == 1:
             edges = [0, *(_fewest(limit, pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
             self.calm_from, self.calm_until = edges[level], edges[level + 1]
         if level == self.level:
             return
         previous, self.level = self.level, level
-        pool = self.state.gpu_pools[at]
+        pool = self.cache.gpu_pools[at]
         direction = "rose" if level > previous else "fell"
         reason = (
             f"pool {at}: {pool.num_referenced} of {pool.num_blocks} blocks in use, {pool.num_cached} cached, "
@@ -228,7 +228,7 @@ class Query:
         guard = self.guard
         guard.__enter__()
         if guard._depth > 1:  # in the middle of another operation: what was found before it may be gone
-            guard.context.version += 1
+            guard.cache.version += 1
 
     def __exit__(self, *exc_info: object) -> None:
         self.guard.__exit__(KVPoolError)  # as an operation that was refused: nothing changed

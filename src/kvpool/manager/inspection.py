@@ -18,14 +18,15 @@ import numpy.typing as npt
 
 from kvpool.checks import as_count
 from kvpool.config import Tier
+from kvpool.core.cache import LOCAL_TIERS, Cache
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.node import Node
 from kvpool.manager.guard import Guard
-from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree import all_nodes
+from kvpool.prefix.windows import idle_blocks
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.state import LOCAL_TIERS, CacheState
 from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, PoolStats
 
 PIECE: Final = 256  # runs that are read while the lock is held
@@ -154,20 +155,16 @@ _OF_NODE = attrgetter(
 class Inspector:
     """Answers questions about the cache, most of them by looking at everything."""
 
-    def __init__(self, state: CacheState, guard: Guard, pins: Pins) -> None:
-        self.state = state
+    def __init__(self, cache: Cache, guard: Guard) -> None:
+        self.cache = cache
         self.guard = guard
-        self.pins = pins
-        self.context = state.context
-        self.tree = state.cache.tree
-        self.windows = state.cache.windows
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
     @property
     def now(self) -> float:
         """The time by the manager's clock."""
-        return self.context.clock()
+        return self.cache.clock()
 
     @property
     def pressure(self) -> MemoryPressure:
@@ -178,35 +175,35 @@ class Inspector:
     def usage(self) -> float:
         """The fraction of the fullest GPU pool that live sequences hold."""
         with self.guard.lock:
-            return max(pool.num_referenced / pool.num_blocks for pool in self.state.gpu_pools)
+            return max(pool.num_referenced / pool.num_blocks for pool in self.cache.gpu_pools)
 
     @property
     def policy_name(self) -> str:
         """The name of the eviction policy."""
-        return self.state.cache.orders.policies[GPU].name
+        return self.cache.orders.policies[GPU].name
 
     @property
     def table_shape(self) -> tuple[int, int, int]:
         """How much memory block tables take: layer groups, rows and columns, grown as live sequences needed them."""
         with self.guard.lock:
-            tables = self.state.rows.tables
+            tables = self.cache.rows.tables
             return (len(tables), *tables[0].shape)
 
     def num_free_blocks(self, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Blocks on the free list (evictable cached blocks not included; see `stats`)."""
         with self.guard.lock:
-            return int(self.state.pool(pool, tier).num_free)
+            return int(self.cache.pool(pool, tier).num_free)
 
     def num_blocks(self, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Blocks of a pool on one tier, as large as it is now."""
         with self.guard.lock:
-            return int(self.state.pool(pool, tier).num_blocks)
+            return int(self.cache.pool(pool, tier).num_blocks)
 
     def has_tier(self, *tiers: Tier) -> bool:
         """Whether any of these tiers has blocks now."""
         with self.guard.lock:
             return any(
-                self.state.pool(index, tier).num_blocks for index in range(len(self.state.pools)) for tier in tiers
+                self.cache.pool(index, tier).num_blocks for index in range(len(self.cache.pools)) for tier in tiers
             )
 
     def stats(self) -> CacheStats:
@@ -219,14 +216,14 @@ class Inspector:
     def block(self, block_id: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> KVCacheBlock:
         """Who uses one block, and as what. Looks at everything: for people and tests, not for engines."""
         with self.guard.query:
-            chosen = self.state.pool(pool, tier)
+            chosen = self.cache.pool(pool, tier)
             as_count(block_id, "block_id", maximum=chosen.num_blocks - 1)
             return self._block(chosen, block_id)
 
     def runs(self) -> list[CachedRun]:
         """Every run of blocks that can be found, parents before children. Looks at everything: for people and tests."""
         with self.guard.query:
-            read, now = self.runs_snapshot(), self.context.now
+            read, now = self.runs_snapshot(), self.cache.now
         ends = np.cumsum(read.num_blocks)
         found = []
         for i, (end, length) in enumerate(zip(ends.tolist(), read.num_blocks.tolist(), strict=True)):
@@ -254,26 +251,28 @@ class Inspector:
         from kvpool.manager.checks import Checker  # nobody else needs it
 
         with self.guard.query:
-            Checker(self.state, self.pins).run()
+            Checker(self.cache).run()
 
     # --- everything at once ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """Every block and every live sequence as arrays, at one moment. Cheap enough for many a second."""
-        state = self.state
+        cache = self.cache
         with self.guard.lock:
-            handles = [state.rows.handles[row] for row in state.rows.live_rows()]
-            sequences = tuple(_sequence(state, handle) for handle in handles if handle is not None)
+            handles = [cache.rows.handles[row] for row in cache.rows.live_rows()]
+            sequences = tuple(_sequence(cache, handle) for handle in handles if handle is not None)
             pools = tuple(
-                _pool(state, pool, sequences)
-                for tiers in state.pools
+                _pool(cache, pool, sequences)
+                for tiers in cache.pools
                 for pool in tiers
                 if pool.num_blocks or pool.tier == GPU
             )
             kept = tuple(
-                (index, np.fromiter(ids, np.int32, len(ids))) for index, ids in enumerate(self.windows.pinned) if ids
+                (index, np.fromiter(ids, np.int32, len(ids)))
+                for index, ids in enumerate(self.cache.pinned_blocks)
+                if ids
             )
-            return Snapshot(self.context.tick, self.context.clock(), pools, sequences, kept, _counts(state.counters))
+            return Snapshot(self.cache.tick, self.cache.clock(), pools, sequences, kept, _counts(cache.counters))
 
     def runs_snapshot(self) -> RunsSnapshot:
         """Every cached run as arrays. Takes a few microseconds for each run, and lets others in between.
@@ -281,13 +280,13 @@ class Inspector:
         What is added, divided or taken out between two pieces may be missing; each run that is there is as it was at
         one moment.
         """
-        context = self.context
+        cache = self.cache
         nodes: list[tuple[Any, ...]] = []
         parents: list[int] = []
         scope: list[int] = []
-        ids: list[list[Int32Array]] = [[_NO_IDS] for _ in context.cached]
+        ids: list[list[Int32Array]] = [[_NO_IDS] for _ in cache.growing]
         with self.guard.lock:
-            roots = list(self.tree.roots.values())
+            roots = list(self.cache.roots.values())
             stack = [(child, -1, place) for place, root in enumerate(roots) for child in (root.children or {}).values()]
         while stack:
             with self.guard.lock:
@@ -297,7 +296,7 @@ class Inspector:
                     if node.detached:  # since its parent was read
                         continue
                     if node.open_row >= 0:
-                        context.sync(node)
+                        cache.sync(node)
                     if node.children is not None:
                         mine = len(nodes) + len(piece)
                         stack.extend([(child, mine, place) for child in node.children.values()])
@@ -326,8 +325,8 @@ class Inspector:
             scope=np.array(scope, np.int64),
             scopes=tuple(root.scope for root in roots),
             block_ids=tuple(map(np.concatenate, ids)),
-            pools=tuple(group.pool for group in context.cached),
-            slides=tuple(group.slides for group in context.cached),
+            pools=tuple(group.pool for group in cache.growing),
+            slides=tuple(group.slides for group in cache.growing),
         )
 
     # --- the work ----------------------------------------------------------------------------------------------------
@@ -350,12 +349,14 @@ class Inspector:
         elif node is None:
             state = BlockState.FREE
         else:
-            by_itself = pool.tier == GPU and group is not None and self.context.groups[group].slides
+            by_itself = pool.tier == GPU and group is not None and self.cache.groups[group].slides
             pinned = (
-                block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0 and node.tier == pool.tier
+                block_id in self.cache.pinned_blocks[pool.index]
+                if by_itself
+                else node.pins > 0 and node.tier == pool.tier
             )
             state = BlockState.PINNED if pinned else BlockState.CACHED
-        position = None if column is None else column * self.context.block_size
+        position = None if column is None else column * self.cache.block_size
         published = node is not None and not node.detached
         priority = None if node is None else node.priority
         return KVCacheBlock(
@@ -363,22 +364,22 @@ class Inspector:
         )
 
     def _counted(self) -> CacheStats:
-        state = self.state
-        counters = state.counters
+        cache = self.cache
+        counters = cache.counters
         pools = tuple(
             PoolStats(
                 pool.index,
                 pool.tier,
-                state.config.pools[pool.index].groups,
+                cache.config.pools[pool.index].groups,
                 pool.num_blocks,
                 pool.num_free,
                 pool.num_referenced,
                 pool.num_cached,
                 pool.num_pinned,
                 pool.peak_referenced,
-                state.config.pools[pool.index].block_bytes,
+                cache.config.pools[pool.index].block_bytes,
             )
-            for tiers in state.pools
+            for tiers in cache.pools
             for pool in tiers
             if pool.num_blocks or pool.tier == Tier.GPU
         )
@@ -409,27 +410,27 @@ class Inspector:
         return CacheStats(
             pools=pools,
             groups=self._groups(),
-            num_sequences=len(state.requests),
-            num_swapped=sum(handle.swapped is not None for handle in state.requests.values()),
-            num_cached_runs=state.cache.tree.num_runs,
+            num_sequences=len(cache.requests),
+            num_swapped=sum(handle.swapped is not None for handle in cache.requests.values()),
+            num_cached_runs=self.cache.num_runs,
             hit_tokens={tier.name: counters.hit_tokens[tier] for tier in Tier},
             hit_blocks={tier.name: counters.hit_blocks[tier] for tier in Tier},
             evictions=dict(counters.evictions),
             lifetime_seconds=counters.lifetime.summary(),
             idle_before_eviction_seconds=counters.idle_before_eviction.summary(),
             reuse_gap_seconds=counters.reuse_gap.summary(),
-            tenants={tenant: tuple(quota.cached) for tenant, quota in state.cache.orders.quotas.items()},
+            tenants={tenant: tuple(quota.cached) for tenant, quota in self.cache.orders.quotas.items()},
             pressure=self.pressure,
             **same,
         )
 
     def _held(self, pool: BlockPool) -> Iterator[tuple[Hashable, int, Int32Array]]:
         """(request, group, ids) of every live sequence with blocks in a pool."""
-        rows = self.state.rows
+        rows = self.cache.rows
         for row in rows.live_rows():
             handle = rows.handles[row]
             assert handle is not None
-            for group in self.state.config.pools[pool.index].groups:
+            for group in self.cache.config.pools[pool.index].groups:
                 if handle.swapped is None and pool.tier == GPU:
                     yield handle.request_id, group, rows.visible_blocks(group, row)
                 elif handle.swapped is not None and pool.tier == Tier.HOST:
@@ -437,23 +438,23 @@ class Inspector:
 
     def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int, Int32Array]]:
         """(node, group, ids) of every run with blocks in a pool, or with a host copy there."""
-        for node in self.tree.nodes():
-            self.context.sync(node)
+        for node in all_nodes(self.cache):
+            self.cache.sync(node)
             held = node.ids if node.tier == pool.tier else node.host_copy if pool.tier == Tier.HOST else None
             if held is not None:
-                for group in self.context.cached:
+                for group in self.cache.growing:
                     if group.pool == pool.index:
                         yield node, group.index, held[group.index]
 
     def _groups(self) -> tuple[GroupStats, ...]:
         """Blocks in use per layer group and tier. Groups with a pool of their own are read off it."""
         found: list[GroupStats] = []
-        for spec in self.state.groups:
+        for spec in self.cache.groups:
             for tier in LOCAL_TIERS:
-                pool = self.state.pools[spec.pool][tier]
+                pool = self.cache.pools[spec.pool][tier]
                 if not pool.num_blocks:
                     continue
-                if len(self.state.config.pools[spec.pool].groups) == 1:
+                if len(self.cache.config.pools[spec.pool].groups) == 1:
                     counts = (pool.num_referenced, pool.num_cached, pool.num_pinned)
                 else:
                     counts = self._count(spec.index, pool)
@@ -471,7 +472,7 @@ class Inspector:
             if node.tier != pool.tier:  # its host copy
                 idle, kept = int((ids >= 0).sum()), 0
             else:
-                idle, kept = self.windows.idle_blocks(node, self.context.groups[group])
+                idle, kept = idle_blocks(self.cache, node, self.cache.groups[group])
             cached += idle
             pinned += kept
         return referenced, cached, pinned
@@ -483,8 +484,8 @@ def _counts(counters: Counters) -> dict[str, int]:
     return counts | {f"evictions.{reason}": count for reason, count in counters.evictions.items()}
 
 
-def _sequence(state: CacheState, handle: KVCacheHandle) -> SequenceSnapshot:
-    rows, row = state.rows, handle.row
+def _sequence(cache: Cache, handle: KVCacheHandle) -> SequenceSnapshot:
+    rows, row = cache.rows, handle.row
     if handle.swapped is not None:
         tables = tuple(ids.copy() for ids in handle.swapped.ids)
     else:
@@ -503,12 +504,12 @@ def _sequence(state: CacheState, handle: KVCacheHandle) -> SequenceSnapshot:
     )
 
 
-def _pool(state: CacheState, pool: BlockPool, sequences: tuple[SequenceSnapshot, ...]) -> PoolSnapshot:
+def _pool(cache: Cache, pool: BlockPool, sequences: tuple[SequenceSnapshot, ...]) -> PoolSnapshot:
     is_free = np.zeros(pool.num_blocks, np.bool_)
     is_free[pool.free_ids()] = True
     count = np.zeros(pool.num_blocks, np.int32)
     holder = np.full(pool.num_blocks, -1, np.int32)
-    groups = state.config.pools[pool.index].groups
+    groups = cache.config.pools[pool.index].groups
     held, whose = [], []
     for place, sequence in enumerate(sequences):
         if pool.tier == (Tier.HOST if sequence.is_swapped else GPU):

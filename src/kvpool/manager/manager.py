@@ -30,6 +30,9 @@ import numpy as np
 from kvpool.checks import as_count, as_flag
 from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
+from kvpool.core.cache import Admission, Cache
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.retention import Retention
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -40,35 +43,36 @@ from kvpool.errors import (
 )
 from kvpool.events import Created, Event, EventLog, Subscription
 from kvpool.eviction import EvictionPolicy
-from kvpool.manager.arguments import (
-    as_counts,
-    as_policy_factory,
-    check_counts,
-    check_keeping,
-    check_requests,
-    is_among,
-)
+from kvpool.manager.arguments import as_counts, as_policy_factory, check_counts, check_keeping, check_requests, is_among
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
 from kvpool.manager.upkeep import CacheUpkeep
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_token_array
 from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.announcer import stored_now
+from kvpool.prefix.tree import store_logits
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
-from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
-from kvpool.sequences.allocate import Allocator
+from kvpool.sequences.admission import PrefixMatch, can_allocate, is_whole, query_prefix
+from kvpool.sequences.allocate import allocate, fork
 from kvpool.sequences.batch import SequenceBatch, as_handles
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
-from kvpool.sequences.release import Releaser
-from kvpool.sequences.rewind import Rewinder
-from kvpool.sequences.state import Admission, CacheState
-from kvpool.sequences.states import RowStates, StatePlaces
-from kvpool.sequences.step import Stepper
-from kvpool.sequences.swap import Swapper
-from kvpool.sequences.tokens import writable_blocks
-from kvpool.sequences.windows import RowWindows
+from kvpool.sequences.release import free, free_batch
+from kvpool.sequences.rewind import rewind
+from kvpool.sequences.states import StatePlaces, next_stop
+from kvpool.sequences.step import (
+    blocks_needed,
+    commit_prompt,
+    commit_rows,
+    commit_step,
+    extend,
+    mark_written,
+    slot_mapping,
+    state_places,
+)
+from kvpool.sequences.swap import can_swap_in, can_swap_out, swap_in, swap_out
+from kvpool.sequences.tokens import items_begun, writable_blocks
+from kvpool.sequences.windows import slide_windows
 from kvpool.stats import CacheStats
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
@@ -110,19 +114,10 @@ class KVCacheManager:
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         lock = threading.RLock()
-        self._state = CacheState(config, new_policy, clock, self.events, lock)
-        self._guard = Guard(self._state, config.pressure_levels)
-        self._admissions = AdmissionPlanner(self._state)
-        self._windows = RowWindows(self._state)
-        self._allocator = Allocator(self._state, self._admissions, self._windows)
-        stateful = self._state.stateful
-        self._states = None if stateful is None else RowStates(self._state, stateful)
-        self._stepper = Stepper(self._state, self._windows, self._states)
-        self._rewinder = Rewinder(self._state, self._windows, self._states)
-        self._releaser = Releaser(self._state, self._windows)
-        self._swapper = Swapper(self._state, self._allocator, self._releaser)
-        self.cache = CacheUpkeep(self._state, self._guard, self._admissions)
-        self.inspect = Inspector(self._state, self._guard, self.cache.pins)
+        self._cache = Cache(config, new_policy, clock, self.events, lock)
+        self._guard = Guard(self._cache, config.pressure_levels)
+        self.cache = CacheUpkeep(self._cache, self._guard)
+        self.inspect = Inspector(self._cache, self._guard)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +127,7 @@ class KVCacheManager:
         """What would a request for `tokens` reuse? Changes nothing, not even the order of eviction."""
         prompt = as_prompt(tokens, scope, multimodal)
         with self._guard.query:
-            return self._admissions.query(prompt)
+            return query_prefix(self._cache, prompt)
 
     def can_allocate(
         self,
@@ -156,7 +151,7 @@ class KVCacheManager:
         if wait_for_prefix is not False:
             wait_for_prefix = as_flag(wait_for_prefix, "wait_for_prefix")
         with self._guard.query:
-            return self._admissions.can_allocate(prompt, places, lookahead, wait_for_prefix)
+            return can_allocate(self._cache, prompt, places, lookahead, wait_for_prefix)
 
     def allocate(
         self,
@@ -248,7 +243,7 @@ class KVCacheManager:
             check_keeping(ttl, retention, session)
         if hint is not None:
             check_hint(hint)
-        limit, ids = self._state.max_seq_len, prompt._tokens
+        limit, ids = self._cache.max_seq_len, prompt._tokens
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
             if longest > limit:
@@ -270,17 +265,17 @@ class KVCacheManager:
         reserve: int | None,
     ) -> KVCacheHandle:
         """Admits a request whose arguments are checked, inside an operation."""
-        state, scope, cross_tokens = self._state, prompt._scope, prompt._cross_tokens
-        if is_among(request_id, state.requests):
+        cache, scope, cross_tokens = self._cache, prompt._scope, prompt._cross_tokens
+        if is_among(request_id, cache.requests):
             raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
-        handle = KVCacheHandle(state.rows, request_id, scope)
+        handle = KVCacheHandle(cache.rows, request_id, scope)
         handle.retention = retention
-        handle.ttl = ttl if ttl is not None else state.default_ttl
+        handle.ttl = ttl if ttl is not None else cache.default_ttl
         handle.session = session
         handle.encoder_tokens = cross_tokens
         handle.is_lease = lease
-        handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
-        found = self._allocator.allocate(handle, prompt, places, lookahead)
+        handle.publishes = cache.caches_prefixes and (not cross_tokens or scope.encoder != "")
+        found = allocate(self._cache, handle, prompt, places, lookahead)
         if self._guard.observers:
             options = dict(
                 num_tokens=num_tokens,
@@ -321,7 +316,7 @@ class KVCacheManager:
             total = 0 if prompt._tokens is None else len(prompt._tokens)
             if not total:
                 raise InvalidArgumentError("a request needs at least one token")
-        if prompt._cross_tokens and not self._state.fixed:
+        if prompt._cross_tokens and not self._cache.fixed:
             raise InvalidArgumentError(
                 f"cross_tokens={prompt.cross_tokens}, but no layer of this model is cross_attention"
             )
@@ -330,20 +325,20 @@ class KVCacheManager:
         return prompt, as_count(reserve, "reserve", maximum=total)
 
     def _is_live(self, request_id: Hashable) -> bool:
-        return is_among(request_id, self._state.requests)
+        return is_among(request_id, self._cache.requests)
 
     def get(self, request_id: Hashable) -> KVCacheHandle:
         """The handle of a live request."""
         with self._guard.lock:
             if not self._is_live(request_id):
                 raise UnknownRequestError(f"no live request has the id {request_id!r}")
-            return self._state.requests[request_id]
+            return self._cache.requests[request_id]
 
     @property
     def handles(self) -> list[KVCacheHandle]:
         """All live requests, in order of admission."""
         with self._guard.lock:
-            return sorted(self._state.requests.values(), key=attrgetter("serial"))
+            return sorted(self._cache.requests.values(), key=attrgetter("serial"))
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -352,7 +347,7 @@ class KVCacheManager:
         if isinstance(handles, SequenceBatch):
             return handles
         with self._guard.lock:
-            return SequenceBatch(self._state, handles)
+            return SequenceBatch(self._cache, handles)
 
     def extend(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> Int32Array:
         """Reserves places for `num_tokens` more tokens; returns their slots, [layer group, token]."""
@@ -378,7 +373,7 @@ class KVCacheManager:
         with self._guard:
             chosen = self._batch(batch)
             check_counts(counts, len(chosen))
-            slots = self._stepper.extend(chosen, counts, lookahead, out)
+            slots = extend(self._cache, chosen, counts, lookahead, out)
             if self._guard.observers:
                 self._guard.tell("extend_batch", slots, chosen, counts, lookahead)
             return slots
@@ -391,7 +386,7 @@ class KVCacheManager:
         """
         with self._guard:
             chosen = self._batch(batch)
-            slots = self._stepper.slot_mapping(chosen, start, stop, out)
+            slots = slot_mapping(self._cache, chosen, start, stop, out)
             if self._guard.observers:
                 self._guard.tell("slot_mapping", slots, chosen, start, stop)
             return slots
@@ -404,7 +399,7 @@ class KVCacheManager:
         """
         with self._guard:
             chosen = self._batch(batch)
-            step = self._stepper.state_places(chosen, start, stop)
+            step = state_places(self._cache, chosen, start, stop)
             if self._guard.observers:
                 self._guard.tell("slot_mapping", step, chosen, start, stop)
             return step
@@ -413,14 +408,15 @@ class KVCacheManager:
         """Where a step should end that begins at `start` and may go up to `stop`, so that it leaves a state worth keeping."""
         start, stop = as_count(start, "start"), as_count(stop, "stop")
         with self._guard.lock:
-            self._state.any_row_of(handle)
-            following = None if self._states is None else self._states.next_stop(handle, start)
+            self._cache.any_row_of(handle)
+            group = self._cache.stateful
+            following = None if group is None else next_stop(self._cache, group, handle, start)
             return stop if following is None else min(stop, following)
 
     def writable_blocks(self, group: int = 0) -> BoolArray:
         """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
         with self._guard.lock:
-            return writable_blocks(self._state, group)
+            return writable_blocks(self._cache, group)
 
     def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
         """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""
@@ -428,7 +424,7 @@ class KVCacheManager:
         with self._guard:
             chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
             check_counts(counts, len(chosen))
-            self._stepper.mark_written(chosen, counts)
+            mark_written(self._cache, chosen, counts)
             if self._guard.observers:
                 self._guard.tell("mark_written", None, chosen, counts)
 
@@ -447,7 +443,7 @@ class KVCacheManager:
             raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
         count = None if tokens is None else as_count(tokens, "tokens")
         with self._guard:
-            self._stepper.commit_prompt(self._state.row_of(handle), count)
+            commit_prompt(self._cache, self._cache.row_of(handle), count)
             if self._guard.observers and count is None:
                 self._guard.tell("commit", None, handle)
             elif self._guard.observers:
@@ -467,14 +463,14 @@ class KVCacheManager:
             if numbers is None:
                 if ids is None:
                     raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
-                self._stepper.commit_step(chosen, ids)
+                commit_step(self._cache, chosen, ids)
             else:
                 check_counts(numbers, len(chosen))
                 if not isinstance(numbers, np.ndarray):
                     raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
-                self._stepper.commit_rows(chosen, ids, numbers, items or ())
+                commit_rows(self._cache, chosen, ids, numbers, items or ())
             if self._guard.observers:
-                begun = None if ids is None else self._stepper.incoming.items_begun(chosen, numbers)
+                begun = None if ids is None else items_begun(self._cache, chosen, numbers)
                 self._guard.tell("commit_batch", None, chosen, ids, numbers, begun)
 
     def narrow(self, handle: KVCacheHandle, position: int) -> None:
@@ -484,10 +480,10 @@ class KVCacheManager:
         what it gave back is not published, so only what it still holds must be written.
         """
         with self._guard:
-            row = self._state.row_of(handle)
-            longest = max(handle.num_prompt_tokens, self._state.rows.reserved_of[row])
+            row = self._cache.row_of(handle)
+            longest = max(handle.num_prompt_tokens, self._cache.rows.reserved_of[row])
             position = as_count(position, "position", maximum=longest)
-            self._windows.slide(row, position)
+            slide_windows(self._cache, row, position)
             if self._guard.observers:
                 self._guard.tell("narrow", None, handle, position)
 
@@ -498,10 +494,10 @@ class KVCacheManager:
         may follow where written ones were. A prompt is still known where its places were reserved only.
         """
         with self._guard:
-            row = self._state.row_of(handle)
-            limit = self._state.rows.reserved_of[row]
+            row = self._cache.row_of(handle)
+            limit = self._cache.rows.reserved_of[row]
             count = as_count(num_tokens, "num_tokens", maximum=limit)
-            self._rewinder.rewind(handle, count)
+            rewind(self._cache, handle, count)
             if self._guard.observers:
                 self._guard.tell("rewind", None, handle, count)
 
@@ -512,14 +508,14 @@ class KVCacheManager:
         """
         total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
         with self._guard.query:
-            return self._stepper.blocks_needed(self._state.row_of(handle), total)
+            return blocks_needed(self._cache, self._cache.row_of(handle), total)
 
     def _batch(self, batch: BatchLike) -> SequenceBatch:
         if isinstance(batch, SequenceBatch):
-            if batch._state is not self._state:
+            if batch._cache is not self._cache:
                 raise UnknownRequestError("this batch was made by another manager")
             return batch
-        return SequenceBatch(self._state, batch)
+        return SequenceBatch(self._cache, batch)
 
     # --- forks and the end -------------------------------------------------------------------------------------------
 
@@ -531,7 +527,7 @@ class KVCacheManager:
             for number, request_id in enumerate(request_ids):
                 if self._is_live(request_id) or is_among(request_id, request_ids[:number]):
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
-            children = self._allocator.fork(handle, request_ids)
+            children = fork(self._cache, handle, request_ids)
             if self._guard.observers:
                 self._guard.tell("fork", children, handle, *request_ids)
             return children
@@ -540,7 +536,7 @@ class KVCacheManager:
         """Tells the eviction policy why a request stops, or when its continuation is expected; say it before `free`."""
         check_hint(hint)
         with self._guard:
-            self._state.any_row_of(handle)
+            self._cache.any_row_of(handle)
             handle.hint = hint.code
             if self._guard.observers:
                 self._guard.tell("hint", None, handle, hint)
@@ -555,7 +551,7 @@ class KVCacheManager:
         with self._guard:
             if hint is not None:
                 self.hint(handle, hint)
-            self._releaser.free(handle, keep)
+            free(self._cache, handle, keep)
             if self._guard.observers:
                 self._guard.tell("free", None, handle, keep)
 
@@ -564,7 +560,7 @@ class KVCacheManager:
         keep = as_flag(keep, "keep")
         with self._guard:
             handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
-            self._releaser.free_batch(handles, keep)
+            free_batch(self._cache, handles, keep)
             if self._guard.observers:
                 self._guard.tell("free_batch", None, handles, keep)
 
@@ -577,14 +573,14 @@ class KVCacheManager:
         `cache_unfilled_blocks` once the request is freed.
         """
         with self._guard:
-            row = self._state.row_of(handle)
+            row = self._cache.row_of(handle)
             length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
-            if not length or self._state.rows.committed_of[row] < length:
+            if not length or self._cache.rows.committed_of[row] < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
-            ids, tip = self._state.rows.token_ids(row)[:length], self._state.rows.tips[row]
+            ids, tip = self._cache.rows.token_ids(row)[:length], self._cache.rows.tips[row]
             assert tip is not None
-            kept = handle.publishes and self._state.cache.logits.store(tip, ids, logits, handle.sessions)
-            stored = kept and self._admissions.is_whole(ids, handle.scope)
+            kept = handle.publishes and store_logits(self._cache, tip, ids, logits, handle.sessions)
+            stored = kept and is_whole(self._cache, ids, handle.scope)
             if self._guard.observers:
                 self._guard.tell("store_last_logits", stored, handle, logits, num_tokens)
             return stored
@@ -594,12 +590,12 @@ class KVCacheManager:
     def can_swap_out(self, *handles: KVCacheHandle) -> Admission:
         """Whether the host can take these requests."""
         with self._guard.query:
-            return self._swapper.can_swap_out(handles)
+            return can_swap_out(self._cache, handles)
 
     def swap_out(self, *handles: KVCacheHandle) -> int:
         """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
         with self._guard:
-            moved = self._swapper.swap_out(handles)
+            moved = swap_out(self._cache, handles)
             if self._guard.observers:
                 self._guard.tell("swap_out", moved, *handles)
             return moved
@@ -607,12 +603,12 @@ class KVCacheManager:
     def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
         """Whether the GPU can take these requests back."""
         with self._guard.query:
-            return self._swapper.can_swap_in(handles)
+            return can_swap_in(self._cache, handles)
 
     def swap_in(self, *handles: KVCacheHandle) -> int:
         """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
         with self._guard:
-            moved = self._swapper.swap_in(handles)
+            moved = swap_in(self._cache, handles)
             if self._guard.observers:
                 self._guard.tell("swap_in", moved, *handles)
             return moved
@@ -625,15 +621,15 @@ class KVCacheManager:
     def take_copies(self) -> list[CopyOp]:
         """Hands over the planned copies, in the order in which they must run before the next forward pass."""
         with self._guard.lock:
-            copies = self._state.copies[:]
-            self._state.copies.clear()
+            copies = self._cache.copies[:]
+            self._cache.copies.clear()
             return copies
 
     # --- listening and looking ---------------------------------------------------------------------------------------
 
     def subscribe(self, snapshot: bool = True) -> Subscription:
         """Follows what the prefix cache holds; the first events describe what is cached already. See `kvpool.events`."""
-        if not self._state.config.event_buffer_size:
+        if not self._cache.config.event_buffer_size:
             raise InvalidArgumentError("events are off: event_buffer_size is 0; configure how many events to keep")
         return self.events.subscribe(as_flag(snapshot, "snapshot"))
 
@@ -641,10 +637,10 @@ class KVCacheManager:
         """Created and Stored events for everything cached now, parents before children."""
         with self._guard:
             as_of = mark()
-            cache = self._state.cache
+            cache = self._cache
             return [
-                Created(as_of, self._state.pool_sizes()),
-                *cache.announcer.snapshot(cache.tree.roots.values(), as_of),
+                Created(as_of, self._cache.pool_sizes()),
+                *stored_now(cache, cache.roots.values(), as_of),
             ]
 
     def observe(self, observer: Observer) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,38 +10,41 @@ import numpy as np
 from kvpool.checks import as_count, as_duration, show
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
+from kvpool.core.cache import Cache, Pin
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.node import NEVER
+from kvpool.core.orders import TenantQuota
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager.arguments import check_scope
+from kvpool.manager.compaction import defragment, resize
 from kvpool.manager.guard import Guard
-from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import ResizeResult
-from kvpool.prefix.cache import PrefixCache
-from kvpool.prefix.node import NEVER, Node
-from kvpool.prefix.orders import Quota, TenantQuota
-from kvpool.prefix.readers import Pin
+from kvpool.prefix.evict import evict
+from kvpool.prefix.pins import pin_prefix, unpin
+from kvpool.prefix.quotas import set_quota
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.invalidate import (
+    invalidate_below_prefix,
+    invalidate_everything,
+    invalidate_scope,
+    invalidate_session,
+    invalidate_tenant,
+)
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
-from kvpool.sequences.state import CacheState
-from kvpool.sequences.swap import RunMover
+from kvpool.sequences.swap import offload, onboard
 from kvpool.stats import EvictionReason
 
 if TYPE_CHECKING:
-    from kvpool.manager.compaction import Compaction
+    pass
 
 
 class CacheUpkeep:
     """Verbs of operators and background tasks. Like those of the manager, each happens completely or changes nothing."""
 
-    def __init__(self, state: CacheState, guard: Guard, admissions: AdmissionPlanner) -> None:
-        self.pins = Pins(state)
-        self._state = state
+    def __init__(self, cache: Cache, guard: Guard) -> None:
+        self._cache = cache
         self._guard = guard
-        self._quotas = TenantQuotas(state.cache)
-        self._moves = RunMover(state, admissions)
-        self._invalidation = Invalidator(state, self.pins)
 
     # --- what stays, what goes ---------------------------------------------------------------------------------------
 
@@ -60,14 +63,14 @@ class CacheUpkeep:
                     raise InvalidArgumentError(
                         "the multimodal items of a request are known; give them with tokens only"
                     )
-                row = self._state.any_row_of(tokens)
+                row = self._cache.any_row_of(tokens)
                 scope, items = tokens.scope, None
-                coded = self._state.rows.token_ids(row)[: int(self._state.rows.committed[row])]
+                coded = self._cache.rows.token_ids(row)[: int(self._cache.rows.committed[row])]
             else:
                 prompt = as_prompt(tokens, scope, multimodal)
                 tokens, scope, items = prompt.tokens, prompt.scope, prompt.items
                 coded = self._coded(prompt)
-            pin = self.pins.pin(coded, scope, ttl)
+            pin = pin_prefix(self._cache, coded, scope, ttl)
             if self._guard.observers:
                 self._guard.tell("pin", pin, tokens, scope, ttl, items)
             return pin
@@ -76,7 +79,7 @@ class CacheUpkeep:
         """Ends a pin."""
         _check_pin(pin)
         with self._guard:
-            self.pins.unpin(pin)
+            unpin(self._cache, pin)
             if self._guard.observers:
                 self._guard.tell("unpin", None, pin)
 
@@ -84,7 +87,7 @@ class CacheUpkeep:
         """Whether a pin still holds: it was not ended, its time is not over, its prefix was not invalidated."""
         _check_pin(pin)
         with self._guard.query:  # every operation begins with what is due
-            return self.pins.active.get(pin.pin_id) is pin
+            return self._cache.pins.get(pin.pin_id) is pin
 
     def set_quota(self, tenant: str, *, guaranteed: float | int = 0, maximum: float | int | None = None) -> None:
         """Limits a tenant's idle cache: blocks (int) or a fraction of each GPU pool (float).
@@ -96,14 +99,14 @@ class CacheUpkeep:
             raise InvalidArgumentError(f"tenant must be a string, got {tenant!r}")
         limits: list[Any] = [n.item() if isinstance(n, np.generic) else n for n in (guaranteed, maximum)]
         with self._guard:
-            self._quotas.set(tenant, *limits)
+            set_quota(self._cache, tenant, *limits)
             if self._guard.observers:
                 self._guard.tell("set_quota", None, tenant, *limits)
 
     def quotas(self) -> dict[str, TenantQuota]:
         """The quotas in force, by tenant, with what each tenant has cached."""
         with self._guard.query:
-            return {tenant: quota.view() for tenant, quota in self._state.cache.orders.quotas.items()}
+            return {tenant: quota.view() for tenant, quota in self._cache.orders.quotas.items()}
 
     def count_loaded(self, handle: KVCacheHandle, media: Mapping[int, Tier]) -> None:
         """Counts blocks of a prompt as found where they came from, such as a disk. They were put on the GPU for this request
@@ -114,8 +117,8 @@ class CacheUpkeep:
         ):
             raise InvalidArgumentError(f"media must map numbers of blocks to tiers, got {show(media)}")
         with self._guard.query:
-            self._state.any_row_of(handle)
-            counters, size = self._state.counters, self._state.config.block_size
+            self._cache.any_row_of(handle)
+            counters, size = self._cache.counters, self._cache.config.block_size
             for block, tier in media.items():
                 num_tokens = min(size, handle.num_cached_tokens - block * size)
                 if num_tokens > 0:
@@ -130,8 +133,8 @@ class CacheUpkeep:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""
         num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
-            chosen = self._state.pool(pool, tier)
-            freed = self._state.cache.evict(chosen, num_blocks, None, EvictionReason.EXPLICIT)
+            chosen = self._cache.pool(pool, tier)
+            freed = evict(self._cache, chosen, num_blocks, None, EvictionReason.EXPLICIT)
             if self._guard.observers:
                 self._guard.tell("evict", freed, num_blocks, chosen.index, tier)
             return freed
@@ -144,8 +147,8 @@ class CacheUpkeep:
     def next_deadline(self) -> float | None:
         """Seconds until the next time to live, priority or pin runs out; None when nothing does."""
         with self._guard.query:
-            deadline = self._state.cache.expiry.calendar.next
-            return None if deadline == NEVER else deadline - self._state.context.now
+            deadline = self._cache.calendar.next
+            return None if deadline == NEVER else deadline - self._cache.now
 
     def invalidate(
         self,
@@ -178,14 +181,14 @@ class CacheUpkeep:
         prompt = None if prefix is None else as_prompt(prefix, scope or DEFAULT_SCOPE, multimodal)
         with self._guard:
             if session is not None:
-                removed = self._invalidation.of_session(session)
+                removed = invalidate_session(self._cache, session)
             elif tenant is not None:
-                removed = self._invalidation.of_tenant(tenant)
+                removed = invalidate_tenant(self._cache, tenant)
             elif prompt is not None:
-                removed = self._invalidation.below_prefix(self._coded(prompt), prompt.scope)
+                removed = invalidate_below_prefix(self._cache, self._coded(prompt), prompt.scope)
             else:
                 assert scope is not None
-                removed = self._invalidation.in_scope(scope)
+                removed = invalidate_scope(self._cache, scope)
             if self._guard.observers:
                 ids, items = (None, None) if prompt is None else (prompt.tokens, prompt.items)
                 self._guard.tell(
@@ -199,7 +202,7 @@ class CacheUpkeep:
         What live requests have computed so far, and what they go on to compute with it, is not published either.
         """
         with self._guard:
-            removed = self._invalidation.everything()
+            removed = invalidate_everything(self._cache)
             if self._guard.observers:
                 self._guard.tell("reset_prefix_cache", removed)
             return removed
@@ -210,8 +213,8 @@ class CacheUpkeep:
         """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
         num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
-            chosen = self._state.pool(pool, tier)
-            moved = self._moves.offload(chosen, num_blocks)
+            chosen = self._cache.pool(pool, tier)
+            moved = offload(self._cache, chosen, num_blocks)
             if self._guard.observers:
                 self._guard.tell("offload", moved, num_blocks, chosen.index, tier)
             return moved
@@ -220,25 +223,18 @@ class CacheUpkeep:
         """Brings the cached prefix of `tokens` up to the GPU ahead of its request; returns how many blocks move."""
         prompt = as_prompt(tokens, scope, multimodal)
         with self._guard:
-            moved = self._moves.onboard(self._coded(prompt), prompt.scope)
+            moved = onboard(self._cache, self._coded(prompt), prompt.scope)
             if self._guard.observers:
                 self._guard.tell("onboard", moved, prompt.tokens, prompt.scope, prompt.items)
             return moved
 
     # --- the pools ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _compaction(self) -> Compaction:
-        """What moves blocks; few programs ever load it."""
-        from kvpool.manager.compaction import Compaction
-
-        return Compaction(self._state)
-
     def defragment(self, tier: Tier = Tier.GPU) -> int:
         """Plans the fewest moves that leave every pool's live blocks at its lowest ids; returns how many."""
         with self._guard:
-            self._state.pool(0, tier)
-            moved = self._compaction.defragment(tier)
+            self._cache.pool(0, tier)
+            moved = defragment(self._cache, tier)
             if self._guard.observers:
                 self._guard.tell("defragment", moved, tier)
             return moved
@@ -246,14 +242,14 @@ class CacheUpkeep:
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
         """Grows or shrinks a pool while requests run; says what had to be evicted and moved."""
         with self._guard:
-            chosen = self._state.pool(pool, tier)
+            chosen = self._cache.pool(pool, tier)
             least = 1 if tier == Tier.GPU else 0
             num_blocks = as_count(num_blocks, "num_blocks", least, MAX_BLOCKS)
-            result = self._compaction.resize(chosen, num_blocks)
-            self._state.cache.mover.find_lower_tiers()
+            result = resize(self._cache, chosen, num_blocks)
+            self._cache.find_lower_tiers()
             self._guard.calm_until = 0  # the level is measured anew
-            if self._state.context.events.listening:
-                self._state.context.events.created(self._state.pool_sizes())
+            if self._cache.events.listening:
+                self._cache.events.created(self._cache.pool_sizes())
             if self._guard.observers:
                 self._guard.tell("resize", result, num_blocks, chosen.index, tier)
             return result
@@ -261,180 +257,7 @@ class CacheUpkeep:
     def _coded(self, prompt: Prompt) -> Int32Array:
         """The tokens of a prompt as the tree holds them; symbols that nobody knows yet are not kept."""
         assert prompt.tokens is not None
-        return self._state.rows.symbols.encode(prompt.tokens, prompt.items)[0] if prompt.items else prompt.tokens
-
-
-class Invalidator:
-    """`invalidate` and `reset`. Each method returns how many blocks (positions) left the index."""
-
-    def __init__(self, state: CacheState, pins: Pins) -> None:
-        self.state = state
-        self.cache = state.cache
-        self.tree = state.cache.tree
-        self.logits = state.cache.logits
-        self.rows = state.rows
-        self.in_flight = state.in_flight
-        self.pins = pins
-
-    def everything(self) -> int:
-        """All scopes, on all tiers."""
-        roots = list(self.tree.roots.values())
-        for root in roots:
-            root.logits = None
-        nodes = [node for root in roots for node in (root.children or {}).values()]
-        return self._remove(nodes, lambda handle: True, EvictionReason.RESET)
-
-    def in_scope(self, scope: ReuseScope) -> int:
-        """All content of one scope."""
-        root = self.tree.roots.get(scope)
-        nodes: list[Node] = []
-        if root is not None:
-            root.logits = None
-            nodes = list((root.children or {}).values())
-        return self._remove(nodes, lambda handle: handle.scope == scope, EvictionReason.INVALIDATED)
-
-    def of_tenant(self, tenant: str) -> int:
-        """All content of a tenant, in all its scopes."""
-        nodes: list[Node] = []
-        for scope, root in self.tree.roots.items():
-            if scope.tenant == tenant:
-                root.logits = None
-                nodes += (root.children or {}).values()
-        return self._remove(nodes, lambda handle: handle.scope.tenant == tenant, EvictionReason.INVALIDATED)
-
-    def of_session(self, session: str) -> int:
-        """What the requests of a session published, and blocks for which others took over a part of it."""
-        nodes = sorted(self.tree.sessions.get(session, ()), key=lambda n: (n.start, n.created))
-
-        def affected(handle: KVCacheHandle) -> bool:
-            return session in handle.sessions
-
-        for node in nodes:
-            self.logits.forget_inside(node.parent, node.start, node.key)
-        self.logits.forget_made_by(session, self.tree.roots.values())
-        return self._remove(nodes, affected, EvictionReason.INVALIDATED)
-
-    def below_prefix(self, prefix: Int32Array, scope: ReuseScope) -> int:
-        """The last full block of a prefix and everything that follows it."""
-        size = self.state.context.block_size
-        last = len(prefix) // size - 1
-        if last < 0:
-            return 0
-        start = last * size
-        before = self.tree.match(scope, prefix[:start])
-        if before.root is not None and before.num_blocks == last:
-            parent = before.path[-1] if before.path else before.root
-            self.logits.forget_inside(parent, last, prefix[start : start + size].tobytes())
-
-        def affected(handle: KVCacheHandle) -> bool:
-            """Whether it has, or is computing, a token of the block: its ids agree with the prefix as far as they go."""
-            if handle.scope != scope or int(self.rows.reserved[handle.row]) <= start:
-                return False
-            known = self.rows.token_ids(handle.row)[: start + 1]
-            return bool((known == prefix[: len(known)]).all())
-
-        return self._remove(self._nodes_from(prefix, last, scope), affected, EvictionReason.INVALIDATED)
-
-    def _nodes_from(self, prefix: Int32Array, last: int, scope: ReuseScope) -> list[Node]:
-        """The node that starts at block `last` of a prefix, cut free from what comes before it."""
-        match = self.tree.match(scope, prefix[: (last + 1) * self.state.context.block_size])
-        if match.num_blocks <= last:
-            return []
-        node = match.path[-1]
-        if node.start < last:
-            self.tree.split(node, last - node.start)
-        return [node]
-
-    def _remove(self, nodes: Sequence[Node], affected: Callable[[KVCacheHandle], bool], reason: EvictionReason) -> int:
-        doomed = {part for node in nodes for part in node.subtree()}
-        self._silence(lambda handle: self.rows.tips[handle.row] in doomed or affected(handle))
-        self.pins.void(doomed)
-        return sum(self.cache.detach(node, reason) for node in nodes if not node.detached)
-
-    def _silence(self, affected: Callable[[KVCacheHandle], bool]) -> None:
-        """These requests publish nothing more; what they were computing may be in the hands of others."""
-        handles = [handle for handle in self.state.requests.values() if handle.publishes]
-        silenced = [handle for handle in handles if affected(handle)]
-        for handle in silenced:
-            if self.rows.has_open_tip(handle.row):
-                self.state.publisher.close(handle.row)
-            handle.publishes = False
-            self.state.encoded.pop((handle.scope, handle.encoder_tokens), None)
-            self.in_flight.untrack(handle)
-        for handle in handles if silenced else ():
-            if handle.publishes and handle.inflight is None and handle.swapped is None:
-                self.in_flight.track(handle.row)
-
-
-class TenantQuotas:
-    """Sets the limits that `Quota` describes, on a prefix cache that is in use."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self.cache = cache
-        self.context = cache.context
-        self.tree = cache.tree
-        self.windows = cache.windows
-        self.orders = cache.orders
-
-    def set(self, tenant: str, guaranteed: float | int, maximum: float | int | None) -> None:
-        """Checks a quota against its pools and the other guarantees, then installs it; with neither it removes one."""
-        pools = [tiers[Tier.GPU] for tiers in self.context.pools]
-        low = [_share(guaranteed, pool.num_blocks, "guaranteed") for pool in pools]
-        high = [None if maximum is None else _share(maximum, pool.num_blocks, "maximum") for pool in pools]
-        for floor, limit in zip(low, high, strict=True):
-            if limit is not None and floor > limit:
-                raise InvalidArgumentError(f"guaranteed={guaranteed} is more than maximum={maximum} for {tenant!r}")
-        others = [quota for quota in self.orders.quotas.values() if quota.tenant != tenant]
-        for index, pool in enumerate(pools):
-            promised = low[index] + sum(quota.guaranteed[index] for quota in others)
-            if low[index] and promised > pool.num_blocks:  # a pool that shrank may be short of what was promised
-                raise InvalidArgumentError(
-                    f"guarantees of pool {index} would add up to {promised} blocks of {pool.num_blocks}; lower one"
-                )
-        self._install(tenant, low, high)
-
-    def _install(self, tenant: str, low: list[int], high: list[int | None]) -> None:
-        orders = self.orders
-        remove = not any(low) and all(limit is None for limit in high)
-        quota = None if remove else Quota(tenant, low, high, orders.new_policies())
-        orders.quotas.pop(tenant, None)
-        if quota is not None:
-            orders.quotas[tenant] = quota
-        roots = [root for root in self.tree.roots.values() if root.scope.tenant == tenant]
-        for root in roots:
-            candidates = [n for n in root.subtree() if n.is_candidate()]
-            for node in candidates:
-                root.policies[node.tier].remove(node)
-                node.entry = None
-            root.policies = orders.policies if quota is None else quota.policies
-            root.quota = quota
-            for node in candidates:
-                root.policies[node.tier].add(node)
-        if quota is not None:
-            quota.cached, quota.pinned = self._idle_blocks(tenant)
-            for root in roots:
-                self.cache.enforce_quota(root)
-
-    def _idle_blocks(self, tenant: str) -> tuple[list[int], list[int]]:
-        """Recounts the unread GPU blocks that a tenant's runs hold, and how many of them are pinned."""
-        counts, pinned = [0] * len(self.context.pools), [0] * len(self.context.pools)
-        for node in self.tree.nodes():
-            if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
-                self.context.sync(node)
-                for group in self.context.cached:
-                    idle, kept = self.windows.idle_blocks(node, group)
-                    counts[group.pool] += idle
-                    pinned[group.pool] += kept
-        return counts, pinned
-
-
-def _share(value: float | int, num_blocks: int, name: str) -> int:
-    """Blocks out of an int (blocks) or a float (fraction of the pool)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer)):
-        raise InvalidArgumentError(f"{name} must be a number of blocks or a fraction, got {value!r}")
-    if not 0 <= value <= (1.0 if isinstance(value, float) else num_blocks):
-        raise InvalidArgumentError(f"{name}={value} is outside the pool of {num_blocks} blocks")
-    return round(value * num_blocks) if isinstance(value, float) else int(value)
+        return self._cache.rows.symbols.encode(prompt.tokens, prompt.items)[0] if prompt.items else prompt.tokens
 
 
 def _check_pin(pin: object) -> None:

@@ -52,7 +52,7 @@ def _switched(config: Any, own: Callable[..., Any], ours: Callable[..., Any], *a
     return (ours if config._attn_implementation == MODULES_NAME else own)(*args, **kwargs)
 
 
-# --- families ---------------------------------------------------------------------------------------------------------
+# --- families --------------------------------------------------------------------------------------------------------
 
 
 def _falcon(module: Any) -> Callable[..., Any]:

@@ -2,20 +2,20 @@
 
 A node is a run of full blocks, or the unfilled last block of a sequence that ended (a remainder). Matching compares whole
 runs of tokens, so a hit is exact and costs one vector operation per node. Who reads a run, when it leaves and where to is
-the business of the other parts of `PrefixCache`.
+the business of the files beside this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
-from kvpool.pools.arrays import Int32Array, as_bytes
-from kvpool.pools.symbols import Fresh
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import Logits, Node, Root
+from kvpool.core.cache import Cache
+from kvpool.core.node import NEVER, Logits, Node, Root, numbers_in_tree
+from kvpool.pools.arrays import Int32Array, as_bytes, copied
+from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.scope import ReuseScope
 
 SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
@@ -71,313 +71,330 @@ class Match:
         return self.num_blocks * block_size + self.num_partial - self.num_recomputed
 
 
-class RunTree:
-    """One tree of runs for each reuse scope. `new_root` makes the top of a scope; `on_split` is told of an upper part."""
+# --- roots -----------------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        context: CacheContext,
-        new_root: Callable[[ReuseScope], Root],
-        on_split: Callable[[Node], None],
-    ) -> None:
-        self.context = context
-        self.new_root = new_root
-        self.on_split = on_split
-        self.num_runs = 0  # nodes in the tree, roots and detached ones apart
-        self.roots: dict[ReuseScope, Root] = {}
-        self._last_found: Root | None = None  # most requests have the scope of the one before, which takes long to hash
-        self.sessions: dict[str, set[Node]] = {}
-        self.given_source: int | None = None  # the run to take instead; exact playback of a recording sets it
 
-    # --- roots -------------------------------------------------------------------------------------------------------
+def root_for(cache: Cache, scope: ReuseScope) -> Root:
+    """The root of a scope, made if it is not there."""
+    root = cache.roots.get(scope)
+    if root is None:
+        root = cache.roots[scope] = cache.orders.new_root(scope)
+    return root
 
-    def root_for(self, scope: ReuseScope) -> Root:
-        """The root of a scope, made if it is not there."""
-        root = self.roots.get(scope)
+
+def forget_root(cache: Cache, root: Root) -> None:
+    """Drops the root of a scope that nobody uses any more."""
+    if root.children is None and not root.active and cache.roots.get(root.scope) is root:
+        del cache.roots[root.scope]
+        cache.last_root = None
+
+
+def all_nodes(cache: Cache) -> Iterator[Node]:
+    """Every node that owns blocks: those in the tree, and detached ones that live sequences still hold."""
+    seen: set[int] = set()
+    for root in list(cache.roots.values()):
+        for node in root.subtree():
+            if node is not root:
+                seen.add(id(node))
+                yield node
+    for tip in cache.rows.tips:
+        held = tip
+        while held is not None and held.detached and id(held) not in seen and not isinstance(held, Root):
+            seen.add(id(held))
+            yield held
+            held = held.parent
+
+
+# --- matching --------------------------------------------------------------------------------------------------------
+
+
+def match_tokens(
+    cache: Cache, scope: ReuseScope, tokens: Int32Array, only_tier: Tier | None = None, partial: bool = False
+) -> Match:
+    """The longest run of blocks, and with `partial` of tokens inside one more, that `tokens` shares with the tree."""
+    path: list[Node] = []
+    root = cache.last_root
+    if root is None or root.scope is not scope:
+        root = cache.roots.get(scope)
         if root is None:
-            root = self.roots[scope] = self.new_root(scope)
-        return root
+            size = cache.block_size
+            first = as_bytes(tokens, 0, size) if len(tokens) >= size else None
+            return Match(None, path, 0, None, 0, first)
+        cache.last_root = root
+    size = cache.block_size
+    position, total = 0, len(tokens)
+    node: Node = root
+    key = as_bytes(tokens, 0, size)
+    while node.children is not None and total - position >= size:
+        child = node.children.get(key)
+        if child is None or (only_tier is not None and child.tier != only_tier):
+            break
+        if child.open_row >= 0:
+            cache.sync(child)
+        equal = common_tokens(cache, child, tokens[position:] if position else tokens)
+        blocks = equal // size
+        path.append(child)
+        position += blocks * size
+        if blocks < child.num_blocks:
+            extra = equal - blocks * size if partial else 0
+            return Match(root, path, position // size, child if extra else None, extra)
+        if position == total:
+            return Match(root, path, position // size)
+        node = child
+        key = as_bytes(tokens, position, position + size)
+    next_key = key if len(key) == 4 * size else None
+    if partial and node.children is not None and position < total:
+        near, shared = node.nearest_child(key)
+        if near is not None:
+            if near.open_row >= 0:
+                cache.sync(near)
+            return Match(root, path, position // size, _source(cache, near), shared // 4, next_key)
+    return Match(root, path, position // size, None, 0, next_key)
 
-    def forget_root(self, root: Root) -> None:
-        """Drops the root of a scope that nobody uses any more."""
-        if root.children is None and not root.active and self.roots.get(root.scope) is root:
-            del self.roots[root.scope]
-            self._last_found = None
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node that owns blocks: those in the tree, and detached ones that live sequences still hold."""
-        seen: set[int] = set()
-        for root in list(self.roots.values()):
-            for node in root.subtree():
-                if node is not root:
-                    seen.add(id(node))
-                    yield node
-        for tip in self.context.rows.tips:
-            held = tip
-            while held is not None and held.detached and id(held) not in seen and not isinstance(held, Root):
-                seen.add(id(held))
-                yield held
-                held = held.parent
+def _source(cache: Cache, node: Node) -> Node:
+    """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
+    given = cache.given_source
+    if given is not None and given != node.created:
+        assert node.parent.children is not None
+        node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
+        cache.sync(node)
+    return node
 
-    # --- matching ----------------------------------------------------------------------------------------------------
 
-    def match(
-        self, scope: ReuseScope, tokens: Int32Array, only_tier: Tier | None = None, partial: bool = False
-    ) -> Match:
-        """The longest run of blocks, and with `partial` of tokens inside one more, that `tokens` shares with the tree."""
-        path: list[Node] = []
-        root = self._last_found
-        if root is None or root.scope is not scope:
-            root = self.roots.get(scope)
-            if root is None:
-                size = self.context.block_size
-                first = as_bytes(tokens, 0, size) if len(tokens) >= size else None
-                return Match(None, path, 0, None, 0, first)
-            self._last_found = root
-        size = self.context.block_size
-        position, total = 0, len(tokens)
-        node: Node = root
-        key = as_bytes(tokens, 0, size)
-        while node.children is not None and total - position >= size:
-            child = node.children.get(key)
-            if child is None or (only_tier is not None and child.tier != only_tier):
-                break
-            if child.open_row >= 0:
-                self.context.sync(child)
-            equal = self.common_tokens(child, tokens[position:] if position else tokens)
-            blocks = equal // size
-            path.append(child)
-            position += blocks * size
-            if blocks < child.num_blocks:
-                extra = equal - blocks * size if partial else 0
-                return Match(root, path, position // size, child if extra else None, extra)
-            if position == total:
-                return Match(root, path, position // size)
-            node = child
-            key = as_bytes(tokens, position, position + size)
-        next_key = key if len(key) == 4 * size else None
-        if partial and node.children is not None and position < total:
-            near, shared = node.nearest_child(key)
-            if near is not None:
-                if near.open_row >= 0:
-                    self.context.sync(near)
-                return Match(root, path, position // size, self._source(near), shared // 4, next_key)
-        return Match(root, path, position // size, None, 0, next_key)
+def common_tokens(cache: Cache, node: Node, tokens: Int32Array) -> int:
+    """How many leading tokens a node and a prompt share; the first block is known to be equal."""
+    length = min(node.num_blocks * cache.block_size, len(tokens))
+    if length <= cache.block_size:
+        return length
+    mine = node.tokens if length == len(node.tokens) else node.tokens[:length]
+    theirs = tokens if length == len(tokens) else tokens[:length]
+    if length <= SHORT_RUN and mine.tobytes() == theirs.tobytes():
+        return length
+    differs = mine != theirs
+    first = int(differs.argmax())
+    return first if differs[first] else length
 
-    def _source(self, node: Node) -> Node:
-        """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
-        given = self.given_source
-        if given is not None and given != node.created:
-            assert node.parent.children is not None
-            node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
-            self.context.sync(node)
-        return node
 
-    def common_tokens(self, node: Node, tokens: Int32Array) -> int:
-        """How many leading tokens a node and a prompt share; the first block is known to be equal."""
-        length = min(node.num_blocks * self.context.block_size, len(tokens))
-        if length <= self.context.block_size:
-            return length
-        mine = node.tokens if length == len(node.tokens) else node.tokens[:length]
-        theirs = tokens if length == len(tokens) else tokens[:length]
-        if length <= SHORT_RUN and mine.tobytes() == theirs.tobytes():
-            return length
-        differs = mine != theirs
-        first = int(differs.argmax())
-        return first if differs[first] else length
+# --- shape -----------------------------------------------------------------------------------------------------------
 
-    # --- shape -------------------------------------------------------------------------------------------------------
 
-    def new_child(
-        self,
-        parent: Node,
-        key: bytes,
-        published_by: int,
-        ttl: float | None,
-        session: str | None,
-        copied_sessions: tuple[str, ...] = (),
-    ) -> Node:
-        """An empty node below `parent` for what the sequence numbered `published_by` publishes, not yet in the tree."""
-        context = self.context
-        counters = context.counters
-        counters.nodes_created += 1
-        node = Node(parent, key, parent.start + parent.num_blocks, counters.nodes_created, context.now)
-        node.last_access = context.tick
-        node.ttl = ttl
-        node.published_by = published_by
-        if session is not None or copied_sessions:
-            node.session = session
-            self.add_sessions(node, (session, *copied_sessions) if session is not None else copied_sessions)
-        return node
+def new_child(
+    cache: Cache,
+    parent: Node,
+    key: bytes,
+    published_by: int,
+    ttl: float | None,
+    session: str | None,
+    copied_sessions: tuple[str, ...] = (),
+) -> Node:
+    """An empty node below `parent` for what the sequence numbered `published_by` publishes, not yet in the tree."""
+    counters = cache.counters
+    counters.nodes_created += 1
+    node = Node(parent, key, parent.start + parent.num_blocks, counters.nodes_created, cache.now)
+    node.last_access = cache.tick
+    node.ttl = ttl
+    node.published_by = published_by
+    if session is not None or copied_sessions:
+        node.session = session
+        add_sessions(cache, node, (session, *copied_sessions) if session is not None else copied_sessions)
+    return node
 
-    def add(self, node: Node) -> None:
-        """From now on a node can be found."""
-        node.parent.add_child(node.key, node)
-        self.num_runs += 1
 
-    def remove(self, node: Node) -> None:
-        """A node can be found no more; if its scope is empty and unused then, its root goes too."""
-        node.detached = True
-        parent = node.parent
-        parent.remove_child(node)
-        self.num_runs -= 1
-        if node.session is not None or node.copied_sessions:
-            for session in node.sessions:
-                self._untag(node, session)
-        if parent is parent.root and parent.children is None:
-            self.forget_root(parent.root)
+def add_node(cache: Cache, node: Node) -> None:
+    """From now on a node can be found."""
+    node.parent.add_child(node.key, node)
+    cache.num_runs += 1
 
-    def split(self, node: Node, num_blocks: int) -> Node:
-        """Cuts a run in two and returns the upper part, a new node; readers and the open row stay with the lower part.
 
-        The caller made sure that `0 < num_blocks < node.num_blocks` and that an open node is synced.
-        """
-        candidate = node.is_candidate()
-        policy = node.root.policies[node.tier]
-        if candidate:
-            policy.remove(node)
-        upper = self._twin(node)
-        upper.active, upper.pins = int(node.active > 0), int(node.pins > 0)
-        if not node.detached:
-            node.parent.add_child(node.key, upper)  # takes the place of `node`
-            node.parent.same_tier_children -= int(node.tier == node.parent.tier)
-        node.parent = upper
-        self._divide(node, upper, node, num_blocks)
-        node.give_beginning(upper)
-        if not node.detached:
-            upper.add_child(node.key, node)
-            self.num_runs += 1
-        self.on_split(upper)
-        if candidate:
-            policy.add(node)
-        return upper
+def remove_node(cache: Cache, node: Node) -> None:
+    """A node can be found no more; if its scope is empty and unused then, its root goes too."""
+    node.detached = True
+    parent = node.parent
+    parent.remove_child(node)
+    cache.num_runs -= 1
+    if node.session is not None or node.copied_sessions:
+        for session in node.sessions:
+            _untag(cache, node, session)
+    if parent is parent.root and parent.children is None:
+        forget_root(cache, parent.root)
 
-    def cut_off(self, node: Node, num_blocks: int) -> Node:
-        """Leaves a candidate its first `num_blocks` and returns the rest, a new node, which the run's children follow now.
 
-        The policy is told nothing: `node` is the run that it knows, which is `trimmed` once the rest has moved.
-        """
-        lower = self._twin(node)
-        lower.parent = node
-        lower.children, lower.num_remainders = node.children, node.num_remainders
-        for child in lower.children.values() if lower.children is not None else ():
-            child.parent = lower
-        node.children, node.num_remainders = None, 0
-        self._divide(node, node, lower, num_blocks)
-        node.give_end(lower)
-        node.add_child(lower.key, lower)
-        self.num_runs += 1
-        self.on_split(lower)
-        return lower
+def split(cache: Cache, node: Node, num_blocks: int) -> Node:
+    """Cuts a run in two and returns the upper part, a new node; readers and the open row stay with the lower part.
 
-    def _twin(self, node: Node) -> Node:
-        """A new node for one part of a run, with what both parts have in common."""
-        twin = Node(node.parent, node.key, node.start, node.created, node.created_at)
-        twin.tier = node.tier
-        twin.detached = node.detached
-        twin.last_access = node.last_access
-        twin.last_access_at = node.last_access_at
-        twin.hits = node.hits
-        twin.turn, twin.fan_out, twin.hint = node.turn, node.fan_out, node.hint
-        twin.priority = node.priority
-        twin.priority_until = node.priority_until
-        twin.ttl = node.ttl
-        twin.expires_at = node.expires_at
-        twin.published_by = node.published_by
-        if node.session is not None or node.copied_sessions:
-            twin.session = node.session
-            self.add_sessions(twin, node.sessions)
-        return twin
+    The caller made sure that `0 < num_blocks < node.num_blocks` and that an open node is synced.
+    """
+    candidate = node.is_candidate()
+    policy = node.root.policies[node.tier]
+    if candidate:
+        policy.remove(node)
+    upper = _twin(cache, node)
+    upper.active, upper.pins = int(node.active > 0), int(node.pins > 0)
+    if not node.detached:
+        node.parent.add_child(node.key, upper)  # takes the place of `node`
+        node.parent.same_tier_children -= int(node.tier == node.parent.tier)
+    node.parent = upper
+    _divide(cache, node, upper, node, num_blocks)
+    node.give_beginning(upper)
+    if not node.detached:
+        upper.add_child(node.key, node)
+        cache.num_runs += 1
+    watch(cache, upper)
+    if candidate:
+        policy.add(node)
+    return upper
 
-    def _divide(self, whole: Node, upper: Node, lower: Node, num_blocks: int) -> None:
-        """Gives two parts of a run, one of which is the run itself, what each of them holds."""
-        cut = num_blocks * self.context.block_size
-        start, end, tokens, ids, digests = whole.start, whole.end, whole.tokens, whole.ids, whole.digests
-        upper.num_blocks, lower.start, lower.num_blocks = num_blocks, start + num_blocks, end - start - num_blocks
-        upper.tokens, lower.tokens = tokens[:cut], tokens[cut:]
-        upper.ids = tuple([of_group[:num_blocks] for of_group in ids])
-        if whole.open_row >= 0:  # they are a view of its row
-            upper.ids = tuple([of_group.copy() for of_group in upper.ids])
-        lower.ids = tuple([of_group[num_blocks:] for of_group in ids])
-        lower.key = tokens[cut : cut + self.context.block_size].tobytes()
-        if digests is not None:
-            upper.digests, lower.digests = digests[:num_blocks], digests[num_blocks:]
-        divide_logits(whole.logits, upper, lower, self.context.block_size)
-        if whole.host_copy is not None:
-            self.context.host_copies.divide(whole.host_copy, upper, lower)
 
-    # --- sessions ----------------------------------------------------------------------------------------------------
+def cut_off(cache: Cache, node: Node, num_blocks: int) -> Node:
+    """Leaves a candidate its first `num_blocks` and returns the rest, a new node, which the run's children follow now.
 
-    def add_sessions(self, node: Node, names: tuple[str, ...]) -> None:
-        """Something in a run was computed by requests of these sessions."""
-        for name in names:
-            tagged = self.sessions.setdefault(name, set())
-            if node not in tagged:
-                tagged.add(node)
-                if name != node.session:
-                    node.copied_sessions = (*node.copied_sessions, name)
+    The policy is told nothing: `node` is the run that it knows, which is `trimmed` once the rest has moved.
+    """
+    lower = _twin(cache, node)
+    lower.parent = node
+    lower.children, lower.num_remainders = node.children, node.num_remainders
+    for child in lower.children.values() if lower.children is not None else ():
+        child.parent = lower
+    node.children, node.num_remainders = None, 0
+    _divide(cache, node, node, lower, num_blocks)
+    node.give_end(lower)
+    node.add_child(lower.key, lower)
+    cache.num_runs += 1
+    watch(cache, lower)
+    return lower
 
-    def _untag(self, node: Node, session: str) -> None:
-        tagged = self.sessions.get(session)
-        if tagged is not None:
-            tagged.discard(node)
-            if not tagged:
-                del self.sessions[session]
+
+def _twin(cache: Cache, node: Node) -> Node:
+    """A new node for one part of a run, with what both parts have in common."""
+    twin = Node(node.parent, node.key, node.start, node.created, node.created_at)
+    twin.tier = node.tier
+    twin.detached = node.detached
+    twin.last_access = node.last_access
+    twin.last_access_at = node.last_access_at
+    twin.hits = node.hits
+    twin.turn, twin.fan_out, twin.hint = node.turn, node.fan_out, node.hint
+    twin.priority = node.priority
+    twin.priority_until = node.priority_until
+    twin.ttl = node.ttl
+    twin.expires_at = node.expires_at
+    twin.published_by = node.published_by
+    if node.session is not None or node.copied_sessions:
+        twin.session = node.session
+        add_sessions(cache, twin, node.sessions)
+    return twin
+
+
+def _divide(cache: Cache, whole: Node, upper: Node, lower: Node, num_blocks: int) -> None:
+    """Gives two parts of a run, one of which is the run itself, what each of them holds."""
+    cut = num_blocks * cache.block_size
+    start, end, tokens, ids, digests = whole.start, whole.end, whole.tokens, whole.ids, whole.digests
+    upper.num_blocks, lower.start, lower.num_blocks = num_blocks, start + num_blocks, end - start - num_blocks
+    upper.tokens, lower.tokens = tokens[:cut], tokens[cut:]
+    upper.ids = tuple([of_group[:num_blocks] for of_group in ids])
+    if whole.open_row >= 0:  # they are a view of its row
+        upper.ids = tuple([of_group.copy() for of_group in upper.ids])
+    lower.ids = tuple([of_group[num_blocks:] for of_group in ids])
+    lower.key = tokens[cut : cut + cache.block_size].tobytes()
+    if digests is not None:
+        upper.digests, lower.digests = digests[:num_blocks], digests[num_blocks:]
+    divide_logits(whole.logits, upper, lower, cache.block_size)
+    if whole.host_copy is not None:
+        cache.host_copies.divide(whole.host_copy, upper, lower)
+
+
+def watch(cache: Cache, node: Node) -> None:
+    """Notes when a node's time to live or priority ends, if it does."""
+    if node.expires_at != NEVER:
+        cache.calendar.schedule(node, node.expires_at)
+    if node.priority_until != NEVER:
+        cache.calendar.schedule(node, node.priority_until)
+
+
+def close_tip(cache: Cache, row: int) -> None:
+    """Ends the growth of a row's open node: the node gets arrays of its own and may have other readers."""
+    rows = cache.rows
+    node = rows.tips[row]
+    assert node is not None and node.open_row == row
+    size = cache.block_size
+    start, end = node.start, rows.committed_of[row] // size
+    node.open_row = -1
+    node.num_blocks = end - start
+    node.tokens = rows.final_token_ids(row, start * size, end * size, rows.num_history_of[row])
+    if len(cache.growing) == 1:
+        place = row * rows.num_columns
+        node.ids = (copied(rows.first_table, place + start, place + end),)
+    else:
+        node.ids = tuple([rows.tables[group.index][row, start:end].copy() for group in cache.growing])
+    rows.grows_alone_of[row] = False
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def add_sessions(cache: Cache, node: Node, names: tuple[str, ...]) -> None:
+    """Something in a run was computed by requests of these sessions."""
+    for name in names:
+        tagged = cache.sessions.setdefault(name, set())
+        if node not in tagged:
+            tagged.add(node)
+            if name != node.session:
+                node.copied_sessions = (*node.copied_sessions, name)
+
+
+def _untag(cache: Cache, node: Node, session: str) -> None:
+    tagged = cache.sessions.get(session)
+    if tagged is not None:
+        tagged.discard(node)
+        if not tagged:
+            del cache.sessions[session]
 
 
 MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the oldest gives way
 
 
-class StoredLogits:
-    """Logits behind cached prompts: the same prompt, fully cached, needs no forward pass at all.
+def find_logits(cache: Cache, root: Root | None, path: list[Node], tokens: Int32Array) -> Any:
+    """What was stored for exactly these tokens, all of which match along `path`; None if nothing was."""
+    size = cache.block_size
+    blocks = len(tokens) // size
+    node: Node | None = next((n for n in reversed(path) if n.start < blocks <= n.end), root)
+    if node is None or node.logits is None:
+        return None
+    found = node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
+    return None if found is None else found[0]
 
-    They hang on the node that holds the last full block of their prompt, and leave with that block. They stand with
-    the sessions of the request that computed them: those need not be the sessions of the run.
-    """
 
-    def __init__(self, context: CacheContext) -> None:
-        self.context = context
-        self.are_stored = False  # whether any ever were: until then nobody looks for them
+def store_logits(cache: Cache, tip: Node, tokens: Int32Array, logits: Any, sessions: tuple[str, ...]) -> bool:
+    """Keeps the logits behind `tokens`, which lie on the path to `tip`; False if their last full block is not cached."""
+    blocks = len(tokens) // cache.block_size
+    node = tip
+    cache.sync(node)
+    while node is not node.root and node.start >= blocks:
+        node = node.parent
+    if node.end < blocks:
+        return False
+    cache.has_logits = True
+    if node.logits is None:
+        node.logits = {}
+    elif len(node.logits) >= MAX_LOGITS:
+        del node.logits[next(iter(node.logits))]
+    node.logits[len(tokens), tokens[blocks * cache.block_size :].tobytes()] = logits, sessions
+    return True
 
-    def find(self, root: Root | None, path: list[Node], tokens: Int32Array) -> Any:
-        """What was stored for exactly these tokens, all of which match along `path`; None if nothing was."""
-        size = self.context.block_size
-        blocks = len(tokens) // size
-        node: Node | None = next((n for n in reversed(path) if n.start < blocks <= n.end), root)
-        if node is None or node.logits is None:
-            return None
-        found = node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
-        return None if found is None else found[0]
 
-    def store(self, tip: Node, tokens: Int32Array, logits: Any, sessions: tuple[str, ...]) -> bool:
-        """Keeps the logits behind `tokens`, which lie on the path to `tip`; False if their last full block is not cached."""
-        blocks = len(tokens) // self.context.block_size
-        node = tip
-        self.context.sync(node)
-        while node is not node.root and node.start >= blocks:
-            node = node.parent
-        if node.end < blocks:
-            return False
-        self.are_stored = True
-        if node.logits is None:
-            node.logits = {}
-        elif len(node.logits) >= MAX_LOGITS:
-            del node.logits[next(iter(node.logits))]
-        node.logits[len(tokens), tokens[blocks * self.context.block_size :].tobytes()] = logits, sessions
-        return True
-
-    def forget_made_by(self, session: str, roots: Iterable[Root]) -> None:
-        """Forgets the logits that requests with content of a session computed, wherever they are kept."""
-        for node in (node for root in roots if self.are_stored for node in root.subtree()):
-            if node.logits:
-                node.logits = {key: stored for key, stored in node.logits.items() if session not in stored[1]}
-
-    def forget_inside(self, node: Node, depth: int, key: bytes) -> None:
-        """Forgets the logits of prompts that end inside the block `key` behind `node`, at `depth`."""
+def forget_logits_of(cache: Cache, session: str, roots: Iterable[Root]) -> None:
+    """Forgets the logits that requests with content of a session computed, wherever they are kept."""
+    for node in (node for root in roots if cache.has_logits for node in root.subtree()):
         if node.logits:
-            for length, tail in list(node.logits):
-                if tail and length // self.context.block_size == depth and key.startswith(tail):
-                    del node.logits[length, tail]
+            node.logits = {key: stored for key, stored in node.logits.items() if session not in stored[1]}
+
+
+def forget_logits_inside(cache: Cache, node: Node, depth: int, key: bytes) -> None:
+    """Forgets the logits of prompts that end inside the block `key` behind `node`, at `depth`."""
+    if node.logits:
+        for length, tail in list(node.logits):
+            if tail and length // cache.block_size == depth and key.startswith(tail):
+                del node.logits[length, tail]
 
 
 def divide_logits(stored: Logits | None, upper: Node, lower: Node, block_size: int) -> None:
@@ -392,3 +409,24 @@ def trim_logits(node: Node, block_size: int) -> None:
     """A run lost its tail, and with it the logits of prompts that ended there."""
     if node.logits is not None:
         node.logits = {key: value for key, value in node.logits.items() if key[0] // block_size <= node.end}
+
+
+# --- symbols of multimodal items ---------------------------------------------------------------------------------------
+
+
+def keep_symbols(cache: Cache, fresh: Fresh) -> None:
+    """Notes the symbols of multimodal items that are in a row now, and forgets old ones if there are too many."""
+    symbols = cache.rows.symbols
+    if symbols.keep(fresh):
+        symbols.forget_all_but(numbers_in_use(cache))
+
+
+def numbers_in_use(cache: Cache) -> set[int]:
+    """The numbers of all symbols in rows and in the tree. Looks at every token."""
+    nodes = [node for root in cache.roots.values() for node in root.subtree()]
+    for node in nodes:
+        cache.sync(node)
+    used = numbers_in_tree(nodes)
+    for row in cache.rows.live_rows():
+        used |= numbers_in(cache.rows.token_ids(row))
+    return used

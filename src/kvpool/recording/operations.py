@@ -162,7 +162,7 @@ class Operations:
         return found
 
 
-# --- what an operation must look like ---------------------------------------------------------------------------------
+# --- what an operation must look like --------------------------------------------------------------------------------
 
 
 def _check_operation(operation: Any) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 from kvpool.checks import show
 from kvpool.config import KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
+from kvpool.core.cache import Pin
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
 from kvpool.manager import KVCacheManager
-from kvpool.prefix.readers import Pin
-from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
 from kvpool.scope import ReuseHint, ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 
 MAX_BLOCKS = 2**26  # of the pools of a manager that is made for a recording
@@ -171,17 +171,17 @@ class _Player:
         self.longest = max(self.longest, num_tokens)
         # If several blocks share equally many tokens with a prompt, the tree takes a neighbour in the order of the tokens. A
         # recording hides that order, so it names the chosen block.
-        source, tree = more.pop("source", None), self.manager._state.cache.tree
+        source, cache = more.pop("source", None), self.manager._cache
         scope = recorded_scope(more.pop("scope", None))
         if "session" in more:
             more["session"] = f"session {more['session']}"
         if "retention" in more:
             more["retention"] = _retention(more["retention"])
-        tree.given_source = source
+        cache.given_source = source
         try:
             self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
         finally:
-            tree.given_source = None  # what comes next may look for another prompt
+            cache.given_source = None  # what comes next may look for another prompt
 
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         most = max(counts, default=0) if isinstance(counts, list) else counts

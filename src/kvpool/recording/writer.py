@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.retention import Retention
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array, as_token_array
 from kvpool.pools.symbols import encoded_key
-from kvpool.prefix.retention import Retention
 from kvpool.recording.operations import MAX_SECONDS, pack
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 
 UInt64Array = npt.NDArray[np.uint64]
 Handles = Sequence[KVCacheHandle]

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import MAX_TOKENS, ceil_div
+from kvpool.core.cache import Admission
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import kind_of
@@ -18,7 +19,6 @@ from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.scheduling.running import Lanes
 from kvpool.scheduling.scheduler_config import CapacityMode, SchedulerConfig
 from kvpool.scope import ReuseScope
-from kvpool.sequences.state import Admission
 
 SPARE_WINDOW_BLOCKS = 2  # a window moves on when a step is committed: until then its last blocks are held
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvpool.config import Tier
+from kvpool.core.handle import KVCacheHandle
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_scheduling_policy
@@ -13,7 +14,6 @@ from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceS
 from kvpool.scheduling.running import Running
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
 from kvpool.scope import ReuseHint
-from kvpool.sequences.handle import KVCacheHandle
 
 # What the reason of an end tells the eviction policy about a continuation.
 _SAYS = {reason: ReuseHint(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)}

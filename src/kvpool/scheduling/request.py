@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.checks import as_count, show
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.retention import Retention
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import as_items
-from kvpool.prefix.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope, check_hint
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 
 MAX_PRIORITY = 2**31

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.scheduling.batch_plan import BatchPlan
@@ -13,7 +14,6 @@ from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.running import make_rows
-from kvpool.sequences.handle import KVCacheHandle
 
 
 class Fork(NamedTuple):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
+from kvpool.core.cache import Admission, AllocStatus, Cache
+from kvpool.core.node import path_ids
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import path_ids
-from kvpool.prefix.tree import Match
+from kvpool.prefix.tree import Match, find_logits, match_tokens
 from kvpool.scope import ReuseScope
 from kvpool.sequences.prompt import Prompt
-from kvpool.sequences.state import Admission, AllocStatus, CacheState
+from kvpool.sequences.publish import row_computing
 
 
 class PrefixMatch(NamedTuple):
@@ -69,310 +70,309 @@ class AdmissionPlan:
         self.encoded = encoded  # a row that has blocks for the same input of the encoder; -1: none
 
 
-class AdmissionPlanner:
-    """Plans admissions against the current state."""
+# --- reuse -----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, state: CacheState) -> None:
-        self.state = state
-        self.context = state.context
-        self.rows = state.rows
-        self.tree = state.cache.tree
-        self.windows = state.cache.windows
-        self.logits = state.cache.logits
-        self.in_flight = state.in_flight
-        # What was found last, and when: the next question is often about the same prompt
-        self._prompt: Prompt | None = None
-        self._match = _NOTHING_FOUND
-        self._version = -1
 
-    # --- reuse -------------------------------------------------------------------------------------------------------
+def find_match(cache: Cache, prompt: Prompt) -> Match:
+    """What a prompt would reuse now. Asked again about the same prompt, it walks the tree only if something changed."""
+    version = cache.version
+    if cache.last_prompt is prompt and cache.last_version == version:
+        last: Match = cache.last_match
+        return last
+    tokens, items, fresh = prompt._tokens, prompt._items, None
+    if items and tokens is not None:
+        tokens, fresh = cache.rows.symbols.encode(tokens, items)
+    if tokens is None or (prompt._cross_tokens and not prompt._scope.encoder):
+        match = Match(None, [], 0)  # what is not known, or an encoder's unnamed input, is like no other
+    else:
+        match = best_match(cache, tokens, prompt._scope)
+    match.tokens, match.fresh = tokens, fresh
+    if prompt._outlives_call:
+        cache.last_prompt, cache.last_match, cache.last_version = prompt, match, version
+    return match
 
-    def find(self, prompt: Prompt) -> Match:
-        """What a prompt would reuse now. Asked again about the same prompt, it walks the tree only if something changed."""
-        version = self.context.version
-        if self._prompt is prompt and self._version == version:
-            return self._match
-        tokens, items, fresh = prompt._tokens, prompt._items, None
-        if items and tokens is not None:
-            tokens, fresh = self.rows.symbols.encode(tokens, items)
-        if tokens is None or (prompt._cross_tokens and not prompt._scope.encoder):
-            match = Match(None, [], 0)  # what is not known, or an encoder's unnamed input, is like no other
-        else:
-            match = self.best_match(tokens, prompt._scope)
-        match.tokens, match.fresh = tokens, fresh
-        if prompt._outlives_call:
-            self._prompt, self._match, self._version = prompt, match, version
+
+def forget_match(cache: Cache) -> None:
+    """Drops what was found last, and with it the tokens of its prompt: it was admitted."""
+    cache.last_prompt = cache.last_match = None
+
+
+def best_match(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> Match:
+    """The reusable part of a prompt, and its stored logits if all of it is.
+
+    Without logits the last token must be computed, so at most len - 1 tokens are reused. If the prompt ends with a
+    block, that block is held as it is and nothing is written for the last token: its data is there. Every layer group
+    must still have what the next query reads.
+    """
+    if not cache.caches_prefixes or not len(tokens):
+        return Match(None, [], 0)
+    match = match_tokens(cache, scope, tokens, partial=True)
+    if not match.path and match.partial is None:
         return match
+    source = None if match.partial is None else match.partial.created
+    size = cache.block_size
+    length = match.num_tokens(size)
+    logits = None
+    if length == len(tokens):
+        if cache.has_logits:
+            logits = find_logits(cache, match.root, match.path, tokens)
+        if logits is None:
+            length -= 1
+            if not match.num_partial and _has_last_block(cache, match):
+                match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
+    if cache.windowed:
+        length, logits = _valid_in_windows(cache, match, length, logits)
+    held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
+    if length % size and not cache.config.partial_match and not held_as_it_is:
+        length, logits = length // size * size, None
+        if cache.windowed:  # a shorter prefix may read blocks that the longer one did not
+            length, _ = _valid_in_windows(cache, match, length, None)
+    if length != match.num_tokens(size):
+        match = _cut_match(cache, match, length)
+    if match.partial is not None and not cache.config.copy_on_partial_reuse and not _can_take_over(match):
+        match, logits = _without_partial(cache, match), None
+    match.source, match.logits = source, logits
+    return match
 
-    def forget(self) -> None:
-        """Drops what was found last, and with it the tokens of its prompt: it was admitted."""
-        self._prompt, self._match = None, _NOTHING_FOUND
 
-    def best_match(self, tokens: Int32Array, scope: ReuseScope) -> Match:
-        """The reusable part of a prompt, and its stored logits if all of it is.
+def _can_take_over(match: Match) -> bool:
+    """Whether nobody else has a use for the partly matching block: it is the last one of an idle run on the GPU."""
+    source = match.partial
+    assert source is not None
+    in_use = source.active or source.pins or source.children is not None
+    return source.tier == GPU and not in_use and source.end == match.num_blocks + 1
 
-        Without logits the last token must be computed, so at most len - 1 tokens are reused. If the prompt ends with a
-        block, that block is held as it is and nothing is written for the last token: its data is there. Every layer group
-        must still have what the next query reads.
-        """
-        state = self.state
-        if not state.caches_prefixes or not len(tokens):
-            return Match(None, [], 0)
-        match = self.tree.match(scope, tokens, partial=True)
-        if not match.path and match.partial is None:
-            return match
-        source = None if match.partial is None else match.partial.created
-        size = state.context.block_size
-        length = match.num_tokens(size)
-        logits = None
-        if length == len(tokens):
-            if self.logits.are_stored:
-                logits = self.logits.find(match.root, match.path, tokens)
-            if logits is None:
-                length -= 1
-                if not match.num_partial and self._has_last_block(match):
-                    match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
-        if state.context.windowed:
-            length, logits = self._valid_in_windows(match, length, logits)
-        held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
-        if length % size and not state.config.partial_match and not held_as_it_is:
-            length, logits = length // size * size, None
-            if state.context.windowed:  # a shorter prefix may read blocks that the longer one did not
-                length, _ = self._valid_in_windows(match, length, None)
-        if length != match.num_tokens(size):
-            match = self._cut(match, length)
-        if match.partial is not None and not state.config.copy_on_partial_reuse and not self._can_take_over(match):
-            match, logits = self._without_partial(match), None
-        match.source, match.logits = source, logits
-        return match
 
-    @staticmethod
-    def _can_take_over(match: Match) -> bool:
-        """Whether nobody else has a use for the partly matching block: it is the last one of an idle run on the GPU."""
-        source = match.partial
-        assert source is not None
-        in_use = source.active or source.pins or source.children is not None
-        return source.tier == GPU and not in_use and source.end == match.num_blocks + 1
+def _has_last_block(cache: Cache, match: Match) -> bool:
+    """Whether every window still has the last matched block: what is not written again must be there.
 
-    def _has_last_block(self, match: Match) -> bool:
-        """Whether every window still has the last matched block: what is not written again must be there.
+    A state is never: the one before the last token is needed to compute that token again.
+    """
+    if cache.stateful is not None:
+        return False
+    return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in cache.windowed)
 
-        A state is never: the one before the last token is needed to compute that token again.
-        """
-        if self.state.stateful is not None:
-            return False
-        return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in self.context.windowed)
 
-    def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
-        shortened = True
-        while shortened and length:
-            shortened = False
-            for group in self.context.windowed:
-                ids = path_ids(match.path, match.num_blocks, group.index)
-                if match.partial is not None:
-                    ids = np.append(ids, match.partial.ids[group.index][match.num_blocks - match.partial.start])
-                valid = group.longest_valid(ids >= 0, length)
-                if valid < length:
-                    length, logits, shortened = valid, None, True
-        return length, logits
+def _valid_in_windows(cache: Cache, match: Match, length: int, logits: Any) -> tuple[int, Any]:
+    shortened = True
+    while shortened and length:
+        shortened = False
+        for group in cache.windowed:
+            ids = path_ids(match.path, match.num_blocks, group.index)
+            if match.partial is not None:
+                ids = np.append(ids, match.partial.ids[group.index][match.num_blocks - match.partial.start])
+            valid = group.longest_valid(ids >= 0, length)
+            if valid < length:
+                length, logits, shortened = valid, None, True
+    return length, logits
 
-    def _cut(self, match: Match, num_tokens: int) -> Match:
-        """A match shortened to `num_tokens`: to whole blocks, or by a token of its partial block."""
-        blocks, extra = divmod(num_tokens, self.context.block_size)
-        path = [node for node in match.path if node.start < blocks]
-        shorter = Match(match.root, path, blocks, match.partial if extra else None, extra)
-        shorter.num_matched_blocks = match.num_matched_blocks
-        return shorter
 
-    def _without_partial(self, match: Match) -> Match:
-        """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
-        size = self.context.block_size
-        whole = self._cut(match, match.num_blocks * size)
-        if not self.state.context.windowed:
-            return whole
-        return self._cut(whole, self._valid_in_windows(whole, whole.num_tokens(size), None)[0])
+def _cut_match(cache: Cache, match: Match, num_tokens: int) -> Match:
+    """A match shortened to `num_tokens`: to whole blocks, or by a token of its partial block."""
+    blocks, extra = divmod(num_tokens, cache.block_size)
+    path = [node for node in match.path if node.start < blocks]
+    shorter = Match(match.root, path, blocks, match.partial if extra else None, extra)
+    shorter.num_matched_blocks = match.num_matched_blocks
+    return shorter
 
-    def is_whole(self, tokens: Int32Array, scope: ReuseScope) -> bool:
-        """Whether all of these tokens could be reused now, the last one included."""
-        return self.best_match(tokens, scope).num_tokens(self.context.block_size) == len(tokens)
 
-    def query(self, prompt: Prompt) -> PrefixMatch:
-        match = self.find(prompt)
-        logits, size = match.logits, self.context.block_size
-        by_tier: dict[Tier, int] = {}
-        for node in match.path:
-            used = min(node.end, match.num_blocks) - node.start
-            by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
-        if match.num_recomputed:
-            by_tier[match.path[-1].tier] -= 1
-        num_tokens = match.num_tokens(size)
-        return PrefixMatch(
-            num_tokens,
-            num_tokens // size,
-            num_tokens % size,
-            by_tier,
-            logits is not None,
-            self.in_flight.row_computing(match, match.tokens) is not None,
-            logits,
-        )
+def _without_partial(cache: Cache, match: Match) -> Match:
+    """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
+    size = cache.block_size
+    whole = _cut_match(cache, match, match.num_blocks * size)
+    if not cache.windowed:
+        return whole
+    return _cut_match(cache, whole, _valid_in_windows(cache, whole, whole.num_tokens(size), None)[0])
 
-    # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def plan(self, prompt: Prompt, match: Match, num_tokens: int, lookahead: int) -> AdmissionPlan:
-        """Counts what a request takes for which this was found; `num_tokens` places are reserved, plus `lookahead`."""
-        cross_tokens, scope = prompt._cross_tokens, prompt._scope
-        if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
-            size = self.context.block_size
-            hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
-            present = hit_tokens + match.num_recomputed
-            num_blocks = -(-((num_tokens if num_tokens > present else present) + lookahead) // size)
-            pool = self.state.gpu_pools[0]
-            need, free = num_blocks - match.num_blocks, pool.num_free
-            if need <= free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
-                return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [free], True, False)
-            needs, supply = [need], [self.state.cache.orders.available(pool, scope.tenant)]
-            if match.path or match.partial is not None:
-                self.count_match(match, needs, supply)
-            if needs[0] <= supply[0]:
-                return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True)
-        plan = self._count(match, num_tokens, lookahead, cross_tokens, scope)
-        if not plan.fits and match.partial is not None:
-            # The source of a partial block must stay until it is copied: in a full pool, do without it.
-            plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope)
-        while not plan.fits and self._brings_too_much(plan):
-            plan = self._count(self._without_last_run(plan.match), num_tokens, lookahead, cross_tokens, scope)
-        return plan
+def is_whole(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> bool:
+    """Whether all of these tokens could be reused now, the last one included."""
+    return best_match(cache, tokens, scope).num_tokens(cache.block_size) == len(tokens)
 
-    def _brings_too_much(self, plan: AdmissionPlan) -> bool:
-        """Whether a request would need more than a whole GPU pool, some of it for runs that lower tiers have."""
-        pools = zip(plan.needs, self.state.gpu_pools, strict=True)
-        from_below = bool(plan.match.path) and plan.match.path[-1].tier != GPU
-        return from_below and any(need > pool.num_blocks for need, pool in pools)
 
-    def _without_last_run(self, match: Match) -> Match:
-        """A match that ends where its last run begins, or before, as the windows allow."""
-        size = self.context.block_size
-        shorter = self._cut(match, match.path[-1].start * size)
-        return self._cut(shorter, self._valid_in_windows(shorter, shorter.num_tokens(size), None)[0])
+def query_prefix(cache: Cache, prompt: Prompt) -> PrefixMatch:
+    match = find_match(cache, prompt)
+    logits, size = match.logits, cache.block_size
+    by_tier: dict[Tier, int] = {}
+    for node in match.path:
+        used = min(node.end, match.num_blocks) - node.start
+        by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
+    if match.num_recomputed:
+        by_tier[match.path[-1].tier] -= 1
+    num_tokens = match.num_tokens(size)
+    return PrefixMatch(
+        num_tokens,
+        num_tokens // size,
+        num_tokens % size,
+        by_tier,
+        logits is not None,
+        row_computing(cache, match, match.tokens) is not None,
+        logits,
+    )
 
-    def _count(
-        self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
-    ) -> AdmissionPlan:
-        state = self.state
-        size = state.context.block_size
-        hit_tokens = match.num_tokens(size)
-        num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
-        cross_blocks = -(-cross_tokens // size)
-        needs = state.needs(num_blocks - match.num_blocks, int(num_blocks > match.num_blocks))
-        encoded = -1
-        if cross_tokens:
-            encoded = next(iter(state.encoded.get((scope, cross_tokens), ())), -1)
-            for group in state.fixed if encoded < 0 else ():
-                needs[group.pool] += cross_blocks
-        supply = state.supply(scope.tenant)
-        if match.root is not None:
-            self.count_match(match, needs, supply)
-        fits = all(need <= have for need, have in zip(needs, supply, strict=True))
-        evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
-        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, encoded)
 
-    def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
-        """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
-        for node in match.path:
-            used = min(node.end, match.num_blocks) - node.start
-            if node.tier != GPU:
-                for group in self.context.cached:
-                    needs[group.pool] += int((node.ids[group.index][:used] >= 0).sum())
-            elif not node.active and not node.pins:
-                for pool, per_position in self.context.full_per_pool:
-                    supply[pool] -= used * per_position
-        source = match.partial
-        # Its block is the request's first new one
-        if source is not None and not self.state.config.copy_on_partial_reuse:
-            for pool, per_position in enumerate(self.state.per_position):
-                needs[pool] -= per_position
-        if source is not None and source.tier == GPU and not source.active and not source.pins:
-            for pool, per_position in self.context.full_per_pool:
-                rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
-                supply[pool] -= rest * per_position
-        for group in self.context.windowed:
-            supply[group.pool] -= self._idle_in_window(match, group)
+# --- blocks ----------------------------------------------------------------------------------------------------------
 
-    def _idle_in_window(self, match: Match, group: Group) -> int:
-        """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
-        pool, num_tokens = group.gpu, match.num_tokens(self.context.block_size)
-        idle = 0
-        parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
-        if match.partial is not None:
-            parts.append((match.partial, match.num_blocks, match.num_blocks + 1))
-        for node, first, end in parts:
-            if node.tier == GPU:
-                depths = np.arange(first, end)
-                ids = node.ids[group.index][depths - node.start]
-                read = ids[(ids >= 0) & group.reads(depths, num_tokens)]
-                pinned = self.windows.pinned[pool.index]
-                unread = read[pool.refs[read] == 0]
-                idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
-        return idle
 
-    def can_allocate(self, prompt: Prompt, num_tokens: int, lookahead: int, wait_for_prefix: bool) -> Admission:
-        """OK, LATER or NEVER, with the watermark kept free."""
-        state, cross_tokens, scope = self.state, prompt.cross_tokens, prompt.scope
-        found = self.find(prompt)
-        plan = self.plan(prompt, found, num_tokens, lookahead)
-        plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope)
-        if plan.match.partial is not None and self._below_watermark(plan) is not None:
-            # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
-            whole = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope)
-            if self._below_watermark(whole) is None:
-                plan = whole
-        needs, supply = tuple(plan.needs), tuple(plan.supply)
-        limit = state.max_seq_len
-        longest = max(num_tokens + lookahead, 0 if found.tokens is None else len(found.tokens))
-        if limit is not None and longest > limit:
-            reason = f"asks for {longest} tokens, over max_seq_len={limit}"
-            return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
-        for index, pool in enumerate(state.gpu_pools):
-            total = self._blocks_at_once(plan, index)
-            mark = state.watermark(index)
-            if total > pool.num_blocks - mark:
-                most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.context.block_size
-                reason = (
-                    f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
-                    f"at most {most} tokens fit"
-                )
-                return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
-        if wait_for_prefix:
-            producer = self.in_flight.row_computing(plan.match, found.tokens)
-            if producer is not None:
-                handle = state.rows.handles[producer]
-                assert handle is not None
-                reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
-                return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
-        short = self._below_watermark(plan)
-        if short is not None:
+def plan_admission(cache: Cache, prompt: Prompt, match: Match, num_tokens: int, lookahead: int) -> AdmissionPlan:
+    """Counts what a request takes for which this was found; `num_tokens` places are reserved, plus `lookahead`."""
+    cross_tokens, scope = prompt._cross_tokens, prompt._scope
+    if not cross_tokens and cache.is_simple and (not match.path or match.path[-1].tier == GPU):
+        size = cache.block_size
+        hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
+        present = hit_tokens + match.num_recomputed
+        num_blocks = -(-((num_tokens if num_tokens > present else present) + lookahead) // size)
+        pool = cache.gpu_pools[0]
+        need, free = num_blocks - match.num_blocks, pool.num_free
+        if need <= free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
+            return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [free], True, False)
+        needs, supply = [need], [cache.orders.available(pool, scope.tenant)]
+        if match.path or match.partial is not None:
+            count_match(cache, match, needs, supply)
+        if needs[0] <= supply[0]:
+            return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True)
+    plan = _count(cache, match, num_tokens, lookahead, cross_tokens, scope)
+    if not plan.fits and match.partial is not None:
+        # The source of a partial block must stay until it is copied: in a full pool, do without it.
+        plan = _count(cache, _without_partial(cache, match), num_tokens, lookahead, cross_tokens, scope)
+    while not plan.fits and _brings_too_much(cache, plan):
+        plan = _count(cache, _without_last_run(cache, plan.match), num_tokens, lookahead, cross_tokens, scope)
+    return plan
+
+
+def _brings_too_much(cache: Cache, plan: AdmissionPlan) -> bool:
+    """Whether a request would need more than a whole GPU pool, some of it for runs that lower tiers have."""
+    pools = zip(plan.needs, cache.gpu_pools, strict=True)
+    from_below = bool(plan.match.path) and plan.match.path[-1].tier != GPU
+    return from_below and any(need > pool.num_blocks for need, pool in pools)
+
+
+def _without_last_run(cache: Cache, match: Match) -> Match:
+    """A match that ends where its last run begins, or before, as the windows allow."""
+    size = cache.block_size
+    shorter = _cut_match(cache, match, match.path[-1].start * size)
+    return _cut_match(cache, shorter, _valid_in_windows(cache, shorter, shorter.num_tokens(size), None)[0])
+
+
+def _count(
+    cache: Cache, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
+) -> AdmissionPlan:
+    size = cache.block_size
+    hit_tokens = match.num_tokens(size)
+    num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
+    cross_blocks = -(-cross_tokens // size)
+    needs = cache.needs(num_blocks - match.num_blocks, int(num_blocks > match.num_blocks))
+    encoded = -1
+    if cross_tokens:
+        encoded = next(iter(cache.encoded.get((scope, cross_tokens), ())), -1)
+        for group in cache.fixed if encoded < 0 else ():
+            needs[group.pool] += cross_blocks
+    supply = cache.supply(scope.tenant)
+    if match.root is not None:
+        count_match(cache, match, needs, supply)
+    fits = all(need <= have for need, have in zip(needs, supply, strict=True))
+    evicts = any(need > pool.num_free for need, pool in zip(needs, cache.gpu_pools, strict=True))
+    return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, encoded)
+
+
+def count_match(cache: Cache, match: Match, needs: list[int], supply: list[int]) -> None:
+    """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
+    for node in match.path:
+        used = min(node.end, match.num_blocks) - node.start
+        if node.tier != GPU:
+            for group in cache.growing:
+                needs[group.pool] += int((node.ids[group.index][:used] >= 0).sum())
+        elif not node.active and not node.pins:
+            for pool, per_position in cache.full_per_pool:
+                supply[pool] -= used * per_position
+    source = match.partial
+    # Its block is the request's first new one
+    if source is not None and not cache.config.copy_on_partial_reuse:
+        for pool, per_position in enumerate(cache.per_position):
+            needs[pool] -= per_position
+    if source is not None and source.tier == GPU and not source.active and not source.pins:
+        for pool, per_position in cache.full_per_pool:
+            rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
+            supply[pool] -= rest * per_position
+    for group in cache.windowed:
+        supply[group.pool] -= _idle_in_window(cache, match, group)
+
+
+def _idle_in_window(cache: Cache, match: Match, group: Group) -> int:
+    """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
+    pool, num_tokens = group.gpu, match.num_tokens(cache.block_size)
+    idle = 0
+    parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
+    if match.partial is not None:
+        parts.append((match.partial, match.num_blocks, match.num_blocks + 1))
+    for node, first, end in parts:
+        if node.tier == GPU:
+            depths = np.arange(first, end)
+            ids = node.ids[group.index][depths - node.start]
+            read = ids[(ids >= 0) & group.reads(depths, num_tokens)]
+            pinned = cache.pinned_blocks[pool.index]
+            unread = read[pool.refs[read] == 0]
+            idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
+    return idle
+
+
+def can_allocate(cache: Cache, prompt: Prompt, num_tokens: int, lookahead: int, wait_for_prefix: bool) -> Admission:
+    """OK, LATER or NEVER, with the watermark kept free."""
+    cross_tokens, scope = prompt.cross_tokens, prompt.scope
+    found = find_match(cache, prompt)
+    plan = plan_admission(cache, prompt, found, num_tokens, lookahead)
+    plan = _count(cache, plan.match, num_tokens, lookahead, cross_tokens, scope)
+    if plan.match.partial is not None and _below_watermark(cache, plan) is not None:
+        # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
+        whole = _count(cache, _without_partial(cache, plan.match), num_tokens, lookahead, cross_tokens, scope)
+        if _below_watermark(cache, whole) is None:
+            plan = whole
+    needs, supply = tuple(plan.needs), tuple(plan.supply)
+    limit = cache.max_seq_len
+    longest = max(num_tokens + lookahead, 0 if found.tokens is None else len(found.tokens))
+    if limit is not None and longest > limit:
+        reason = f"asks for {longest} tokens, over max_seq_len={limit}"
+        return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+    for index, pool in enumerate(cache.gpu_pools):
+        total = _blocks_at_once(cache, plan, index)
+        mark = cache.watermark(index)
+        if total > pool.num_blocks - mark:
+            most = max(0, pool.num_blocks - mark) // max(1, cache.per_position[index]) * cache.block_size
             reason = (
-                f"needs {needs[short]} blocks of pool {short}; {supply[short]} are free or evictable, "
-                f"{state.watermark(short)} kept as watermark"
+                f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
+                f"at most {most} tokens fit"
             )
+            return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+    if wait_for_prefix:
+        producer = row_computing(cache, plan.match, found.tokens)
+        if producer is not None:
+            handle = cache.rows.handles[producer]
+            assert handle is not None
+            reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
             return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
-        return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
-
-    def _blocks_at_once(self, plan: AdmissionPlan, pool: int) -> int:
-        """Blocks of a pool that a request would hold right after its admission, reused ones included."""
-        match = plan.match
-        return sum(
-            group.held_at_once(plan.num_blocks, plan.num_cross_blocks, match.num_blocks, plan.num_hit_tokens)
-            for group in self.state.groups
-            if group.pool == pool
+    short = _below_watermark(cache, plan)
+    if short is not None:
+        reason = (
+            f"needs {needs[short]} blocks of pool {short}; {supply[short]} are free or evictable, "
+            f"{cache.watermark(short)} kept as watermark"
         )
-
-    def _below_watermark(self, plan: AdmissionPlan) -> int | None:
-        """The first pool that could serve the plan only with blocks of its watermark, or not at all."""
-        for index, (need, have) in enumerate(zip(plan.needs, plan.supply, strict=True)):
-            if need and need > have - self.state.watermark(index):
-                return index
-        return None
+        return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+    return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
 
 
-_NOTHING_FOUND: Final = Match(None, [], 0)
+def _blocks_at_once(cache: Cache, plan: AdmissionPlan, pool: int) -> int:
+    """Blocks of a pool that a request would hold right after its admission, reused ones included."""
+    match = plan.match
+    return sum(
+        group.held_at_once(plan.num_blocks, plan.num_cross_blocks, match.num_blocks, plan.num_hit_tokens)
+        for group in cache.groups
+        if group.pool == pool
+    )
+
+
+def _below_watermark(cache: Cache, plan: AdmissionPlan) -> int | None:
+    """The first pool that could serve the plan only with blocks of its watermark, or not at all."""
+    for index, (need, have) in enumerate(zip(plan.needs, plan.supply, strict=True)):
+        if need and need > have - cache.watermark(index):
+            return index
+    return None

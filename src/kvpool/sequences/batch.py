@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.core.handle import GivenHandle, KVCacheHandle
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
-from kvpool.sequences.handle import GivenHandle, KVCacheHandle
 
 if TYPE_CHECKING:
-    from kvpool.sequences.state import CacheState
+    from kvpool.core.cache import Cache
 
 
 _NOT_PREPARED: Int64Array = np.empty(0, np.int64)
@@ -50,7 +50,7 @@ class SequenceBatch:
 
     __slots__ = (
         "_epoch",
-        "_state",
+        "_cache",
         "handles",
         "last_slots",
         "moves",
@@ -61,17 +61,17 @@ class SequenceBatch:
         "slot_steps",
     )
 
-    def __init__(self, state: CacheState, handles: Sequence[GivenHandle]) -> None:
-        self._state: CacheState = state
+    def __init__(self, cache: Cache, handles: Sequence[GivenHandle]) -> None:
+        self._cache: Cache = cache
         self.handles = as_handles(handles)
-        self.rows: Int64Array = np.array([state.row_of(handle) for handle in self.handles], np.int64)
+        self.rows: Int64Array = np.array([cache.row_of(handle) for handle in self.handles], np.int64)
         if len(set(self.rows.tolist())) != len(self.rows):
             raise InvalidArgumentError("a batch must not hold the same sequence twice; fork it instead")
         # Consecutive rows are addressed by a slice: array operations then work on views instead of copies.
         self.selection: Any = self.rows
         if len(self.rows) and (np.diff(self.rows) == 1).all():
             self.selection = slice(int(self.rows[0]), int(self.rows[-1]) + 1)
-        self._epoch = state.rows.epoch
+        self._epoch = cache.rows.epoch
         # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
         self.last_slots: Int32Array | None = None
         self.moves = -1
@@ -81,7 +81,7 @@ class SequenceBatch:
     @property
     def num_committed(self) -> Int64Array:
         """The committed tokens of each sequence."""
-        return self._state.rows.committed[self.rows]
+        return self._cache.rows.committed[self.rows]
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -91,17 +91,17 @@ class SequenceBatch:
 
     def refresh(self) -> None:
         """Checks that all sequences still live on the GPU (only after something ended or moved)."""
-        epoch = self._state.rows.epoch
+        epoch = self._cache.rows.epoch
         if epoch != self._epoch:
             for handle in self.handles:
-                self._state.row_of(handle)
+                self._cache.row_of(handle)
             self._epoch = epoch
 
     def lengths(self) -> Int64Array:
         """Reserved tokens of each sequence (a copy)."""
-        with self._state.rows.lock:
+        with self._cache.rows.lock:
             self.refresh()
-            lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
+            lengths: Int64Array = self._cache.rows.reserved[self.selection].copy()
             return lengths
 
     def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
@@ -110,12 +110,12 @@ class SequenceBatch:
         Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
         valid until the next operation. `out` receives a copy and must have enough columns.
         """
-        with self._state.rows.lock:
+        with self._cache.rows.lock:
             self.refresh()
             return self._padded_table(group, out)
 
     def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
-        rows = self._state.rows
+        rows = self._cache.rows
         kind = rows.group(group)
         counts = kind.pick(rows.num_blocks, rows.num_cross_blocks)
         columns = largest(counts[self.selection]) if len(self.rows) else 0
@@ -144,14 +144,14 @@ class SequenceBatch:
         last_page_len: Int32Array | None = None,
     ) -> CSRTable:
         """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
-        with self._state.rows.lock:
+        with self._cache.rows.lock:
             self.refresh()
             return self._csr(group, indptr, indices, last_page_len)
 
     def _csr(
         self, group: int, indptr: Int32Array | None, indices: Int32Array | None, last_page_len: Int32Array | None
     ) -> CSRTable:
-        rows = self._state.rows
+        rows = self._cache.rows
         size = rows.block_size
         kind = rows.group(group)
         if kind.keeps_state:

@@ -8,417 +8,406 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
+from kvpool.core.cache import Admission, AllocStatus, Cache
+from kvpool.core.handle import KVCacheHandle, SwappedBlocks, note_sessions
+from kvpool.core.node import Node, path_ids
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group, StateGroup
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
-from kvpool.prefix.node import Node, path_ids
-from kvpool.prefix.tree import Match
+from kvpool.prefix.evict import demote, enforce_quota, make_room, num_fitting, promote
+from kvpool.prefix.readers import ref, unref
+from kvpool.prefix.tree import Match, match_tokens, root_for, split
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner
-from kvpool.sequences.allocate import Allocator
-from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
-from kvpool.sequences.release import Releaser
-from kvpool.sequences.state import Admission, AllocStatus, CacheState
+from kvpool.sequences.admission import count_match
+from kvpool.sequences.allocate import enter_path
+from kvpool.sequences.publish import publish, track, untrack
+from kvpool.sequences.release import release_gpu, release_host
+from kvpool.sequences.room import make_room_for_each
+
+# --- out -------------------------------------------------------------------------------------------------------------
 
 
-class Swapper:
-    """swap_out and swap_in of any number of requests at once; forks swapped together stay shared.
+def can_swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
+    """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
+    _no_repeats(handles)
+    held = _held(cache, [cache.row_of(handle) for handle in handles])
+    needs = _distinct_needs(cache, held)
+    supply = []
+    status, reason = AllocStatus.OK, "fits"
+    for index, tiers in enumerate(cache.pools):
+        host = tiers[Tier.HOST]
+        have = cache.orders.available(host, None)
+        supply.append(have)
+        if needs[index] > host.num_blocks:
+            status = AllocStatus.NEVER
+            reason = f"needs {needs[index]} host blocks of pool {index}, which has {host.num_blocks}"
+        elif needs[index] > have and status is AllocStatus.OK:
+            status = AllocStatus.LATER
+            reason = f"needs {needs[index]} host blocks of pool {index}, {have} are free or evictable"
+    return Admission(status, reason, tuple(needs), tuple(supply))
 
-    A swapped-out request owns host copies of everything it needs. What it published stays in the prefix cache as long as
-    it lasts, and is reused instead of copied back if it is still there at swap-in.
+
+def _held(cache: Cache, row_list: list[int]) -> list[list[Int32Array]]:
+    """Per group and row: the block ids that carry data, -1 elsewhere."""
+    rows, size = cache.rows, cache.block_size
+    held: list[list[Int32Array]] = []
+    for group in cache.groups:
+        of_group = []
+        for row in row_list:
+            ids = rows.visible_blocks(group.index, row).copy()
+            written = rows.written_of[row]
+            if isinstance(group, StateGroup):
+                ids[np.arange(len(ids)) != group.column_of(ids, written)] = -1
+            elif group.grows:
+                ids[ceil_div(written, size) :] = -1
+            of_group.append(ids)
+        held.append(of_group)
+    return held
+
+
+def _distinct_needs(cache: Cache, held: list[list[Int32Array]]) -> list[int]:
+    needs = [0] * len(cache.pools)
+    for group, of_group in zip(cache.groups, held, strict=True):
+        needs[group.pool] += len(_distinct(of_group))
+    return needs
+
+
+def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
+    """Moves requests to the host; returns how many blocks are copied."""
+    _no_repeats(handles)
+    row_list = [cache.row_of(handle) for handle in handles]
+    held = _held(cache, row_list)
+    needs = _distinct_needs(cache, held)
+    for index, need in enumerate(needs):
+        host = cache.pools[index][Tier.HOST]
+        have = cache.orders.available(host, None)
+        if need > have:
+            raise cache.shortage(host, need, have, f"swapping out {len(handles)} requests")
+    for index, need in enumerate(needs):
+        make_room(cache, cache.pools[index][Tier.HOST], need, None)
+    swapped = [SwappedBlocks([]) for _ in handles]
+    moved = 0
+    for group, of_group in zip(cache.groups, held, strict=True):
+        src = _distinct(of_group)
+        dst, images = _copy_ids(cache, group, of_group, src, Tier.HOST)
+        moved += len(src)
+        if len(src):
+            cache.copies.append(CopyOp(CopyKind.SWAP_OUT, group.index, Tier.GPU, Tier.HOST, src, dst))
+        for blocks, image in zip(swapped, images, strict=True):
+            blocks.ids.append(image)
+    for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
+        _leave_gpu(cache, handle, row, blocks)
+    for tiers in cache.pools:
+        tiers[Tier.HOST].note_peak()
+    cache.counters.swaps_out += len(handles)
+    cache.counters.swapped_blocks += moved
+    return moved
+
+
+def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
+    rows = cache.rows
+    rows.keep_token_ids(row)
+    root = root_for(cache, handle.scope)
+    ref(cache, root)
+    untrack(cache, handle)
+    node = rows.tips[row]
+    assert node is not None
+    while node is not node.root:  # the host gets copies of the path, and nobody knows it any more
+        note_sessions(handle, node.sessions)
+        node = node.parent
+    release_gpu(cache, handle, row)
+    for table in rows.tables:
+        table[row, :] = -1
+    rows.tips[row] = root
+    rows.present_of[row] = 0
+    rows.following.pop(row, None)
+    rows.set_shared(row, False)
+    rows.epoch += 1
+    rows.moves += 1
+    handle.swapped = blocks
+    handle.stats.swaps += 1
+    enforce_quota(cache, root)
+
+
+def _copy_ids(
+    cache: Cache, group: Group, of_group: list[Int32Array], src: Int32Array, tier: Tier
+) -> tuple[Int32Array, list[Int32Array]]:
+    """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
+    pool = group.on(tier)
+    dst = pool.take(len(src))
+    images = []
+    for ids in of_group:
+        image = np.full(len(ids), -1, np.int32)
+        present = ids >= 0
+        image[present] = dst[np.searchsorted(src, ids[present])]
+        images.append(image)
+    holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
+    np.add.at(pool.refs, holders, 1)
+    if tier == Tier.GPU:
+        group.mark_single_owner(dst)
+    return dst, images
+
+
+# --- in --------------------------------------------------------------------------------------------------------------
+
+
+def can_swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
+    """OK, LATER or NEVER, with the watermark kept free."""
+    _no_repeats(handles)
+    matches = _residents(cache, handles)
+    of_tenants = _gpu_needs(cache, handles, matches)
+    needs = _in_all(cache, of_tenants)
+    supply = _gpu_supply(cache, of_tenants, matches)
+    for index, pool in enumerate(cache.gpu_pools):
+        mark = cache.watermark(index)
+        if needs[index] > pool.num_blocks - mark:
+            reason = f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
+            return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))
+        if needs[index] and needs[index] > supply[index] - mark:
+            reason = f"needs {needs[index]} blocks of pool {index}, {supply[index]} are free or evictable"
+            return Admission(AllocStatus.LATER, reason, tuple(needs), tuple(supply))
+    return Admission(AllocStatus.OK, "fits", tuple(needs), tuple(supply))
+
+
+def _swapped_row(cache: Cache, handle: KVCacheHandle) -> int:
+    row = cache.any_row_of(handle)
+    if handle.swapped is None:
+        raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
+    return row
+
+
+def _residents(cache: Cache, handles: Sequence[KVCacheHandle]) -> list[Match]:
+    """What each request takes from the prefix cache: equally much for all that share host blocks behind it.
+
+    They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
     """
-
-    def __init__(self, state: CacheState, sequences: Allocator, ending: Releaser) -> None:
-        self.state = state
-        self.rows = state.rows
-        self.cache = state.cache
-        self.context = state.context
-        self.tree = state.cache.tree
-        self.readers = state.cache.readers
-        self.sequences = sequences
-        self.ending = ending
-        self.in_flight = state.in_flight
-
-    # --- out ---------------------------------------------------------------------------------------------------------
-
-    def can_swap_out(self, handles: Sequence[KVCacheHandle]) -> Admission:
-        """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
-        _no_repeats(handles)
-        held = self._held([self.state.row_of(handle) for handle in handles])
-        needs = self._needs(held)
-        supply = []
-        status, reason = AllocStatus.OK, "fits"
-        for index, tiers in enumerate(self.state.pools):
-            host = tiers[Tier.HOST]
-            have = self.cache.orders.available(host, None)
-            supply.append(have)
-            if needs[index] > host.num_blocks:
-                status = AllocStatus.NEVER
-                reason = f"needs {needs[index]} host blocks of pool {index}, which has {host.num_blocks}"
-            elif needs[index] > have and status is AllocStatus.OK:
-                status = AllocStatus.LATER
-                reason = f"needs {needs[index]} host blocks of pool {index}, {have} are free or evictable"
-        return Admission(status, reason, tuple(needs), tuple(supply))
-
-    def _held(self, row_list: list[int]) -> list[list[Int32Array]]:
-        """Per group and row: the block ids that carry data, -1 elsewhere."""
-        rows, size = self.rows, self.context.block_size
-        held: list[list[Int32Array]] = []
-        for group in self.state.groups:
-            of_group = []
-            for row in row_list:
-                ids = rows.visible_blocks(group.index, row).copy()
-                written = rows.written_of[row]
-                if isinstance(group, StateGroup):
-                    ids[np.arange(len(ids)) != group.column_of(ids, written)] = -1
-                elif group.grows:
-                    ids[ceil_div(written, size) :] = -1
-                of_group.append(ids)
-            held.append(of_group)
-        return held
-
-    def _needs(self, held: list[list[Int32Array]]) -> list[int]:
-        needs = [0] * len(self.state.pools)
-        for group, of_group in zip(self.state.groups, held, strict=True):
-            needs[group.pool] += len(_distinct(of_group))
-        return needs
-
-    def swap_out(self, handles: Sequence[KVCacheHandle]) -> int:
-        """Moves requests to the host; returns how many blocks are copied."""
-        state = self.state
-        _no_repeats(handles)
-        row_list = [state.row_of(handle) for handle in handles]
-        held = self._held(row_list)
-        needs = self._needs(held)
-        for index, need in enumerate(needs):
-            host = state.pools[index][Tier.HOST]
-            have = self.cache.orders.available(host, None)
-            if need > have:
-                raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
-        for index, need in enumerate(needs):
-            self.cache.make_room(state.pools[index][Tier.HOST], need, None)
-        swapped = [SwappedBlocks([]) for _ in handles]
-        moved = 0
-        for group, of_group in zip(state.groups, held, strict=True):
-            src = _distinct(of_group)
-            dst, images = self._copy_ids(group, of_group, src, Tier.HOST)
-            moved += len(src)
-            if len(src):
-                state.copies.append(CopyOp(CopyKind.SWAP_OUT, group.index, Tier.GPU, Tier.HOST, src, dst))
-            for blocks, image in zip(swapped, images, strict=True):
-                blocks.ids.append(image)
-        for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
-            self._leave_gpu(handle, row, blocks)
-        for tiers in state.pools:
-            tiers[Tier.HOST].note_peak()
-        state.counters.swaps_out += len(handles)
-        state.counters.swapped_blocks += moved
-        return moved
-
-    def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
-        rows = self.rows
-        rows.keep_token_ids(row)
-        root = self.tree.root_for(handle.scope)
-        self.readers.hold(root)
-        self.in_flight.untrack(handle)
-        node = rows.tips[row]
-        assert node is not None
-        while node is not node.root:  # the host gets copies of the path, and nobody knows it any more
-            note_sessions(handle, node.sessions)
-            node = node.parent
-        self.ending.release_gpu(handle, row)
-        for table in rows.tables:
-            table[row, :] = -1
-        rows.tips[row] = root
-        rows.present_of[row] = 0
-        rows.following.pop(row, None)
-        rows.set_shared(row, False)
-        rows.epoch += 1
-        rows.moves += 1
-        handle.swapped = blocks
-        handle.stats.swaps += 1
-        self.cache.enforce_quota(root)
-
-    def _copy_ids(
-        self, group: Group, of_group: list[Int32Array], src: Int32Array, tier: Tier
-    ) -> tuple[Int32Array, list[Int32Array]]:
-        """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
-        pool = group.on(tier)
-        dst = pool.take(len(src))
-        images = []
-        for ids in of_group:
-            image = np.full(len(ids), -1, np.int32)
-            present = ids >= 0
-            image[present] = dst[np.searchsorted(src, ids[present])]
-            images.append(image)
-        holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
-        np.add.at(pool.refs, holders, 1)
-        if tier == Tier.GPU:
-            group.mark_single_owner(dst)
-        return dst, images
-
-    # --- in ----------------------------------------------------------------------------------------------------------
-
-    def can_swap_in(self, handles: Sequence[KVCacheHandle]) -> Admission:
-        """OK, LATER or NEVER, with the watermark kept free."""
-        _no_repeats(handles)
-        matches = self._residents(handles)
-        of_tenants = self._gpu_needs(handles, matches)
-        needs = self._in_all(of_tenants)
-        supply = self._gpu_supply(of_tenants, matches)
-        for index, pool in enumerate(self.state.gpu_pools):
-            mark = self.state.watermark(index)
-            if needs[index] > pool.num_blocks - mark:
-                reason = (
-                    f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
-                )
-                return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))
-            if needs[index] and needs[index] > supply[index] - mark:
-                reason = f"needs {needs[index]} blocks of pool {index}, {supply[index]} are free or evictable"
-                return Admission(AllocStatus.LATER, reason, tuple(needs), tuple(supply))
-        return Admission(AllocStatus.OK, "fits", tuple(needs), tuple(supply))
-
-    def _swapped_row(self, handle: KVCacheHandle) -> int:
-        row = self.state.any_row_of(handle)
-        if handle.swapped is None:
-            raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
-        return row
-
-    def _residents(self, handles: Sequence[KVCacheHandle]) -> list[Match]:
-        """What each request takes from the prefix cache: equally much for all that share host blocks behind it.
-
-        They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
-        """
-        matches = [self._resident(handle, self._swapped_row(handle)) for handle in handles]
-        if self.context.windowed:
+    matches = [_resident(cache, handle, _swapped_row(cache, handle)) for handle in handles]
+    if cache.windowed:
+        return matches
+    group = cache.full[0]
+    least = np.empty(group.on(Tier.HOST).num_blocks, np.int64)
+    while True:
+        counts = [match.num_blocks for match in matches]
+        wanted = [ids[ids >= 0] for ids in _missing(cache, handles, counts)[group.index]]
+        least[:] = max(counts, default=0)
+        for blocks, count in zip(wanted, counts, strict=True):
+            least[blocks] = np.minimum(least[blocks], count)
+        common = [int(least[b].min(initial=count)) for b, count in zip(wanted, counts, strict=True)]
+        if common == counts:
             return matches
-        group = self.context.full[0]
-        least = np.empty(group.on(Tier.HOST).num_blocks, np.int64)
-        while True:
-            counts = [match.num_blocks for match in matches]
-            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[group.index]]
-            least[:] = max(counts, default=0)
-            for blocks, count in zip(wanted, counts, strict=True):
-                least[blocks] = np.minimum(least[blocks], count)
-            common = [int(least[b].min(initial=count)) for b, count in zip(wanted, counts, strict=True)]
-            if common == counts:
-                return matches
-            matches = [self._resident(h, h.row, count) for h, count in zip(handles, common, strict=True)]
-
-    def _resident(self, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
-        """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
-        rows, size = self.rows, self.context.block_size
-        if not handle.publishes or self.context.windowed:
-            return Match(None, [], 0)
-        final = min(rows.committed_of[row], rows.known_of[row]) // size * size
-        if limit is not None:
-            final = min(final, limit * size)
-        return self.tree.match(handle.scope, rows.token_ids(row)[:final], only_tier=Tier.GPU)
-
-    def _missing(self, handles: Sequence[KVCacheHandle], num_resident: list[int]) -> list[list[Int32Array]]:
-        """Host ids to bring back per group and row (-1: not needed)."""
-        wanted: list[list[Int32Array]] = []
-        for group in self.state.groups:
-            of_group = []
-            for handle, resident in zip(handles, num_resident, strict=True):
-                assert handle.swapped is not None
-                ids = handle.swapped.ids[group.index].copy()
-                if group.grows:
-                    ids[:resident] = -1
-                of_group.append(ids)
-            wanted.append(of_group)
-        return wanted
-
-    def _fresh(self, group: Group, row: int) -> Int64Array:
-        """The columns of a row that were never written and that its window has not passed; sinks stay.
-
-        Of states only the last column counts, unless what it had was written.
-        """
-        if group.keeps_state:
-            handle, last = self.rows.handles[row], self.rows.num_blocks_of[row] - 1
-            assert handle is not None and handle.swapped is not None
-            live = np.flatnonzero(handle.swapped.ids[group.index] >= 0)
-            passed = max(int(live[-1]) if len(live) else -1, int(self.rows.window_start[group.index, row]) - 1)
-            return np.arange(last, last + int(last > passed))
-        first = ceil_div(self.rows.written_of[row], self.context.block_size)
-        columns = np.arange(first, self.rows.num_blocks_of[row])
-        if group.slides:
-            columns = columns[(columns >= self.rows.window_start[group.index, row]) | (columns < group.sinks)]
-        return columns
-
-    def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> dict[str, list[int]]:
-        """Blocks per pool that the requests of each tenant take. Only those of one tenant can share host blocks."""
-        of_tenants: dict[str, list[int]] = {}
-        for tenant in dict.fromkeys(handle.scope.tenant for handle in handles):
-            own = [i for i, handle in enumerate(handles) if handle.scope.tenant == tenant]
-            needs = self._needs(self._missing([handles[i] for i in own], [matches[i].num_blocks for i in own]))
-            for group in self.state.growing:
-                needs[group.pool] += sum(len(self._fresh(group, handles[i].row)) for i in own)
-            of_tenants[tenant] = needs
-        return of_tenants
-
-    def _gpu_supply(self, needs: dict[str, list[int]], matches: list[Match]) -> list[int]:
-        """Blocks per pool that are free or may be evicted for all of them once they hold what they find.
-
-        A pinned run that they hold protects no other run of its tenant any more. What is guaranteed to a tenant gives way
-        to its own requests alone.
-        """
-        held: dict[Node, int] = {}
-        for match in matches:
-            for node in match.path:
-                if not node.active:
-                    held[node] = max(held.get(node, 0), min(node.end, match.num_blocks) - node.start)
-        supply = self.state.supply(None)
-        per_position = dict(self.context.full_per_pool)
-        for index in range(len(supply)):
-            blocks = [(node, length * per_position.get(index, 0)) for node, length in held.items()]
-            supply[index] -= sum(count for node, count in blocks if not node.pins)
-            for tenant, quota in self.cache.orders.quotas.items():
-                own = [(node, count) for node, count in blocks if node.tenant == tenant]
-                num_held, num_pinned = sum(n for _, n in own), sum(n for node, n in own if node.pins)
-                kept = quota.protected(index, num_held, num_pinned)
-                supply[index] += quota.protected(index) - kept
-                if tenant in needs:
-                    supply[index] += kept if len(needs) == 1 else min(kept, needs[tenant][index])
-        return supply
-
-    def _in_all(self, needs: dict[str, list[int]]) -> list[int]:
-        return [sum(of_tenant[pool.index] for of_tenant in needs.values()) for pool in self.state.gpu_pools]
-
-    def swap_in(self, handles: Sequence[KVCacheHandle]) -> int:
-        """Brings requests back; returns how many blocks are copied."""
-        state = self.state
-        _no_repeats(handles)
-        row_list = [self._swapped_row(handle) for handle in handles]
-        matches = self._residents(handles)
-        needs = self._gpu_needs(handles, matches)
-        state.refuse_shortage(
-            self._in_all(needs), self._gpu_supply(needs, matches), f"swapping in {len(handles)} requests"
-        )
-        for handle, row, match in zip(handles, row_list, matches, strict=True):
-            self._hold_resident(handle, row, match.num_blocks)
-        state.make_room_for_each(needs)
-        wanted = self._missing(handles, [m.num_blocks for m in matches])
-        moved = 0
-        for group, of_group in zip(state.groups, wanted, strict=True):
-            src = _distinct(of_group)
-            dst, images = self._copy_ids(group, of_group, src, Tier.GPU)
-            moved += len(src)
-            if len(src):
-                state.copies.append(CopyOp(CopyKind.SWAP_IN, group.index, Tier.HOST, Tier.GPU, src, dst))
-            for row, image in zip(row_list, images, strict=True):
-                self._restore_table(group, row, image)
-        self._join_families(handles, wanted)
-        for handle, row in zip(handles, row_list, strict=True):
-            self._return_to_gpu(handle, row)
-        state.counters.swaps_in += len(handles)
-        state.counters.swapped_blocks += moved
-        return moved
-
-    def _hold_resident(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
-        """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
-        root = self.rows.tips[row]
-        assert root is not None
-        match = self._resident(handle, row, num_blocks)  # again: the tree was cut for those before it
-        tip = self.sequences.enter(match, handle.scope)
-        self.rows.tips[row] = tip
-        self.readers.release(root)
-        for group in self.context.full:
-            ids = path_ids(tip.path(), match.num_blocks, group.index)
-            self.rows.tables[group.index][row, : match.num_blocks] = ids
-
-    def _restore_table(self, group: Group, row: int, image: Int32Array) -> None:
-        table = self.rows.tables[group.index]
-        back = image >= 0
-        table[row, : len(image)][back] = image[back]
-        if group.grows:
-            fresh = self._fresh(group, row)
-            table[row, fresh] = group.take(len(fresh))
-
-    def _join_families(self, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
-        """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
-        for group, of_group in zip(self.state.groups, wanted, strict=True):
-            if not of_group or not group.grows:  # blocks of an encoder's tokens are shared by others, too
-                continue
-            ids = np.concatenate(of_group)
-            owners = np.repeat(np.arange(len(handles)), [len(part) for part in of_group])
-            order = np.argsort(ids, kind="stable")
-            ids, owners = ids[order], owners[order]
-            shared = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
-            for left, right in set(zip(owners[:-1][shared].tolist(), owners[1:][shared].tolist(), strict=True)):
-                one, other = handles[left], handles[right]
-                family = (one.family or {one.row}) | (other.family or {other.row})
-                for row in family:
-                    member = self.rows.handles[row]
-                    assert member is not None
-                    member.family = family
-
-    def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
-        self.ending.release_host(handle)
-        self.rows.epoch += 1
-        self.rows.moves += 1
-        if handle.family is not None:
-            self.rows.set_shared(row, True)
-        self.state.publisher.publish(row)
-        if handle.publishes:
-            self.in_flight.track(row)
+        matches = [_resident(cache, h, h.row, count) for h, count in zip(handles, common, strict=True)]
 
 
-class RunMover:
-    """`offload` and `onboard`: what eviction and admission do on their own, done ahead of time."""
+def _resident(cache: Cache, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
+    """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
+    rows, size = cache.rows, cache.block_size
+    if not handle.publishes or cache.windowed:
+        return Match(None, [], 0)
+    final = min(rows.committed_of[row], rows.known_of[row]) // size * size
+    if limit is not None:
+        final = min(final, limit * size)
+    return match_tokens(cache, handle.scope, rows.token_ids(row)[:final], only_tier=Tier.GPU)
 
-    def __init__(self, state: CacheState, admissions: AdmissionPlanner) -> None:
-        self.state = state
-        self.cache = state.cache
-        self.tree = state.cache.tree
-        self.readers = state.cache.readers
-        self.admissions = admissions
 
-    def offload(self, source: BlockPool, num_blocks: int) -> int:
-        """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
-        cache = self.cache
-        if cache.mover.lower_tier[source.tier] is None:
-            raise InvalidArgumentError(
-                f"there is no tier below {source.tier.name}: configure host_blocks or disk_blocks"
-            )
-        before, mover = source.num_free, cache.mover
-        while (moved := source.num_free - before) < num_blocks:
-            victim = cache.orders.victim(source, None)
-            if victim is None:
-                break
-            wanted = min(victim.num_blocks, ceil_div(num_blocks - moved, cache.blocks_per_position[source.index]))
-            if mover.demote(victim, wanted):
-                continue
-            part = min(wanted, mover.num_fitting(victim, evicting=False))
-            if part:  # more would push out below what has just gone there
-                mover.demote(victim, part)
+def _missing(cache: Cache, handles: Sequence[KVCacheHandle], num_resident: list[int]) -> list[list[Int32Array]]:
+    """Host ids to bring back per group and row (-1: not needed)."""
+    wanted: list[list[Int32Array]] = []
+    for group in cache.groups:
+        of_group = []
+        for handle, resident in zip(handles, num_resident, strict=True):
+            assert handle.swapped is not None
+            ids = handle.swapped.ids[group.index].copy()
+            if group.grows:
+                ids[:resident] = -1
+            of_group.append(ids)
+        wanted.append(of_group)
+    return wanted
+
+
+def _fresh(cache: Cache, group: Group, row: int) -> Int64Array:
+    """The columns of a row that were never written and that its window has not passed; sinks stay.
+
+    Of states only the last column counts, unless what it had was written.
+    """
+    if group.keeps_state:
+        handle, last = cache.rows.handles[row], cache.rows.num_blocks_of[row] - 1
+        assert handle is not None and handle.swapped is not None
+        live = np.flatnonzero(handle.swapped.ids[group.index] >= 0)
+        passed = max(int(live[-1]) if len(live) else -1, int(cache.rows.window_start[group.index, row]) - 1)
+        return np.arange(last, last + int(last > passed))
+    first = ceil_div(cache.rows.written_of[row], cache.block_size)
+    columns = np.arange(first, cache.rows.num_blocks_of[row])
+    if group.slides:
+        columns = columns[(columns >= cache.rows.window_start[group.index, row]) | (columns < group.sinks)]
+    return columns
+
+
+def _gpu_needs(cache: Cache, handles: Sequence[KVCacheHandle], matches: list[Match]) -> dict[str, list[int]]:
+    """Blocks per pool that the requests of each tenant take. Only those of one tenant can share host blocks."""
+    of_tenants: dict[str, list[int]] = {}
+    for tenant in dict.fromkeys(handle.scope.tenant for handle in handles):
+        own = [i for i, handle in enumerate(handles) if handle.scope.tenant == tenant]
+        needs = _distinct_needs(cache, _missing(cache, [handles[i] for i in own], [matches[i].num_blocks for i in own]))
+        for group in cache.growing:
+            needs[group.pool] += sum(len(_fresh(cache, group, handles[i].row)) for i in own)
+        of_tenants[tenant] = needs
+    return of_tenants
+
+
+def _gpu_supply(cache: Cache, needs: dict[str, list[int]], matches: list[Match]) -> list[int]:
+    """Blocks per pool that are free or may be evicted for all of them once they hold what they find.
+
+    A pinned run that they hold protects no other run of its tenant any more. What is guaranteed to a tenant gives way
+    to its own requests alone.
+    """
+    held: dict[Node, int] = {}
+    for match in matches:
+        for node in match.path:
+            if not node.active:
+                held[node] = max(held.get(node, 0), min(node.end, match.num_blocks) - node.start)
+    supply = cache.supply(None)
+    per_position = dict(cache.full_per_pool)
+    for index in range(len(supply)):
+        blocks = [(node, length * per_position.get(index, 0)) for node, length in held.items()]
+        supply[index] -= sum(count for node, count in blocks if not node.pins)
+        for tenant, quota in cache.orders.quotas.items():
+            own = [(node, count) for node, count in blocks if node.tenant == tenant]
+            num_held, num_pinned = sum(n for _, n in own), sum(n for node, n in own if node.pins)
+            kept = quota.protected(index, num_held, num_pinned)
+            supply[index] += quota.protected(index) - kept
+            if tenant in needs:
+                supply[index] += kept if len(needs) == 1 else min(kept, needs[tenant][index])
+    return supply
+
+
+def _in_all(cache: Cache, needs: dict[str, list[int]]) -> list[int]:
+    return [sum(of_tenant[pool.index] for of_tenant in needs.values()) for pool in cache.gpu_pools]
+
+
+def swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
+    """Brings requests back; returns how many blocks are copied."""
+    _no_repeats(handles)
+    row_list = [_swapped_row(cache, handle) for handle in handles]
+    matches = _residents(cache, handles)
+    needs = _gpu_needs(cache, handles, matches)
+    cache.refuse_shortage(
+        _in_all(cache, needs), _gpu_supply(cache, needs, matches), f"swapping in {len(handles)} requests"
+    )
+    for handle, row, match in zip(handles, row_list, matches, strict=True):
+        _hold_resident(cache, handle, row, match.num_blocks)
+    make_room_for_each(cache, needs)
+    wanted = _missing(cache, handles, [m.num_blocks for m in matches])
+    moved = 0
+    for group, of_group in zip(cache.groups, wanted, strict=True):
+        src = _distinct(of_group)
+        dst, images = _copy_ids(cache, group, of_group, src, Tier.GPU)
+        moved += len(src)
+        if len(src):
+            cache.copies.append(CopyOp(CopyKind.SWAP_IN, group.index, Tier.HOST, Tier.GPU, src, dst))
+        for row, image in zip(row_list, images, strict=True):
+            _restore_table(cache, group, row, image)
+    _join_families(cache, handles, wanted)
+    for handle, row in zip(handles, row_list, strict=True):
+        _return_to_gpu(cache, handle, row)
+    cache.counters.swaps_in += len(handles)
+    cache.counters.swapped_blocks += moved
+    return moved
+
+
+def _hold_resident(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
+    """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
+    root = cache.rows.tips[row]
+    assert root is not None
+    match = _resident(cache, handle, row, num_blocks)  # again: the tree was cut for those before it
+    tip = enter_path(cache, match, handle.scope)
+    cache.rows.tips[row] = tip
+    unref(cache, root)
+    for group in cache.full:
+        ids = path_ids(tip.path(), match.num_blocks, group.index)
+        cache.rows.tables[group.index][row, : match.num_blocks] = ids
+
+
+def _restore_table(cache: Cache, group: Group, row: int, image: Int32Array) -> None:
+    table = cache.rows.tables[group.index]
+    back = image >= 0
+    table[row, : len(image)][back] = image[back]
+    if group.grows:
+        fresh = _fresh(cache, group, row)
+        table[row, fresh] = group.take(len(fresh))
+
+
+def _join_families(cache: Cache, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
+    """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
+    for group, of_group in zip(cache.groups, wanted, strict=True):
+        if not of_group or not group.grows:  # blocks of an encoder's tokens are shared by others, too
+            continue
+        ids = np.concatenate(of_group)
+        owners = np.repeat(np.arange(len(handles)), [len(part) for part in of_group])
+        order = np.argsort(ids, kind="stable")
+        ids, owners = ids[order], owners[order]
+        shared = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
+        for left, right in set(zip(owners[:-1][shared].tolist(), owners[1:][shared].tolist(), strict=True)):
+            one, other = handles[left], handles[right]
+            family = (one.family or {one.row}) | (other.family or {other.row})
+            for row in family:
+                member = cache.rows.handles[row]
+                assert member is not None
+                member.family = family
+
+
+def _return_to_gpu(cache: Cache, handle: KVCacheHandle, row: int) -> None:
+    release_host(cache, handle)
+    cache.rows.epoch += 1
+    cache.rows.moves += 1
+    if handle.family is not None:
+        cache.rows.set_shared(row, True)
+    publish(cache, row)
+    if handle.publishes:
+        track(cache, row)
+
+
+def offload(cache: Cache, source: BlockPool, num_blocks: int) -> int:
+    """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
+    if cache.lower_tier[source.tier] is None:
+        raise InvalidArgumentError(f"there is no tier below {source.tier.name}: configure host_blocks or disk_blocks")
+    before = source.num_free
+    while (moved := source.num_free - before) < num_blocks:
+        victim = cache.orders.victim(source, None)
+        if victim is None:
             break
-        return source.num_free - before
+        wanted = min(victim.num_blocks, ceil_div(num_blocks - moved, cache.blocks_per_position[source.index]))
+        if demote(cache, victim, wanted):
+            continue
+        part = min(wanted, num_fitting(cache, victim, evicting=False))
+        if part:  # more would push out below what has just gone there
+            demote(cache, victim, part)
+        break
+    return source.num_free - before
 
-    def onboard(self, tokens: Int32Array, scope: ReuseScope) -> int:
-        """Brings the cached prefix of `tokens` up to the GPU; returns how many blocks move."""
-        state, cache = self.state, self.cache
-        match = self.tree.match(scope, tokens)
-        if not match.path or match.path[-1].tier == GPU:
-            return 0
-        needs, supply = [0] * len(state.pools), state.supply(scope.tenant)
-        self.admissions.count_match(match, needs, supply)
-        state.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
-        node = match.path[-1]
-        if node.end > match.num_blocks:
-            node = self.tree.split(node, match.num_blocks - node.start)
-        self.readers.hold(node)
-        for pool, need in zip(state.gpu_pools, needs, strict=True):
-            cache.make_room(pool, need, scope.tenant)
-        moved = 0
-        for part in node.path():
-            if part.tier != GPU:
-                cache.mover.promote(part)
-                moved += part.num_blocks
-        self.readers.release(node)
-        cache.enforce_quota(node.root)
-        return moved
+
+def onboard(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> int:
+    """Brings the cached prefix of `tokens` up to the GPU; returns how many blocks move."""
+    match = match_tokens(cache, scope, tokens)
+    if not match.path or match.path[-1].tier == GPU:
+        return 0
+    needs, supply = [0] * len(cache.pools), cache.supply(scope.tenant)
+    count_match(cache, match, needs, supply)
+    cache.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
+    node = match.path[-1]
+    if node.end > match.num_blocks:
+        node = split(cache, node, match.num_blocks - node.start)
+    ref(cache, node)
+    for pool, need in zip(cache.gpu_pools, needs, strict=True):
+        make_room(cache, pool, need, scope.tenant)
+    moved = 0
+    for part in node.path():
+        if part.tier != GPU:
+            promote(cache, part)
+            moved += part.num_blocks
+    unref(cache, node)
+    enforce_quota(cache, node.root)
+    return moved
 
 
 def _distinct(of_group: list[Int32Array]) -> Int32Array:

@@ -7,9 +7,9 @@ import secrets
 from collections import Counter
 from typing import Any, NamedTuple
 
+from kvpool.core.cache import Pin
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.readers import Pin
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.served_model import ServedModel

@@ -296,7 +296,7 @@ class Invalidation(CacheQuery):
     tenant: Annotated[str, Field(max_length=256)] | None = None
 
 
-# --- what /openapi.json says of every path: how it refuses, and in which forms it answers -----------------------------
+# --- what /openapi.json says of every path: how it refuses, and in which forms it answers ----------------------------
 
 
 class RefusalDetails(BaseModel):

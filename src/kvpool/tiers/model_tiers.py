@@ -106,7 +106,7 @@ def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
     return tuple(tiers)
 
 
-# --- which model is this? ----------------------------------------------------------------------------------------------
+# --- which model is this? --------------------------------------------------------------------------------------------
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -23,7 +23,7 @@ _NAMESPACE = set(string.ascii_letters + string.digits + "._-")
 _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 
-# --- kinds of values ---------------------------------------------------------------------------------------------------
+# --- kinds of values -------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -118,7 +118,7 @@ NAMESPACE = text(
 """The name that keeps values of one user of a store apart from those of others."""
 
 
-# --- addresses ---------------------------------------------------------------------------------------------------------
+# --- addresses -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Tier
+from kvpool.core.node import DEFAULT_PRIORITY
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Event, Subscription
 from kvpool.manager import KVCacheManager
 from kvpool.manager.inspection import PoolSnapshot, RunsSnapshot, SequenceSnapshot, Snapshot
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.prefix.node import DEFAULT_PRIORITY
 
 Words = npt.NDArray[np.uint64]
 

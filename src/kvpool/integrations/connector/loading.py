@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.orders import Checkpoint, Introduction, Load, Orders
 from kvpool.integrations.connector.reports import BlockEvents
@@ -19,7 +20,6 @@ from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.integrations.connector.saving import CHECKPOINTS, take_rows
 from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.manager import KVCacheManager
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.prefix_options import NOWHERE

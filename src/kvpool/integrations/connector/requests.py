@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.checks import check_number, show
+from kvpool.core.handle import KVCacheHandle
+from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.quiet import QuietLog
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers.identity import files_id, read_files, settings_id
 from kvpool.tiers.keys import scope_tag
 from kvpool.tiers.transport.threads import Pending

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.orders import NO_PAGE, Checkpoint, Orders, Spill, Store
 from kvpool.integrations.connector.reports import BlockEvents
 from kvpool.integrations.connector.requests import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.sequences.handle import KVCacheHandle
 
 CHECKPOINTS = 1  # the group of states in the manager and in keys; blocks are group 0
 _MANY = 32  # so many confirmed blocks are published even before a look-up

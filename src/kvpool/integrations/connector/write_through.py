@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec
+from kvpool.core.cache import Pin
 from kvpool.errors import KVPoolError
 from kvpool.integrations.connector.loading import Loader, LoadStats, TierLookups
 from kvpool.integrations.connector.orders import Introduction, Orders
@@ -20,7 +21,6 @@ from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.integrations.connector.saving import Saver, SaveStats
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.manager import KVCacheManager
-from kvpool.prefix.readers import Pin
 from kvpool.quiet import QuietLog
 
 _log = logging.getLogger("kvpool")

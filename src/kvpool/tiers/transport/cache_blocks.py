@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvpool.core.handle import KVCacheHandle, note_sessions
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, TransferError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
@@ -28,7 +29,6 @@ from kvpool.prefix.digests import root_digest
 from kvpool.quiet import QuietLog
 from kvpool.scheduling import Request
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.storage import DataPlane
 from kvpool.storage.moving import TakenBlocks
 from kvpool.tiers.contract import Keeper, Slots, Worth

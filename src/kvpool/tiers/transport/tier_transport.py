@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kvpool.config import Tier
+from kvpool.core.handle import KVCacheHandle
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import root_digest
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.storage.memory import LinkedMemory, page_locks
 from kvpool.tiers.contract import Keeper, Loan, Slots, TierStats

@@ -38,7 +38,7 @@ class Node(Run):
     exactly when `active` is 0, and holding a path costs one step per node that was idle. `pins` counts in the same way.
 
     An *open* node (`open_row >= 0`) belongs to the sequence in that row, which still appends to it: its tokens and ids are
-    read from the sequence's row (`CacheContext.sync`) and are copied here only when the node is closed. So decoding a
+    read from the sequence's row (`Cache.sync`) and are copied here only when the node is closed. So decoding a
     token costs the tree nothing.
 
     A *remainder* (`is_remainder`) is the last block of a sequence that ended inside it: a leaf of one block whose tokens do

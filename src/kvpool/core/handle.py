@@ -6,11 +6,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
+from kvpool.core.node import Node
+from kvpool.core.retention import Retention
 from kvpool.errors import UnknownRequestError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.rows import SequenceRows
-from kvpool.prefix.node import Node
-from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseScope
 from kvpool.stats import HandleStats
 
@@ -56,7 +56,7 @@ class SwappedBlocks:
 
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
-GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `CacheState` refuses what is no live handle of its own
+GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `Cache` refuses what is no live handle of its own
 
 
 class KVCacheHandle:

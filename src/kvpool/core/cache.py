@@ -1,0 +1,290 @@
+"""The one object that the control plane works on, and the few questions that all operations ask it.
+
+`Cache` owns what is known: pools, rows of live sequences, the tree of cached runs, the orders of eviction, counters. What
+happens to it is functions over it: `prefix/` has those of cached content, `sequences/` those of live sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from kvpool.checks import as_count
+from kvpool.config import KVCacheConfig, Tier
+from kvpool.config.layers import ceil_div
+from kvpool.core.handle import GivenHandle, KVCacheHandle, Rows
+from kvpool.core.host_copies import HostCopies
+from kvpool.core.node import Node, Root
+from kvpool.core.orders import Calendar, EvictionOrders
+from kvpool.errors import (
+    InvalidArgumentError,
+    NeverFitsError,
+    OutOfBlocksError,
+    SequenceStateError,
+    UnknownRequestError,
+)
+from kvpool.events import EventLog, PoolSize
+from kvpool.eviction import EvictionPolicy
+from kvpool.pools.groups import Group, StateGroup, make_groups
+from kvpool.pools.pool import GPU, BlockPool, CopyOp
+from kvpool.pools.rows import SequenceRows
+from kvpool.scope import ReuseScope
+from kvpool.stats import Counters
+
+LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
+
+
+class AllocStatus(str, Enum):
+    """Whether a request fits."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class Admission(NamedTuple):
+    """The answer of `can_allocate` and its relatives. True in a condition exactly when the status is OK."""
+
+    status: AllocStatus
+    reason: str
+    blocks_needed: tuple[int, ...]  # per pool
+    blocks_available: tuple[int, ...]  # per pool, free or evictable for this request
+    num_cached_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return self.status is AllocStatus.OK
+
+
+def common_tenant(handles: Sequence[KVCacheHandle]) -> str | None:
+    """The tenant of all these sequences, or None if there are several: then nobody's guarantee gives way."""
+    tenants = {handle.scope.tenant for handle in handles}
+    return tenants.pop() if len(tenants) == 1 else None
+
+
+class Pin:
+    """A pinned prefix; give it to `unpin`. It is void once its prefix was invalidated."""
+
+    __slots__ = ("expires_at", "node", "num_tokens", "pin_id", "windowed")
+
+    def __init__(self, pin_id: int, num_tokens: int, expires_at: float, node: Node) -> None:
+        self.pin_id = pin_id
+        self.num_tokens = num_tokens
+        self.expires_at = expires_at
+        self.node = node
+        # (group, depth) of blocks kept one by one; below the GPU their run is
+        self.windowed: list[tuple[Group, int]] = []
+
+    def __repr__(self) -> str:
+        return f"Pin(pin_id={self.pin_id}, num_tokens={self.num_tokens})"
+
+
+class Leftover(NamedTuple):
+    """Blocks `first..last` (depths) of one windowed group on the path to `node`, unread since `tick`."""
+
+    tick: int
+    node: Node
+    first: int
+    last: int
+
+
+class Cache:
+    """Everything that is known. Whoever reads or changes it holds the manager's lock.
+
+    Whoever begins an operation moves `tick` on and reads the clock into `now`, which then stand still until its end.
+    `version` grows at the end of every operation that may have changed something (see `Guard`): what was found in the cache
+    holds while it stays the same.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        new_policy: Callable[[], EvictionPolicy],
+        clock: Callable[[], float],
+        events: EventLog,
+        lock: threading.RLock,
+    ) -> None:
+        self.config = config
+        self.max_seq_len = config.max_seq_len  # these are asked for in every operation
+        self.default_ttl = config.default_ttl
+        self.block_size = config.block_size
+        self.caches_prefixes = config.enable_prefix_caching
+        self.clock = clock
+        self.now = clock()
+        self.tick = 0
+        self.version = 0
+        self.counters = Counters()
+        self.events = events
+        self.failures: deque[tuple[str, Exception]] = deque(maxlen=64)  # of a user's code, for the log after the lock
+        self.copies: list[CopyOp] = []
+        # Blocks
+        self.pools: list[list[BlockPool]] = [
+            [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
+        ]
+        self.gpu_pools = [tiers[GPU] for tiers in self.pools]
+        self.num_tiers = len(LOCAL_TIERS)
+        self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
+        # Layer groups: those whose blocks are published, of them those read along paths and those read block by block
+        self.groups = make_groups(config.groups, config.block_size, self.pools)
+        self.growing = [group for group in self.groups if group.grows]
+        self.full = [group for group in self.growing if not group.slides]
+        self.windowed = [group for group in self.growing if group.slides]
+        self.fixed = [group for group in self.groups if not group.grows]
+        self.stateful = next((group for group in self.groups if isinstance(group, StateGroup)), None)
+        self.is_simple = len(self.groups) == 1 and len(self.full) == 1
+        # How many blocks one more column of the tables costs in each pool, checkpoints apart; and one position of a run
+        self.per_position = [0] * len(self.pools)
+        for group in self.growing:
+            self.per_position[group.pool] += not group.keeps_state
+        self.blocks_per_position = [
+            max(1, sum(group.pool == i for group in self.growing)) for i in self._pool_indices()
+        ]
+        counts = [(index, sum(group.pool == index for group in self.full)) for index in self._pool_indices()]
+        self.full_per_pool = [(index, count) for index, count in counts if count]  # (pool, blocks of full groups)
+        self.has_full = [bool(count) for _, count in counts]
+        # The pool of each tier when there is one full group and nothing else: counting is then one addition.
+        plain = self.full_per_pool == [(0, 1)] and not self.windowed and len(self.pools) == 1
+        self.only_pools = self.pools[0] if plain else None
+        # Live sequences
+        columns = 128 if config.max_seq_len is None else min(1024, ceil_div(config.max_seq_len, config.block_size))
+        self.rows: Rows = SequenceRows(self.groups, config.block_size, lock, num_columns=max(columns, 1))
+        self.requests: dict[Hashable, KVCacheHandle] = {}
+        # Rows that have the same blocks for an encoder's named input of so many tokens
+        self.encoded: dict[tuple[ReuseScope, int], set[int]] = {}
+        self.producers: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
+        # The tree
+        self.roots: dict[ReuseScope, Root] = {}
+        self.last_root: Root | None = None  # most requests have the scope of the one before, which takes long to hash
+        self.sessions: dict[str, set[Node]] = {}
+        self.num_runs = 0  # nodes in the tree, roots and detached ones apart
+        self.has_logits = False  # whether any ever were stored: until then nobody looks for them
+        self.given_source: int | None = None  # the run to take instead; exact playback of a recording sets it
+        # What was found last for a prompt, and when: the next question is often about the same one
+        self.last_prompt: Any = None
+        self.last_match: Any = None
+        self.last_version = -1
+        # Who goes, when, and where to
+        usable = [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
+        first_lost = max(usable, default=0) if config.offload_on_evict else 0
+        self.orders = EvictionOrders(new_policy, self.num_tiers, self.failures, config.block_depth_cost, first_lost)
+        self.calendar = Calendar()
+        self.lower_tier: list[Tier | None] = []
+        self.find_lower_tiers()
+        self.host_copies = HostCopies(self.growing, len(self.pools))
+        if config.host_write != "back":
+            self.host_copies.waiting = []
+        self.spared: Node | None = None  # what `evict` must hold before it could leave
+        # Pins
+        self.pins: dict[int, Pin] = {}  # by number, those that hold
+        self.pin_ids = itertools.count(1)
+        self.pinned_positions = 0  # on pinned paths
+        self.pinned_blocks: list[dict[int, int]] = [{} for _ in self.pools]  # per pool: how many pins keep a block
+        # Unread blocks of windowed groups; those of which the end of a run needed some when they were looked at
+        self.leftovers: list[deque[Leftover]] = [deque() for _ in self.groups]
+        self.lasting: list[deque[Leftover]] = [deque() for _ in self.groups]
+
+    def _pool_indices(self) -> range:
+        return range(len(self.pools))
+
+    def find_lower_tiers(self) -> None:
+        """Where evicted runs go from each tier: the next one that has blocks in every pool. Call again after a resize."""
+        usable = [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
+        self.lower_tier = [next((below for below in usable if below > tier), None) for tier in LOCAL_TIERS]
+
+    def sync(self, node: Node) -> None:
+        """Brings an open node up to date with the row that still writes it."""
+        row = node.open_row
+        if row >= 0:
+            rows = self.rows
+            end = rows.committed_of[row] // self.block_size
+            node.num_blocks = end - node.start
+            node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
+            node.ids = tuple([rows.tables[group.index][row, node.start : end] for group in self.growing])
+
+    def num_present(self, node: Node, first: int) -> int:
+        """Blocks of all groups in a run from position `first` on."""
+        count = (node.num_blocks - first) * len(self.full)
+        for group in self.windowed:
+            count += int((node.ids[group.index][first:] >= 0).sum())
+        return count
+
+    def pool(self, index: Any, tier: Any) -> BlockPool:
+        """The pool of a user's choice."""
+        if not isinstance(tier, Tier) or tier == Tier.REMOTE:
+            raise InvalidArgumentError(f"pools exist on GPU, HOST and DISK, not on {tier!r}")
+        return self.pools[as_count(index, "pool", maximum=len(self.pools) - 1)][tier]
+
+    def row_of(self, handle: GivenHandle) -> int:
+        """The row of a live handle of this manager that is on the GPU."""
+        if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is self.rows:
+            return handle.row
+        self.any_row_of(handle)
+        raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
+
+    def any_row_of(self, handle: GivenHandle) -> int:
+        """The row of a live handle of this manager, swapped out or not."""
+        if not isinstance(handle, KVCacheHandle):
+            raise UnknownRequestError(f"expected a KVCacheHandle from allocate() or fork(), got {handle!r}")
+        row = handle.row
+        if row < 0:
+            raise UnknownRequestError(f"request {handle.request_id!r} was freed; its handle cannot be used any more")
+        if handle._rows is not self.rows:
+            raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
+        return row
+
+    def leave_encoded(self, handle: KVCacheHandle, row: int) -> None:
+        """A row has no blocks for its encoder's input any more."""
+        key = handle.scope, handle.encoder_tokens
+        holders = self.encoded.get(key)
+        if holders is not None:
+            holders.discard(row)
+            if not holders:
+                del self.encoded[key]
+
+    def watermark(self, index: int) -> int:
+        """Blocks of a GPU pool, as large as it is now, that admission leaves free."""
+        size = index, self.gpu_pools[index].num_blocks
+        mark = self._watermarks.get(size)
+        if mark is None:
+            mark = self._watermarks[size] = self.config.watermark_blocks(*size)
+        return mark
+
+    def pool_sizes(self) -> tuple[PoolSize, ...]:
+        """How many blocks each layer group has on each tier, for subscribers."""
+        return tuple(
+            PoolSize(group.index, tier, self.pools[group.pool][tier].num_blocks)
+            for group in self.groups
+            for tier in LOCAL_TIERS
+        )
+
+    def needs(self, num_columns: int, num_states: int) -> list[int]:
+        """Blocks per GPU pool for so many more columns of the tables, and states in some of them."""
+        needs = [num_columns * per for per in self.per_position]
+        if self.stateful is not None:
+            needs[self.stateful.pool] += num_states
+        return needs
+
+    def supply(self, tenant: str | None) -> list[int]:
+        """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""
+        return [self.orders.available(pool, tenant) for pool in self.gpu_pools]
+
+    def refuse_shortage(self, needs: list[int], supply: list[int], what: str) -> None:
+        """Raises for the first GPU pool that cannot serve what an operation needs."""
+        for pool, need, have in zip(self.gpu_pools, needs, supply, strict=True):
+            if need > have:
+                raise self.shortage(pool, need, have, what)
+
+    def shortage(self, pool: BlockPool, need: int, available: int, what: str) -> OutOfBlocksError:
+        """The error for a pool that cannot serve `need` blocks."""
+        if need > pool.num_blocks:
+            return NeverFitsError(
+                f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}, which has {pool.num_blocks} in all "
+                f"({pool.num_blocks * self.block_size} tokens); use a larger pool or a shorter sequence"
+            )
+        return OutOfBlocksError(
+            f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}; {available} of {pool.num_blocks} are free "
+            f"or evictable ({pool.num_referenced} are in use, {pool.num_pinned} pinned); free or swap out requests first"
+        )

@@ -1,0 +1,406 @@
+"""Who leaves when room is needed, and where to: one recursion from `evict` down the tiers.
+
+Eviction takes blocks from the tail of idle leaves in the order of the policy, so a parent never leaves before its cached
+children. With a lower tier below, evicted runs move there (`demote`), for which others there may have to leave (`evict`);
+without one, or when that is full too, they are dropped. Blocks of windowed groups that no window covers any more stay
+cached until their pool needs them: they stand in `Cache.leftovers`, oldest first, and compete with the policy's victim by
+age, unless the end of a run needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.config.layers import MAX_BLOCKS
+from kvpool.core.cache import Cache
+from kvpool.core.node import Node, Root
+from kvpool.core.orders import Quota
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.pools.groups import Group
+from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
+from kvpool.prefix.announcer import announce_blocks, announce_moved
+from kvpool.prefix.drop import drop_tail
+from kvpool.prefix.idle import add_cached, count_pinned_run, count_run
+from kvpool.prefix.readers import offer, ref, unref
+from kvpool.prefix.tree import cut_off
+from kvpool.prefix.windows import (
+    evict_last_resort,
+    evict_leftovers,
+    is_usable,
+    keep_pinned,
+    leave_over,
+    needed_blocks,
+    remove_block,
+)
+from kvpool.stats import EvictionReason
+
+CAPACITY: Final = EvictionReason.CAPACITY  # a global is several times cheaper than a member of an enum
+Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a run go along with it
+
+# --- eviction --------------------------------------------------------------------------------------------------------
+
+
+def make_room(cache: Cache, pool: BlockPool, num_blocks: int, tenant: str | None) -> None:
+    """Evicts until `num_blocks` are free. The caller has checked that enough is evictable."""
+    if pool.num_free < num_blocks:
+        evict(cache, pool, num_blocks - pool.num_free, tenant, CAPACITY)
+
+
+def evict(
+    cache: Cache,
+    pool: BlockPool,
+    num_blocks: int,
+    tenant: str | None,
+    reason: EvictionReason,
+    for_run: Node | None = None,
+) -> int:
+    """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several).
+
+    Host copies go first. If it is `for_run`, which comes from above, no host copy goes, and a policy that goes by
+    priority gives up no run that is more important.
+    """
+    before = pool.num_free
+    goal = before + num_blocks
+    if pool.tier == HOST and for_run is None:
+        cache.host_copies.give_way(pool, goal)
+    has_leftovers = cache.windowed and pool.tier == GPU
+    while pool.num_free < goal:
+        victim = cache.orders.victim(pool, tenant)
+        if victim is not None and victim is cache.spared:
+            _hold_spared(cache, victim)
+            continue
+        wanted = goal - pool.num_free
+        if has_leftovers:
+            until = math.inf if victim is None else victim.last_access
+            if evict_leftovers(cache, pool, wanted, until, tenant, reason):
+                continue
+            if victim is None and evict_last_resort(cache, pool, wanted, tenant, reason):
+                continue
+        if victim is None:
+            break
+        if for_run is not None and victim.root.policies[pool.tier].by_priority and victim.outranks(for_run):
+            break
+        length = _tail_for(cache, victim, pool, wanted)
+        if victim.root.quota is not None:
+            length = _above_guarantee(cache, victim.root.quota, length, pool, tenant)
+        _evict_tail(cache, victim, length, reason)
+    return pool.num_free - before
+
+
+def spare(cache: Cache, node: Node) -> None:
+    """Evicts nothing of a run, and nothing above it, until `spare_no_more`.
+
+    One on the GPU has a place in an order of eviction, or its children have. It keeps the place until it is its turn.
+    """
+    cache.spared = node
+    if node.tier != GPU:
+        _hold_spared(cache, node)
+
+
+def _hold_spared(cache: Cache, node: Node) -> None:
+    ref(cache, node)
+    cache.spared = None
+
+
+def spare_no_more(cache: Cache, node: Node) -> None:
+    """Ends `spare`. That it was spared was no use of it."""
+    if cache.spared is None:
+        unref(cache, node, used=False)
+    cache.spared = None
+
+
+def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int) -> int:
+    """How many positions of a run hold its last `num_blocks` of a pool: all of them if it has fewer."""
+    if cache.has_full[pool.index]:
+        length = -(-num_blocks // cache.blocks_per_position[pool.index])
+        return length if length < node.num_blocks else node.num_blocks
+    held = np.zeros(node.num_blocks, np.int64)
+    for group in cache.windowed:
+        if group.pool == pool.index:
+            held += node.ids[group.index] >= 0
+    from_tail = np.cumsum(held[::-1])
+    return min(node.num_blocks, int(from_tail.searchsorted(num_blocks)) + 1)
+
+
+def _above_guarantee(cache: Cache, quota: Quota, length: int, pool: BlockPool, tenant: str | None) -> int:
+    """How many of `length` positions another tenant's run may lose before its owner has less than is guaranteed."""
+    if quota.tenant == tenant or pool.tier != GPU:
+        return length
+    spare = (quota.cached[pool.index] - quota.guaranteed[pool.index]) // cache.blocks_per_position[pool.index]
+    return min(length, max(1, spare))
+
+
+def _evict_tail(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason) -> None:
+    """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
+    if cache.lower_tier[node.tier] is not None and _goes_down(cache, node):
+        num_blocks = _move_down(cache, node, num_blocks, reason)
+    if num_blocks:
+        drop_tail(cache, node, num_blocks, reason, evicted=True)
+
+
+def _goes_down(cache: Cache, node: Node) -> bool:
+    """Whether a run should have a place below its tier when it is evicted."""
+    least = cache.config.offload_min_priority
+    return cache.config.offload_on_evict and any(part.priority >= least for part in node.subtree())
+
+
+def _move_down(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason) -> int:
+    """Moves the last blocks of an idle leaf one tier down. If only a first part of them fits, it drops the rest.
+
+    Returns how many blocks the caller must still drop: 0, or all that are left if no usable part fits.
+    """
+    keep = node.num_blocks - num_blocks
+    # First try all of it. Then try what fits if less important runs below are evicted. Last try what fits as it is.
+    for evicting in (None, True, False):
+        part = num_blocks if evicting is None else min(num_blocks, num_fitting(cache, node, evicting))
+        if not part or (cache.windowed and not is_usable(cache, node, keep, keep + part)):
+            break
+        if part < num_blocks:
+            drop_tail(cache, node, num_blocks - part, reason, goes_on=True)
+            num_blocks = part
+        moved = demote(cache, node, part)
+        if moved is not None:
+            cache.counters.evictions[reason.value] += cache.num_present(moved, 0)
+            return 0
+    return num_blocks
+
+
+def enforce_quota(cache: Cache, root: Root) -> None:
+    """Evicts a tenant's own idle blocks while it is over its maximum."""
+    quota = root.quota
+    if quota is None:
+        return
+    for tiers in cache.pools:
+        pool = tiers[GPU]
+        while quota.excess(pool.index) and len(quota.policies[GPU]):
+            victim: Any = quota.policies[GPU].victim()
+            _evict_tail(cache, victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
+
+
+# --- down ------------------------------------------------------------------------------------------------------------
+
+
+def num_fitting(cache: Cache, node: Node, evicting: bool) -> int:
+    """How many positions of a run the tier below it has room for, or could make room for by `evicting`."""
+    below = cache.lower_tier[node.tier]
+    assert below is not None
+    if node.host_copy is not None and below == HOST:
+        return node.num_blocks
+    fitting = MAX_BLOCKS
+    for index, per_position in cache.full_per_pool:
+        pool = cache.pools[index][below]
+        room = cache.orders.available(pool, None) if evicting else pool.num_free
+        fitting = min(fitting, room // per_position)
+    return fitting
+
+
+def demote(cache: Cache, node: Node, num_blocks: int) -> Node | None:
+    """Moves the last `num_blocks` of an idle leaf one tier down and returns the run that they are; None without room.
+
+    Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way; others
+    may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
+    """
+    target = cache.lower_tier[node.tier]
+    if target is None or (node.children is not None and any(below.tier < target for below in node.children.values())):
+        return None  # runs without blocks stay on a tier that was resized to nothing; none lies below a lower one
+    keep = node.num_blocks - num_blocks
+    # Asked before runs below it give way.
+    along = [(group, needed_blocks(cache, node, group, keep)) for group in cache.windowed]
+    host_copy = cache.host_copies.take(node) if node.host_copy is not None else None  # nobody else is to have it
+    there = None if host_copy is None or target != HOST else [ids[keep:] for ids in host_copy]
+    if not _make_room_below(cache, target, _needs_below(cache, num_blocks, along, there), node):
+        if host_copy is not None:
+            cache.host_copies.keep(node, host_copy)
+        return None
+    if host_copy is not None:
+        cache.host_copies.keep(node, host_copy)
+    policy, moving = node.root.policies[node.tier], node
+    if keep:
+        moving = cut_off(cache, node, keep)
+    else:
+        policy.evicted(node)
+    for group, wanted in along:
+        for index in np.flatnonzero((moving.ids[group.index] >= 0) & ~wanted).tolist():
+            remove_block(cache, moving, group, index, EvictionReason.CAPACITY)
+    _move(cache, moving, target, CopyKind.OFFLOAD)
+    if keep:
+        policy.trimmed(node)
+    else:
+        offer(cache, node.parent)
+    cache.counters.offloaded_blocks += num_blocks
+    return moving
+
+
+def _needs_below(cache: Cache, num_blocks: int, along: Along, there: list[Int32Array] | None) -> list[int]:
+    """Blocks per pool of a lower tier for so many positions and what goes along of windows, less those `there`."""
+    needs = [0] * len(cache.pools)
+    if there is None:
+        for group in cache.full:
+            needs[group.pool] += num_blocks
+    for group, wanted in along:
+        missing = wanted if there is None else wanted & (there[group.index] < 0)
+        needs[group.pool] += int(missing.sum())
+    return needs
+
+
+def _make_room_below(cache: Cache, target: Tier, needs: list[int], node: Node, for_host_copy: bool = False) -> bool:
+    """Frees blocks of a lower tier for a run; False if only more important runs could give way.
+
+    Host copies give way when no run can, and not to a host copy: without them, somebody would wait for a copy soon.
+    """
+    pools, host_copies = [tiers[target] for tiers in cache.pools], cache.host_copies
+    for pool, need in zip(pools, needs, strict=True):
+        spared = host_copies.num_blocks[pool.index] if for_host_copy else 0
+        if cache.orders.available(pool, None) - spared < need:
+            return False
+    for pool, need in zip(pools, needs, strict=True):
+        if pool.num_free < need:
+            evict(cache, pool, need - pool.num_free, None, CAPACITY, node)
+        if pool.num_free < need and target == HOST and not for_host_copy:
+            host_copies.give_way(pool, need, node)
+        if pool.num_free < need:
+            return False
+    return True
+
+
+# --- ahead of eviction -----------------------------------------------------------------------------------------------
+
+
+def copy_ahead(cache: Cache) -> None:
+    """Copies runs to the host whose last reader left in the present operation."""
+    host_copies = cache.host_copies
+    waiting, host_copies.waiting = host_copies.waiting, []
+    if cache.lower_tier[GPU] != HOST:
+        return
+    for node in reversed(waiting or ()):  # parents before their children, as they would be matched
+        stays = node.tier == GPU and not node.detached and node.host_copy is None
+        if stays and node.priority >= cache.config.offload_min_priority:
+            _copy_to_host(cache, node)
+
+
+def _copy_to_host(cache: Cache, node: Node) -> None:
+    """Gives a run a host copy, if there is room for it and it could be matched below the GPU."""
+    if cache.windowed and not is_usable(cache, node, 0, node.num_blocks):
+        return
+    along = [(group, needed_blocks(cache, node, group)) for group in cache.windowed]
+    needs = _needs_below(cache, node.num_blocks, along, None)
+    if not _make_room_below(cache, HOST, needs, node, for_host_copy=True):
+        return
+    wanted = {group.index: of_group for group, of_group in along}
+    ids = []
+    for group in cache.growing:
+        old = node.ids[group.index]
+        chosen = wanted[group.index] if group.slides else old >= 0
+        src = old[chosen]
+        of_group = np.full(len(old), -1, np.int32)
+        of_group[chosen] = dst = group.on(HOST).take(len(src))
+        ids.append(of_group)
+        if len(src):
+            cache.copies.append(CopyOp(CopyKind.OFFLOAD, group.index, GPU, HOST, src, dst))
+    cache.host_copies.keep(node, ids)
+    cache.counters.blocks_copied_ahead += node.num_blocks
+
+
+# --- up --------------------------------------------------------------------------------------------------------------
+
+
+def promote(cache: Cache, node: Node) -> None:
+    """Moves a node to the GPU. The caller holds it and made room."""
+    _move(cache, node, GPU, CopyKind.ONBOARD)
+    cache.counters.onboarded_blocks += node.num_blocks
+
+
+def adopt_blocks(cache: Cache, node: Node, ids: list[Int32Array]) -> None:
+    """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
+    for group in cache.full:
+        group.publish(ids[group.index])
+    announced = cache.events.listening and bool(node.digests)
+    gained = []
+    for group in cache.windowed:
+        old, new = node.ids[group.index], ids[group.index]
+        for index in np.flatnonzero((old >= 0) & (new < 0)).tolist():
+            remove_block(cache, node, group, index, EvictionReason.CAPACITY)
+        gained.append((group, np.flatnonzero((old < 0) & (new >= 0))))
+    _move(cache, node, GPU, CopyKind.ONBOARD, ids)
+    for group, present in gained if announced else ():
+        announce_blocks(cache, node, group, present)
+
+
+# --- either way ------------------------------------------------------------------------------------------------------
+
+
+def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[Int32Array] | None = None) -> None:
+    """Gives a run blocks on another tier: new ones and a planned copy, or `ready` ones that hold the data already."""
+    source = node.tier
+    if node.is_candidate():
+        node.root.policies[source].remove(node)
+        node.entry = None  # the policy of the new tier starts afresh
+    _count_moved(cache, node, -1)
+    old, host_copy = node.ids, None
+    if node.host_copy is not None:
+        if target != HOST:
+            cache.host_copies.drop(node)
+        host_copy = cache.host_copies.take(node)
+    if ready is None:
+        node.ids = tuple([_move_ids(cache, node, group, target, kind, host_copy) for group in cache.growing])
+    if cache.events.listening and node.digests:
+        announce_moved(cache, node, source, target)
+    if ready is not None:
+        node.ids = tuple(ready)
+    if source == HOST and target == GPU and cache.host_copies.waiting is not None:
+        cache.host_copies.keep(node, [ids.copy() for ids in old])  # evicted again it need not be copied
+    else:
+        for group in cache.growing:
+            ids = old[group.index]
+            group.tiers[source].give(ids[ids >= 0] if group.slides else ids)
+    _change_tier(node, target)
+    _count_moved(cache, node, 1)
+    if node.pins and target == GPU:
+        keep_pinned(cache, node)
+    offer(cache, node)
+
+
+def _count_moved(cache: Cache, node: Node, change: int) -> None:
+    if not node.active:
+        count_run(cache, node, change)
+        if node.pins:
+            count_pinned_run(cache, node, change)
+
+
+def _change_tier(node: Node, target: Tier) -> None:
+    """Books a run under its new tier: who is a leaf of which tier changes with it."""
+    source, parent = node.tier, node.parent
+    if parent.tier == target and parent.is_candidate():
+        parent.root.policies[target].remove(parent)
+    parent.same_tier_children += int(parent.tier == target) - int(parent.tier == source)
+    node.tier = target
+    node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
+
+
+def _move_ids(
+    cache: Cache, node: Node, group: Group, target: Tier, kind: CopyKind, host_copy: list[Int32Array] | None
+) -> Int32Array:
+    """Blocks of a group on another tier for all that a run has of it: its host copy, and new ones for the rest."""
+    source = node.tier
+    old = node.ids[group.index]
+    present = old >= 0
+    missing = present if host_copy is None else present & (host_copy[group.index] < 0)
+    src = old if missing.all() else old[missing]
+    dst = group.tiers[target].take(len(src))
+    if len(src) == len(old):
+        moved = dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
+    else:
+        moved = np.full(len(old), -1, np.int32) if host_copy is None else host_copy[group.index].copy()
+        moved[missing] = dst
+    if len(src):
+        cache.copies.append(CopyOp(kind, group.index, source, target, src, dst))
+    if group.slides and GPU in (source, target):  # where windowed blocks count by themselves
+        num_moved = int(present.sum())
+        add_cached(node.root, group.gpu, num_moved if target == GPU else -num_moved)
+        if target == GPU and num_moved:
+            leave_over(cache, node, group, node.start, node.end - 1)
+    return moved

@@ -1,0 +1,89 @@
+"""Pinned prefixes: cached runs that eviction passes over, within a budget of tokens and for a limited time if asked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.core.cache import Cache, Pin
+from kvpool.core.node import NEVER, Node, path_ids
+from kvpool.errors import InvalidArgumentError, PinBudgetError
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.groups import Group
+from kvpool.prefix.evict import enforce_quota
+from kvpool.prefix.readers import pin_path, unpin_path
+from kvpool.prefix.tree import close_tip, match_tokens, split
+from kvpool.prefix.windows import block_of, pin_block, unpin_block
+from kvpool.scope import ReuseScope
+
+
+def pinned_tokens(cache: Cache) -> int:
+    """Tokens that pins keep, shared ones counted once."""
+    return cache.pinned_positions * cache.block_size
+
+
+def pin_prefix(cache: Cache, tokens: Int32Array, scope: ReuseScope, ttl: float | None) -> Pin:
+    """Pins the full cached blocks that `tokens` starts with."""
+    size = cache.block_size
+    match = match_tokens(cache, scope, tokens)
+    if not match.num_blocks:
+        raise InvalidArgumentError(f"no full block of these {len(tokens)} tokens is cached; commit them first")
+    fresh = sum(min(n.end, match.num_blocks) - n.start for n in match.path if not n.pins) * size
+    limit = cache.config.pinned_tokens_limit
+    if pinned_tokens(cache) + fresh > limit:
+        raise PinBudgetError(
+            f"pinning {fresh} more tokens would exceed max_pinned_tokens={limit} "
+            f"({pinned_tokens(cache)} are pinned); unpin something or raise the limit"
+        )
+    node = match.path[-1]
+    if node.end > match.num_blocks:
+        node = split(cache, node, match.num_blocks - node.start)
+    elif node.open_row >= 0:
+        close_tip(cache, node.open_row)
+    pin_path(cache, node)
+    made = Pin(next(cache.pin_ids), match.num_blocks * size, NEVER if ttl is None else cache.now + ttl, node)
+    for group in cache.windowed:
+        _pin_window(cache, made, group, match.num_blocks)
+    cache.pins[made.pin_id] = made
+    if ttl is not None:
+        cache.calendar.schedule(made, made.expires_at)
+    return made
+
+
+def _pin_window(cache: Cache, pin: Pin, group: Group, num_blocks: int) -> None:
+    """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
+    if group.keeps_state:
+        num_blocks = group.longest_valid(
+            path_ids(pin.node.path(), num_blocks, group.index) >= 0, num_blocks * cache.block_size
+        )
+        num_blocks //= cache.block_size
+    read = group.reads(np.arange(num_blocks), num_blocks * cache.block_size)
+    for depth in np.flatnonzero(read).tolist():
+        node, block = block_of(cache, pin.node, group, depth)
+        if block >= 0:
+            pin.windowed.append((group, depth))
+            if node.tier == Tier.GPU:
+                pin_block(cache, node.root, group, block)
+
+
+def unpin(cache: Cache, pin: Pin) -> None:
+    """Ends a pin; its blocks stay cached and may be evicted again."""
+    if cache.pins.pop(pin.pin_id, None) is not pin:
+        raise InvalidArgumentError(f"pin {pin.pin_id} is not active here; it was unpinned, expired or made elsewhere")
+    _end_pin(cache, pin)
+    enforce_quota(cache, pin.node.root)
+
+
+def _end_pin(cache: Cache, pin: Pin) -> None:
+    for group, depth in pin.windowed:
+        node, block = block_of(cache, pin.node, group, depth)
+        if node.tier == Tier.GPU:
+            unpin_block(cache, pin.node.root, group, block)
+    unpin_path(cache, pin.node)
+
+
+def void_pins(cache: Cache, doomed: set[Node]) -> None:
+    """Ends the pins on nodes that are about to be invalidated."""
+    for pin in [pin for pin in cache.pins.values() if pin.node in doomed]:
+        del cache.pins[pin.pin_id]
+        _end_pin(cache, pin)

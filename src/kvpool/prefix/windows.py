@@ -1,0 +1,315 @@
+"""Who reads windowed blocks, one by one, and the blocks that lost their last reader.
+
+A sequence reads such a block while its window covers it, so readers are counted per block, not along paths. A block that
+nobody reads any more stays cached until its pool needs it: it stands in `leftovers`, oldest first.
+
+A prefix is found again at its end or where others branched off, and there the last window must be whole. So of the unread
+blocks those in the last window of such an end (and the sinks) are kept with their run: without them its full-attention
+blocks are worth nothing. They leave and move with the run; they go alone (`lasting`) only when no run can give way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvpool.core.cache import Cache, Leftover
+from kvpool.core.node import Node, Root, path_ids
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.pools.groups import Group
+from kvpool.pools.pool import GPU, BlockPool
+from kvpool.prefix.announcer import announce_removed_block
+from kvpool.prefix.idle import add_cached, add_pinned
+from kvpool.stats import EvictionReason
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def block_of(cache: Cache, node: Node, group: Group, depth: int) -> tuple[Node, int]:
+    """The run above `node` that holds the block of a group at `depth`, and its id."""
+    while node.start > depth:
+        node = node.parent
+    cache.sync(node)
+    return node, int(node.ids[group.index][depth - node.start])
+
+
+def keep_pinned(cache: Cache, node: Node) -> None:
+    """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
+    for pin in cache.pins.values():
+        kept = []
+        for group, depth in pin.windowed:
+            at, block = block_of(cache, pin.node, group, depth)
+            if at is not node or block >= 0:
+                kept.append((group, depth))
+            if at is node and block >= 0:
+                pin_block(cache, node.root, group, block)
+        pin.windowed = kept
+
+
+def ref_blocks(cache: Cache, root: Root, group: Group, ids: Int32Array) -> None:
+    """A sequence starts reading published blocks of a windowed group."""
+    pool = group.gpu
+    held = ids[ids >= 0]
+    before = pool.refs[held]
+    pool.refs[held] = before + 1
+    idle = held[before == 0]
+    if len(idle):
+        add_cached(root, pool, -len(idle))
+        if cache.pinned_blocks[pool.index]:
+            pinned = cache.pinned_blocks[pool.index]
+            add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
+
+
+def unref_blocks(cache: Cache, node: Node, group: Group, first: int, last: int, ids: Int32Array) -> None:
+    """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
+    pool = group.gpu
+    held = ids[ids >= 0]
+    left = pool.refs[held] - 1
+    pool.refs[held] = left
+    idle = int((left == 0).sum())
+    if idle:
+        add_cached(node.root, pool, idle)
+        if cache.pinned_blocks[pool.index]:
+            pinned = cache.pinned_blocks[pool.index]
+            add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
+        leave_over(cache, node, group, first, last)
+
+
+def idle_blocks(cache: Cache, node: Node, group: Group) -> tuple[int, int]:
+    """How many blocks of a group in a synced run nobody reads, and how many of those are pinned."""
+    ids = node.ids[group.index]
+    if not group.slides or node.tier != GPU:
+        idle = 0 if node.active else int((ids >= 0).sum())
+        return idle, idle if node.pins else 0
+    held = ids[ids >= 0]
+    unread, pinned = held[group.gpu.refs[held] == 0], cache.pinned_blocks[group.pool]
+    return len(unread), sum(block in pinned for block in unread.tolist()) if pinned else 0
+
+
+def pin_block(cache: Cache, root: Root, group: Group, block: int) -> None:
+    """One pin more on a block of a windowed group."""
+    pool = group.gpu
+    pinned = cache.pinned_blocks[pool.index]
+    pinned[block] = pinned.get(block, 0) + 1
+    if pinned[block] == 1 and not pool.refs[block]:
+        add_pinned(root, pool, 1)
+
+
+def unpin_block(cache: Cache, root: Root, group: Group, block: int) -> None:
+    """One pin less on a block of a windowed group."""
+    pool = group.gpu
+    pinned = cache.pinned_blocks[pool.index]
+    pinned[block] -= 1
+    if not pinned[block]:
+        del pinned[block]
+        if not pool.refs[block]:
+            add_pinned(root, pool, -1)
+
+
+# --- leftovers -------------------------------------------------------------------------------------------------------
+
+
+def leave_over(cache: Cache, node: Node, group: Group, first: int, last: int) -> None:
+    """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
+    _enqueue(cache, cache.leftovers, group, Leftover(cache.tick, node, first, last))
+
+
+def _enqueue(cache: Cache, queues: list[deque[Leftover]], group: Group, leftover: Leftover) -> None:
+    queue = queues[group.index]
+    queue.append(leftover)
+    if len(queue) > 2 * group.gpu.num_blocks + 64:
+        queues[group.index] = _without_stale(cache, group, queue)
+
+
+def _without_stale(cache: Cache, group: Group, queue: deque[Leftover]) -> deque[Leftover]:
+    """Keeps the youngest leftover of each unread block and drops the rest."""
+    seen: set[int] = set()
+    kept: list[Leftover] = []
+    for leftover in reversed(queue):
+        blocks = {block for _, _, block in _unread(cache, group, leftover)}
+        if not blocks <= seen:
+            kept.append(leftover)
+            seen |= blocks
+    return deque(reversed(kept))
+
+
+def _unread(cache: Cache, group: Group, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
+    """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
+    refs = group.gpu.refs
+    _, node, first, depth = leftover
+    while depth >= first:
+        while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
+            node = node.parent
+        if node is node.root:
+            return
+        cache.sync(node)
+        if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
+            depth = node.start
+        elif depth >= node.end:
+            depth = node.end
+        else:
+            block = int(node.ids[group.index][depth - node.start])
+            if block >= 0 and not refs[block]:
+                yield node, depth, block
+        depth -= 1
+
+
+# --- ends of runs ----------------------------------------------------------------------------------------------------
+
+
+def _needed_from(cache: Cache, node: Node, group: Group) -> int:
+    """The depth from which a group's blocks in this run must stay: a request that finds the next end of a run reads them.
+
+    The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
+    """
+    if group.keeps_state:
+        return _last_checkpoint(cache, node, group)
+    size = cache.block_size
+    last = node
+    while last.children is not None and len(last.children) == 1 and not last.num_remainders:
+        (last,) = last.children.values()
+        if group.first_read(last.start * size) >= node.end:
+            return node.end
+    cache.sync(last)
+    return group.first_read(last.start * size + len(last.tokens))
+
+
+def _last_checkpoint(cache: Cache, node: Node, group: Group) -> int:
+    """The depth of the checkpoint in this run that must stay; its end if there is none, or if requests find a later one.
+
+    It is the last one before the next end of a run. A prompt that fills its blocks ends there, and left one more, a block
+    earlier: it computes its last token when it comes again, so it needs that one, which serves longer prompts too.
+    """
+    last, kept = node, _checkpoints(cache, node, group)
+    while last.children is not None and len(last.children) == 1 and not last.num_remainders:
+        (last,) = last.children.values()
+        kept += _checkpoints(cache, last, group)
+    if not kept:
+        return node.end
+    earlier = last.end - 2
+    return min(earlier if last.children is None and earlier in kept else kept[-1], node.end)
+
+
+def _checkpoints(cache: Cache, node: Node, group: Group) -> list[int]:
+    """The depths of the checkpoints in a run."""
+    cache.sync(node)
+    depths: list[int] = (node.start + np.flatnonzero(node.ids[group.index] >= 0)).tolist()
+    return depths
+
+
+def needed_blocks(cache: Cache, node: Node, group: Group, first: int = 0) -> BoolArray:
+    """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
+    depths = np.arange(node.start + first, node.end)
+    if group.keeps_state:  # few are kept, and each was chosen
+        kept: BoolArray = (node.ids[group.index][first:] >= 0) & (depths <= _last_checkpoint(cache, node, group))
+        return kept
+    wanted: BoolArray = (depths >= _needed_from(cache, node, group)) | (depths < group.sinks)
+    return wanted & (node.ids[group.index][first:] >= 0)
+
+
+def is_usable(cache: Cache, node: Node, first: int, end: int) -> bool:
+    """Whether a prompt can still end in blocks `first..end` of this run; at its end also in a lower tier's run below."""
+    whole = end == node.num_blocks
+    if whole and node.children is not None:
+        return True
+    path, size = node.path(), cache.block_size
+    length = node.start * size + (len(node.tokens) if whole else end * size)
+    for group in cache.windowed:
+        present = path_ids(path, node.start + end, group.index) >= 0
+        length = min(length, group.longest_valid(present, length))
+    return length > (node.start + first) * size
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def evict_leftovers(
+    cache: Cache, pool: BlockPool, num_blocks: int, until: float, tenant: str | None, reason: EvictionReason
+) -> int:
+    """Frees at most `num_blocks` unread blocks, left until the tick `until`, that no end of a run needs."""
+    freed = 0
+    waiting = [g for g in cache.windowed if g.pool == pool.index and cache.leftovers[g.index]]
+    for group in sorted(waiting, key=lambda g: cache.leftovers[g.index][0].tick):
+        # A checkpoint inside a run is worth less than any run
+        oldest = math.inf if group.keeps_state else until
+        freed += _evict_queue(cache, cache.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason)
+    return freed
+
+
+def evict_last_resort(
+    cache: Cache, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason
+) -> int:
+    """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
+    freed = 0
+    for group in cache.windowed:
+        if group.pool == pool.index:
+            queue = cache.lasting[group.index]
+            freed += _evict_queue(cache, queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
+    return freed
+
+
+def _evict_queue(
+    cache: Cache,
+    queue: deque[Leftover],
+    group: Group,
+    num_blocks: int,
+    until: float,
+    tenant: str | None,
+    reason: EvictionReason,
+    whole: bool = False,
+) -> int:
+    """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
+    index, sinks = group.pool, group.sinks
+    pinned = cache.pinned_blocks[index]
+    kept: list[Leftover] = []
+    freed = 0
+    while queue and freed < num_blocks and queue[0].tick <= until:
+        leftover = queue.popleft()
+        quota = leftover.node.root.quota
+        run: Node | None = None
+        first_needed, lasts = 0, False
+        for node, depth, block in _unread(cache, group, leftover):
+            if node is not run and not whole:
+                run, first_needed = node, _needed_from(cache, node, group)
+            guarded = quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
+            if freed == num_blocks or guarded or block in pinned:
+                kept.append(leftover)
+                if freed == num_blocks:
+                    break
+            elif not whole and (depth == first_needed if group.keeps_state else depth >= first_needed or depth < sinks):
+                lasts = True
+            else:
+                remove_block(cache, node, group, depth - node.start, reason)
+                freed += 1
+        if lasts:
+            _enqueue(cache, cache.lasting, group, leftover)
+    queue.extendleft(reversed(list(dict.fromkeys(kept))))
+    return freed
+
+
+def remove_block(cache: Cache, node: Node, group: Group, index: int, reason: EvictionReason) -> None:
+    """The block at `index` of a run leaves a windowed group; the rest of the run stays."""
+    if cache.events.listening and node.digests:
+        announce_removed_block(cache, node, group, index, reason)
+    cache.counters.evictions[reason.value] += 1
+    if node.host_copy is not None:
+        cache.host_copies.drop_block(node, group, index)
+    gone = node.ids[group.index][index : index + 1].copy()
+    # For an open node the ids are a view of its row's table, so this clears the table entry as well.
+    if node.open_row < 0:
+        node.set_ids(group.index, node.ids[group.index].copy())
+    node.ids[group.index][index] = -1
+    free_blocks(cache, node, group, gone)
+
+
+def free_blocks(cache: Cache, node: Node, group: Group, ids: Int32Array) -> None:
+    """Frees published, unread blocks (-1: none) of a run; pinned ones only below the GPU, where their run is pinned."""
+    held = ids[ids >= 0]
+    pool = group.on(node.tier)
+    pool.give(held)
+    add_cached(node.root, pool, -len(held))
+    if node.pins and node.tier != GPU:
+        add_pinned(node.root, pool, -len(held))
