@@ -71,6 +71,7 @@ class SlowIndex:
         return found
 
 
+@pytest.mark.quick("by content-0", "by node-1")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("naming", ["by content", "by node", "by number"])
 def test_given_random_events_when_asked_then_the_index_answers_as_the_slow_one(seed: int, naming: str) -> None:
@@ -219,6 +220,7 @@ def test_given_an_event_that_cannot_be_then_it_is_refused_and_the_index_stays(ev
     assert index.match([5, 6]) == {"a": Hit(2, 2, 2)}
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", [0, 1, 8, 24])  # of the last two, multipliers gather names that are counted up
 def test_given_many_blocks_on_all_nodes_then_a_block_costs_what_the_documentation_says(seed: int) -> None:
     index = ClusterIndex(16, seed=seed)
@@ -336,6 +338,7 @@ def test_given_a_connection_that_broke_then_only_a_node_that_started_again_count
     assert feed.stats.num_restarts == is_new
 
 
+@pytest.mark.quick("0", "2", "5")
 @pytest.mark.parametrize("seed", range(8))
 def test_given_lost_repeated_and_late_messages_restarts_and_clocks_that_jump_then_the_index_ends_right(
     seed: int,

@@ -643,6 +643,7 @@ def test_given_a_request_that_no_server_survives_then_two_get_it_and_no_third(fl
     assert sum(prompt in server.prompts for server in fleet.servers) == 2
 
 
+@pytest.mark.slow
 def test_given_a_server_that_lives_and_says_nothing_then_it_is_not_waited_for_for_ever() -> None:
     fleet = Fleet(2, limits=ProxyLimits(silence_seconds=2.0))
     try:

@@ -109,6 +109,7 @@ def test_given_joined_projections_then_each_part_gets_what_its_adapter_adds(
         assert mixed_answers(engine, names) == [adapters.expected(name) for name in names]
 
 
+@pytest.mark.quick("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma2", "deepseek_v3"])
 def test_given_another_family_then_an_adapter_answers_as_its_merged_model(family: str, tmp_path: Path) -> None:
     targets = {"gpt2": ("c_attn", "c_proj"), "deepseek_v3": ("q_b_proj", "kv_a_proj_with_mqa", "o_proj")}
@@ -149,6 +150,7 @@ def test_given_tiers_then_blocks_are_found_by_the_content_of_an_adapter_not_by_i
     assert run(copied) == (32, adapters.expected("all"))
 
 
+@pytest.mark.slow
 def test_given_an_engine_that_runs_when_adapters_are_loaded_then_requests_use_them(adapters: Adapters) -> None:
     with adapters.engine(adapters=None) as engine:
         running = engine.submit(PROMPT, SamplingParams(max_new_tokens=200, ignore_eos=True))
@@ -380,6 +382,7 @@ def test_given_layers_that_see_only_some_tokens_then_an_adapter_for_them_is_refu
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("family", ["llava", "idefics3"])
 def test_given_an_adapter_that_names_the_vision_tower_too_then_its_language_part_is_served_if_asked_for(
     family: str, tmp_path: Path

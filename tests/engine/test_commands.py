@@ -269,6 +269,7 @@ def test_given_more_tokens_than_the_context_has_then_the_answer_is_cut_and_the_c
     assert "--max-tokens=100 was cut to 5: the prompt has 508 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_given_a_benchmark_then_both_runs_and_their_percentiles_are_in_the_json(
     model_directory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +289,7 @@ def test_given_more_shared_tokens_than_a_prompt_has_then_the_benchmark_is_refuse
     assert "--shared-tokens is 41, more than --prompt-tokens 40" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_given_a_benchmark_with_json_then_the_model_is_loaded_once_and_its_costs_can_be_used(
     model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

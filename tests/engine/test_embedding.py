@@ -35,6 +35,7 @@ def own(model: Any, pooling: str) -> np.ndarray:
     return np.stack(vectors)
 
 
+@pytest.mark.quick("last-llama", "mean-llama")
 @pytest.mark.transformers
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])

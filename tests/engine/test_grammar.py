@@ -121,6 +121,7 @@ def test_given_requests_without_a_form_in_the_batch_then_their_tokens_are_the_sa
     Person.model_validate_json(formed.text)
 
 
+@pytest.mark.slow
 def test_given_overlapping_steps_then_the_tokens_are_the_same(engine: Engine) -> None:
     plain = SamplingParams(40, temperature=1.0, seed=5, ignore_eos=True)
     prompts = [PROMPT, "Another one", "And a third"]
@@ -146,6 +147,7 @@ def test_given_too_little_memory_then_preempted_answers_go_on_in_their_form(engi
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
+@pytest.mark.slow
 def test_given_drafts_then_answers_in_a_form_are_not_guessed_at(engine: Engine) -> None:
     expected = engine.generate([PROMPT], params(engine))
     with make_engine(draft_tokens=3) as drafting:

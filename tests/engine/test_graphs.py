@@ -109,6 +109,7 @@ def test_given_steps_above_the_largest_graph_then_they_run_as_they_are(monkeypat
     assert recorder.num_replays > 0
 
 
+@pytest.mark.slow
 def test_given_drafts_then_the_logits_behind_each_of_them_come_from_graphs_too() -> None:
     repeating = SamplingParams(max_new_tokens=40, ignore_eos=True)
     assert tokens(engine_with_graphs(draft_tokens=3), repeating) == plain(params=repeating, draft_tokens=3)

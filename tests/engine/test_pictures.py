@@ -147,6 +147,7 @@ def test_given_a_fork_behind_an_image_then_it_goes_on_as_the_request_would(model
     assert forked.token_ids == expected[4:]
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("family_name", ["llava", "qwen2_vl", "qwen3_vl"])
 def test_given_graphs_then_steps_without_pictures_replay_with_the_positions_of_the_image(
     family_name: str, models: dict[str, Any]
@@ -176,6 +177,7 @@ def test_given_graphs_then_steps_without_pictures_replay_with_the_positions_of_t
 # --- attention in both directions -------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("gemma3")
 @pytest.mark.parametrize("family_name", BOTH_WAYS)
 def test_given_no_token_types_then_attention_is_causal_and_shares_nothing_with_the_other_kind(
     family_name: str, models: dict[str, Any]
@@ -272,6 +274,7 @@ def num_encoded(engine: Engine, seed: int, **options: Any) -> int:
     return after.num_encoded - before.num_encoded
 
 
+@pytest.mark.quick("prober0")
 @pytest.mark.parametrize("prober", [ReuseScope(tenant="b"), ReuseScope(tenant="a", salt="x"), ReuseScope(), None])
 def test_given_an_image_of_another_tenant_or_salt_then_a_probe_for_it_is_encoded_as_an_unknown_one_is(
     models: dict[str, Any], prober: ReuseScope | None

@@ -203,6 +203,7 @@ def buffers_through_data(model: Any) -> None:
 CHANGES = [in_place, through_data, loaded, in_inference_mode, buffers_in_place, buffers_through_data]
 
 
+@pytest.mark.quick("in_place")
 @pytest.mark.parametrize("change", CHANGES)
 def test_given_weights_that_change_in_place_then_nothing_of_the_old_ones_is_reused(
     model: Any, engine: Engine, change: Callable[[Any], None]
@@ -262,6 +263,7 @@ def replaced_module(model: Any) -> None:
     model.model.layers[0].mlp = model.model.layers[1].mlp
 
 
+@pytest.mark.quick("replaced_weight")
 @pytest.mark.parametrize("change", [replaced_weight, converted, replaced_module])
 def test_given_weights_or_modules_that_are_replaced_then_requests_are_refused_with_the_remedy(
     model: Any, engine: Engine, change: Callable[[Any], None]

@@ -264,6 +264,7 @@ def test_given_blocks_that_came_from_a_tier_then_they_are_not_stored_there_again
     assert stored == []
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_blocks_to_be_stored_after_two_uses_then_only_what_came_again_is_stored(family: str) -> None:
     tier = MemoryTier(2**28)
@@ -308,6 +309,7 @@ def test_given_a_request_whose_prefix_is_on_its_way_then_others_are_answered_mea
         assert_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_given_requests_that_miss_the_same_blocks_then_they_are_loaded_once() -> None:
     gate = Gate()
     tier = filled(PROMPT)
@@ -452,6 +454,7 @@ def test_given_a_load_that_fails_half_way_then_what_came_whole_is_used_and_the_r
         assert_at_rest(engine)
 
 
+@pytest.mark.quick("contains")
 @pytest.mark.parametrize("call", ["contains", "load"])
 def test_given_a_tier_that_hangs_then_requests_go_on_after_the_timeout_and_later_ones_pass_it_by(call: str) -> None:
     gate = Gate()
@@ -480,6 +483,7 @@ def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_m
     assert time.monotonic() - began < SECONDS
 
 
+@pytest.mark.quick("at once")
 @pytest.mark.parametrize("chunk", [64, 4], ids=["at once", "in parts"])
 def test_given_no_room_for_a_prefix_when_it_arrives_then_it_is_computed_later(
     chunk: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ def test_given_files_damaged_under_a_running_engine_then_it_answers_right(
         assert_right(engine)
 
 
+@pytest.mark.quick("none")
 @pytest.mark.parametrize("damage", [lambda directory: None, delete_index], ids=["none", "no index"])
 def test_given_whole_values_then_everything_comes_from_them(
     damage: Callable[[Path], None], directory: Path, caplog: pytest.LogCaptureFixture

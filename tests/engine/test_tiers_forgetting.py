@@ -63,6 +63,7 @@ INVALIDATIONS: dict[str, tuple[Callable[[Engine], int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("prefix-llama", "session-llama")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("what", INVALIDATIONS)
 def test_given_an_invalidation_then_nothing_of_it_comes_back_from_a_tier_but_what_is_stored_afterwards(
@@ -80,6 +81,7 @@ def test_given_an_invalidation_then_nothing_of_it_comes_back_from_a_tier_but_wha
         assert cached(engine, PROMPT, **options) == 0
 
 
+@pytest.mark.quick("prefix", "session")
 @pytest.mark.parametrize("what", INVALIDATIONS)
 def test_given_an_invalidation_then_values_that_are_known_leave_the_tier_and_the_next_process_finds_none(
     what: str,

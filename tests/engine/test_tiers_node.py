@@ -45,6 +45,7 @@ def num_values(node: NodeProcess) -> int:
         return int(tier.node_stats()["num_values"])
 
 
+@pytest.mark.slow
 def test_given_several_engines_then_what_one_computed_all_load_and_it_is_in_memory_once(node: NodeProcess) -> None:
     address = f"node:{node.directory}?timeout=30"
     with make_engine(remote=address, tier_timeout=60.0) as engine:
@@ -79,6 +80,7 @@ def test_given_a_node_then_its_values_are_copied_from_where_they_lie_and_no_stag
         assert sum(client["leased"] for client in tier.node_stats()["clients"]) == 0
 
 
+@pytest.mark.slow
 def test_given_a_node_then_blocks_are_written_straight_into_its_memory(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +101,7 @@ def test_given_a_node_then_blocks_are_written_straight_into_its_memory(
         assert assert_right(engine) >= ALL_CACHED
 
 
+@pytest.mark.slow
 def test_given_memory_that_the_device_cannot_write_to_yet_then_blocks_are_stored_from_staging_memory(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_given_memory_of_another_node_that_is_not_locked_then_what_waits_for_it_
         eventually(lambda: not tier.node_stats()["used_bytes"], "no slot is reserved any more")
 
 
+@pytest.mark.slow
 def test_given_a_node_that_leaves_while_values_are_copied_then_they_are_not_used(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +150,7 @@ def test_given_a_node_that_leaves_while_values_are_copied_then_they_are_not_used
     assert "left while it was copied" in caplog.text
 
 
+@pytest.mark.slow
 def test_given_a_node_that_is_killed_and_started_again_then_engines_go_on_and_find_what_was_there(
     node: NodeProcess, caplog: pytest.LogCaptureFixture
 ) -> None:

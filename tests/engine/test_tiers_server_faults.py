@@ -103,6 +103,7 @@ def test_given_a_server_that_hangs_then_requests_are_answered_and_go_on_when_it_
         assert_right(engine)
 
 
+@pytest.mark.slow
 def test_given_a_server_without_memory_then_it_is_read_from_and_what_it_refuses_is_counted(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

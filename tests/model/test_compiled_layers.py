@@ -39,6 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
 def test_given_engines_one_after_another_then_the_layers_of_their_model_are_compiled_once(graphs: list[Any]) -> None:
     model, prompts = tiny_model("llama"), [random_prompt(5, seed=1)]  # one: every engine runs steps of the same sizes
@@ -54,6 +55,7 @@ def test_given_engines_one_after_another_then_the_layers_of_their_model_are_comp
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
 def test_given_experts_then_their_layers_are_compiled_for_few_tokens_and_for_many(graphs: list[Any]) -> None:
     model = tiny_model("mixtral")
@@ -75,6 +77,7 @@ def test_given_experts_then_their_layers_are_compiled_for_few_tokens_and_for_man
     assert len(graphs) == number
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
 def test_given_compiled_layers_then_adapters_of_peft_answer_inside_them_and_others_are_refused(
     graphs: list[Any], tmp_path: Path

@@ -23,6 +23,7 @@ from kvpool.model.faster_layers import fuse_experts  # noqa: E402
 EXPECTED = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1, "granitemoe": 2, "llama4_text": 0, "llama": 0}
 
 
+@pytest.mark.quick("mixtral", "gpt_oss", "granitemoe")
 @pytest.mark.parametrize("family", EXPECTED)
 def test_given_a_model_when_its_experts_are_fused_then_its_logits_stay(family: str) -> None:
     check_logits_stay(tiny_model(family), fuse_experts, EXPECTED[family], tolerance=1e-4)

@@ -43,6 +43,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.quick("llama", "gemma2", "stablelm", "smollm3")
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_given_a_model_when_its_norms_are_fused_then_its_logits_stay(family: str) -> None:
     model = tiny_model(family)

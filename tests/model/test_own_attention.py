@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for fami
 }
 
 
+@pytest.mark.quick("gptj")
 @pytest.mark.transformers
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_are_those_of_generate_in_chunks_and_from_the_cache(variant: str) -> None:

@@ -31,6 +31,7 @@ def own_answer(model: Any, prompt: list[int], count: int) -> list[int]:
     return answer
 
 
+@pytest.mark.quick("bart")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_are_those_of_generate_in_chunks_and_from_the_cache(variant: str) -> None:
     """The longest prompt has three chunks of attention and takes five steps; the shortest ends inside the first chunk."""

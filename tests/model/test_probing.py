@@ -76,6 +76,7 @@ REASONS = {
 }
 
 
+@pytest.mark.quick("llama", "qwen3_moe", "gpt2", "olmo2", "glm4")
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_supported_family_has_the_shape_of_its_configuration(family: str) -> None:
     shape = inspect_model(tiny_model(family))
@@ -94,6 +95,7 @@ def test_a_refused_family_is_refused_for_its_reason_and_keeps_its_own_attention(
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.quick("llama-dtype0", "gpt_oss-dtype0", "qwen3_moe-dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe"])
 def test_rounding_in_16_bits_passes_the_self_check(family: str, dtype: torch.dtype) -> None:

@@ -33,6 +33,7 @@ class Gated(nn.Module):
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
+@pytest.mark.quick("llama", "gemma2", "stablelm", "smollm3")
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_given_a_model_when_its_projections_are_joined_then_its_logits_stay(family: str) -> None:
     model = tiny_model(family)

@@ -62,6 +62,7 @@ def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateSlots, "scatter", refuse)
 
 
+@pytest.mark.quick("bamba", "kimi_linear", "olmo_hybrid")
 def test_a_decode_step_copies_no_state_and_gives_what_copies_give(
     modules: list[StateModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

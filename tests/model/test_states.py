@@ -165,6 +165,7 @@ def runner(references: list[Reference], model: Any) -> Any:
     made.close()
 
 
+@pytest.mark.quick("bamba")
 def test_chunks_and_decoding_share_steps(runner: Runner, references: list[Reference]) -> None:
     a, b, c = references
     runner.step([Work(0, a.prompt[:10], 0, BEGIN, 5), Work(2, c.prompt[:17], 0, BEGIN, 3)])
@@ -181,6 +182,7 @@ def test_chunks_and_decoding_share_steps(runner: Runner, references: list[Refere
         assert_near(torch.stack(logits[sequence]), reference.logits[first : first + 4])
 
 
+@pytest.mark.quick("bamba", "mamba2")
 def test_chunks_of_one_token_and_of_equal_length(runner: Runner, references: list[Reference]) -> None:
     a, b, c = references
     runner.step([Work(i, r.prompt[:1], 0, BEGIN, i) for i, r in enumerate(references)])
@@ -191,6 +193,7 @@ def test_chunks_of_one_token_and_of_equal_length(runner: Runner, references: lis
         assert_near(found, reference.logits[0])
 
 
+@pytest.mark.quick("bamba")
 def test_a_checkpoint_is_the_slot_that_a_step_left(runner: Runner, references: list[Reference]) -> None:
     """The state at 17 stays in slot 3: the sequence goes on in slot 4, and another one begins from the same state."""
     a, _, c = references
@@ -207,6 +210,7 @@ def test_a_checkpoint_is_the_slot_that_a_step_left(runner: Runner, references: l
     assert rows[7] == c.text
 
 
+@pytest.mark.quick("bamba", "lfm2", "qwen3_5_moe_text")
 def test_a_copied_slot_goes_on_by_itself(runner: Runner, references: list[Reference]) -> None:
     """A fork in the middle of decoding, whose state was on the host meanwhile: parent and child go on in the same steps."""
     a, b, _ = references
@@ -226,6 +230,7 @@ def test_a_copied_slot_goes_on_by_itself(runner: Runner, references: list[Refere
         assert_near(found, a.logits[4])
 
 
+@pytest.mark.quick("bamba", "lfm2", "qwen3_5_moe_text")
 def test_two_sequences_begin_from_one_state(runner: Runner, references: list[Reference]) -> None:
     _, b, c = references
     runner.step([Work(2, c.prompt[:30], 0, BEGIN, 0)])
@@ -249,6 +254,7 @@ def test_states_are_those_that_the_configuration_says(family: str, runner: Runne
     assert {module.continues for module in runner.modules} == {family not in ONE_BY_ONE}
 
 
+@pytest.mark.quick("bamba")
 def test_a_hybrid_model_passes_the_self_check(family: str) -> None:
     model = hybrid_model(family)
     shape = inspect_model(model, with_states=True)
@@ -274,6 +280,7 @@ def test_a_state_that_is_lost_fails_the_self_check(family: str, monkeypatch: pyt
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.quick("bamba")
 def test_states_in_16_bits_keep_their_recurrence_in_float32(family: str) -> None:
     model = hybrid_model(family).bfloat16()
     shape = inspect_model(model, with_states=True)

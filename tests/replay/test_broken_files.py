@@ -46,6 +46,7 @@ def at_most(num_bytes: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("first", range(0, 900, 150))
 def test_given_files_broken_in_any_way_then_they_are_read_or_refused_with_an_error_of_ours(
     tmp_path: Path, first: int

@@ -147,6 +147,7 @@ HYBRID = {
 }
 
 
+@pytest.mark.slow
 def test_given_a_model_whose_layers_keep_a_state_then_rules_for_checkpoints_stand_beside_attention_alone(
     chat_trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

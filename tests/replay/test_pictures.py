@@ -58,6 +58,7 @@ def test_given_tiers_and_time_then_blocks_are_told_apart_by_both() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_given_a_trace_with_or_without_tenants_then_the_picture_is_there_or_its_absence_is_explained(
     chat_trace: Trace,
 ) -> None:
@@ -107,6 +108,7 @@ class _Page(HTMLParser):
                 self.outside.append(f"{tag} {name}={value}")
 
 
+@pytest.mark.slow
 def test_given_a_report_then_it_needs_nothing_from_elsewhere_and_fits_a_phone(report: str) -> None:
     page = _Page()
     page.feed(report)
@@ -118,6 +120,7 @@ def test_given_a_report_then_it_needs_nothing_from_elsewhere_and_fits_a_phone(re
     assert page.tags.count("svg") == 6
 
 
+@pytest.mark.slow
 def test_the_report_sets_blocks_time_and_tiers_side_by_side() -> None:
     trace = TraceBuilder("a" * 300, unit=16)
     for number in range(40):
@@ -145,6 +148,7 @@ def test_the_report_sets_blocks_time_and_tiers_side_by_side() -> None:
     assert "Hits by tier" not in render(loaded, run_all(loaded, [ReplayConfig("lru", 8)], workers=1))
 
 
+@pytest.mark.slow
 def test_given_the_same_results_then_the_report_is_the_same_text(report: str) -> None:
     trace = two_tenants()
     assert render(trace, [replay(trace, CONFIG)], [CONFIG]) == report
@@ -167,6 +171,7 @@ def test_cards_of_the_report_read_like_sentences_and_not_like_fields(report: str
     assert not {"name", "reuse known", "tokens per id"} & set(cards)
 
 
+@pytest.mark.slow
 def test_given_several_runs_then_the_picture_shows_the_one_of_the_headline() -> None:
     loaded = synthesise(WorkloadModel(rate=2.0), 60, seed=2)
     configs = [ReplayConfig("lru", size) for size in (400, 8, 40)]
@@ -175,6 +180,7 @@ def test_given_several_runs_then_the_picture_shows_the_one_of_the_headline() -> 
     assert "Policy lru, 400 blocks; those on the GPU" in page
 
 
+@pytest.mark.slow
 def test_given_prompts_that_share_nothing_then_replay_and_report_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +196,7 @@ def test_given_prompts_that_share_nothing_then_replay_and_report_say_so(
     assert "No size finds anything" in (tmp_path / "out.html").read_text()
 
 
+@pytest.mark.slow
 def test_given_more_load_than_a_gpu_serves_then_replay_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ ROOM = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     model=st.sampled_from(sorted(ROOM)),

@@ -39,6 +39,7 @@ def prompts_of(trace: Trace) -> list[list[int]]:
     return [request.ids.tolist() for request in trace]
 
 
+@pytest.mark.quick("30-lru", "60-lru", "100-lru", "300-lru", "None-lru")
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
 @pytest.mark.parametrize("capacity", [30, 60, 100, 300, None])
 def test_given_conversations_when_replayed_then_every_request_hits_as_in_the_slow_simulator(
@@ -150,6 +151,7 @@ def test_given_a_host_that_is_written_through_then_nobody_waits_for_a_copy_and_a
     assert through.awaited_blocks < 0.1 * through.copied_down_blocks
 
 
+@pytest.mark.slow
 def test_given_tiers_then_the_optimum_says_what_each_of_them_could_find(chat_trace: Trace) -> None:
     optimum = run_one(chat_trace, ReplayConfig(OPTIMUM, 60, host=200, disk=300))
     alone, two, three = (run_model(chat_trace, OPTIMUM, size).hit_blocks for size in (60, 260, 560))
@@ -303,6 +305,7 @@ def test_given_layers_with_a_state_then_hits_end_where_a_checkpoint_is() -> None
     assert more.tolist() == [0, 3, 2, 2]
 
 
+@pytest.mark.slow
 def test_given_layers_with_a_state_then_their_checkpoints_take_memory_from_blocks(chat_trace: Trace) -> None:
     alone, both = replay(chat_trace, ReplayConfig("lru", 200, layers=LAYERS)), replay(chat_trace, hybrid(200))
     assert both.checkpoints is not None
@@ -317,6 +320,7 @@ def test_given_layers_with_a_state_then_their_checkpoints_take_memory_from_block
     assert both.hit_blocks < unlimited.hit_blocks <= replay(chat_trace, ReplayConfig("lru", None)).hit_blocks
 
 
+@pytest.mark.slow
 def test_given_a_lower_tier_then_checkpoints_come_back_from_it(chat_trace: Trace) -> None:
     alone = replay(chat_trace, hybrid(200))
     both = replay(chat_trace, ReplayConfig("lru", 200, host=5_000, layers=(*LAYERS, STATE)))

@@ -100,6 +100,7 @@ def serve(trace: Trace, **options: float) -> dict[str, float]:
     return simulate_serving(trace, config).row()
 
 
+@pytest.mark.slow
 def test_given_a_trace_when_served_in_simulated_time_then_load_shows(chat_trace: Trace) -> None:
     calm, busy = serve(chat_trace), serve(chat_trace, speed=200.0)
     assert calm["served"] == busy["served"] == len(chat_trace)
@@ -109,6 +110,7 @@ def test_given_a_trace_when_served_in_simulated_time_then_load_shows(chat_trace:
     assert serve(chat_trace, slo_ttft=1e-9)["goodput"] == 0.0
 
 
+@pytest.mark.slow
 def test_given_the_same_trace_then_serving_is_deterministic_and_reuses_like_replay(chat_trace: Trace) -> None:
     first, second = serve(chat_trace), serve(chat_trace)
     assert first == second
@@ -116,6 +118,7 @@ def test_given_the_same_trace_then_serving_is_deterministic_and_reuses_like_repl
     assert first["serving_token_hit_ratio"] == pytest.approx(sequential, abs=0.05)
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{}, {"speed": 30.0}, {"speed": 200.0, "max_sequences": 8}])
 def test_given_decode_steps_run_as_one_then_every_time_and_hit_is_that_of_single_steps(
     chat_trace: Trace, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]

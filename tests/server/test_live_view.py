@@ -124,6 +124,7 @@ def test_given_a_prompt_that_is_cached_when_the_chat_box_asks_then_its_pieces_an
         assert other["tiers"] == [], "another tenant's cache shows nothing"
 
 
+@pytest.mark.slow
 def test_given_a_browser_when_the_docs_are_opened_then_every_path_is_there_and_nothing_from_elsewhere(
     live: Live,
 ) -> None:

@@ -278,6 +278,7 @@ def test_given_a_forced_call_when_it_is_streamed_then_the_parts_are_the_whole(cl
         assert is_valid(call.function.name, call.function.arguments)
 
 
+@pytest.mark.slow
 def test_given_several_calls_then_each_has_an_id_and_a_number(client: Any) -> None:
     seen, seed = set[int](), 0
     while len(seen) < 2:
@@ -359,6 +360,7 @@ BOXES: Any = [{"name": name, "input_schema": tool.parameters} for name, tool in 
 TALK: Any = dict(model="tiny", max_tokens=250, tools=BOXES, messages=ASKED)
 
 
+@pytest.mark.slow
 def test_given_any_tool_then_a_message_holds_a_call_whole_and_streamed(claude: Any) -> None:
     wanted = dict(TALK, tool_choice={"type": "any", "disable_parallel_tool_use": True}, extra_body={"seed": 3})
     whole = claude.messages.create(**wanted)
@@ -432,6 +434,7 @@ FUNCTIONS: Any = [
 ]
 
 
+@pytest.mark.slow
 def test_given_a_forced_call_of_a_response_then_it_is_an_item_whole_and_streamed(client: Any) -> None:
     wanted: Any = dict(
         model="tiny", input="Rain?", tools=FUNCTIONS, tool_choice="required", parallel_tool_calls=False, temperature=1
@@ -489,6 +492,7 @@ def test_given_a_template_that_cannot_then_tools_are_refused(template: str, word
             client.chat.completions.create(**FREE)
 
 
+@pytest.mark.slow
 def test_given_a_model_that_thinks_then_its_thoughts_have_their_own_field() -> None:
     template = TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
     for client in served(template):

@@ -443,11 +443,13 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.quick("full and sliding in one pool", "with cross-attention")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_given_random_operations_then_every_byte_is_what_its_tokens_say(name: str) -> None:
     run_machine(name, "cpu", settings().max_examples // 8)
 
 
+@pytest.mark.quick("full and sliding in one pool", "with cross-attention")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGS)
 def test_given_random_operations_on_a_gpu_then_every_byte_is_what_its_tokens_say(name: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import pytest
+
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Pin, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError
 from managers import FULL, counted
@@ -102,6 +104,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.slow
 def test_given_tenants_pins_and_quotas_when_requests_are_swapped_then_all_of_them_are_or_none() -> None:
     swapped_in: set[bool] = set()
     for seed in range(40):

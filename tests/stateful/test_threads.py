@@ -160,6 +160,7 @@ class Worker:
             self.manager.cache.reset()
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_threads_share_one_manager(name: str) -> None:
     manager = KVCacheManager(CONFIGS[name])

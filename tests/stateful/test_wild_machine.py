@@ -21,6 +21,7 @@ NUM_OPERATIONS = 80
 SEEDS = range(70)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
 def test_given_random_operations_in_wild_settings_then_every_table_reads_its_tokens(first: int) -> None:
     for seed in SEEDS[first : first + 10]:
@@ -55,6 +56,7 @@ def test_what_a_session_computed_is_stale_once_it_was_invalidated_and_so_is_what
     assert sessions.stale([sessions.number(sessions.now("s")), sessions.number(sessions.now(None))]) == []
 
 
+@pytest.mark.slow
 def test_the_long_run_shares_its_numbers_between_processes() -> None:
     long_run = Path(__file__).with_name("long_run.py")
     command = [sys.executable, str(long_run), "--seed", "3", "--operations", "40", "--length", "10", "--processes", "2"]
@@ -73,6 +75,7 @@ class LosesCopies(Bytes):
         super().run(op for op in copies if op.kind is not self.kind)
 
 
+@pytest.mark.quick("copy_on_write", "partial_reuse", "swap_out", "offload", "onboard", "defragment")
 @pytest.mark.parametrize("kind", CopyKind)
 def test_given_a_data_plane_that_forgets_copies_then_the_machine_notices(
     kind: CopyKind, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +87,7 @@ def test_given_a_data_plane_that_forgets_copies_then_the_machine_notices(
     assert "wrong bytes" in failure.error
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_reduced_to_the_operations_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wild_machine.Bytes", LosesCopies)
     monkeypatch.setattr(LosesCopies, "kind", CopyKind.COPY_ON_WRITE, raising=False)

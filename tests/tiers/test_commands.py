@@ -374,6 +374,7 @@ def store_address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[st
         yield address
 
 
+@pytest.mark.quick("redis")
 def test_given_a_store_then_stat_ls_and_verify_say_what_it_holds(
     store_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,6 +401,7 @@ def test_given_a_store_then_stat_ls_and_verify_say_what_it_holds(
         assert "9" in said
 
 
+@pytest.mark.quick("redis")
 def test_given_an_empty_store_then_it_holds_nothing_and_that_is_no_error(
     store_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def kvpool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
+@pytest.mark.slow
 def test_given_a_node_then_people_can_look_after_it_and_it_ends_and_begins_warm(
     node: NodeProcess, kvpool: Callable[..., Ended]
 ) -> None:

@@ -110,6 +110,7 @@ LIES: list[tuple[Callable[[], Callable[[socket.socket], None]], str]] = [
 ]
 
 
+@pytest.mark.quick("0", "2", "5")
 @pytest.mark.parametrize("number", range(len(LIES)))
 def test_given_a_node_that_lies_then_nothing_is_used_of_it_and_the_reason_is_told(folder: Path, number: int) -> None:
     make, problem = LIES[number]

@@ -149,6 +149,7 @@ class Run:
                 assert (value.slab, value.slot) not in taken
 
 
+@pytest.mark.quick("2q-no quotas", "arc-no quotas", "cost-no quotas", "lfu-quotas", "priority-quotas")
 @pytest.mark.parametrize("quotas", [None, Quotas(engine=0.4, tenant=0.9)], ids=["no quotas", "quotas"])
 @pytest.mark.parametrize("policy", policy_names())
 def test_given_random_operations_then_every_slot_has_one_owner_and_leases_hold(

@@ -131,6 +131,7 @@ def test_given_a_bucket_that_vanishes_then_nothing_is_stored_and_the_statistics_
         assert "there is no such bucket" in tier.stats().problem
 
 
+@pytest.mark.slow
 def test_given_a_store_that_is_killed_then_calls_end_and_it_is_found_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +230,7 @@ def test_given_a_store_without_room_then_values_are_refused_and_it_is_not_asked_
         assert f"stores nothing: a reason: {word.strip()}" in caplog.text
 
 
+@pytest.mark.slow
 def test_given_an_empty_value_then_it_is_listed_with_the_others(server: MotoServer) -> None:
     with fresh(server) as tier:
         assert store(tier, [1], 0) == store(tier, [2], 100) == [Outcome.OK]
