@@ -77,7 +77,7 @@ test: $(VENV)/.stamp-dev ## the tests of a change, on several cores: five minute
 
 test-all: $(VENV)/.stamp-dev ## all tests, also those that kill servers and machines, every family of models, a real model, real traces; ARGS="-m slow" the others
 	@$(PY) tools/compile_c.py --again
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) --hypothesis-profile=all $(ARGS)
 
 test-tiers-kill: $(VENV)/.stamp-dev ## kill writing engines, nodes and disk tiers at hundreds of random points; ARGS="--capture=no" shows each
 	KVPOOL_KILLS=$${KVPOOL_KILLS:-100} OMP_NUM_THREADS=1 $(PY) -m pytest tests/engine/test_tiers_kills.py tests/tiers/test_disk_crash.py \

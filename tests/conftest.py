@@ -29,10 +29,12 @@ if os.environ.get("KVPOOL_LOCK_WATCH") != "0":  # an audit hook lets threads fai
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# ci: the same examples on every run, so that a red build is about the change. dev: new examples each time, quick.
+# ci: the same examples on every run, so that a red build is about the change. all: more of them, for make test-all.
+# dev: new examples each time, quick.
 # thorough: for a night or after touching the pool or the prefix cache; `make test ARGS=--hypothesis-profile=thorough`.
 _NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", _NO_CLOCK, max_examples=100, derandomize=True, print_blob=True)
+settings.register_profile("ci", _NO_CLOCK, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("all", _NO_CLOCK, max_examples=100, derandomize=True, print_blob=True)
 settings.register_profile("dev", _NO_CLOCK, max_examples=50, derandomize=False)
 settings.register_profile("thorough", _NO_CLOCK, max_examples=2000, derandomize=False, stateful_step_count=200)
 settings.register_profile("quick", _NO_CLOCK, max_examples=25, derandomize=True)  # tools/mutants.py: hundreds of runs

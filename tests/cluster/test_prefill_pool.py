@@ -243,6 +243,7 @@ def test_given_one_server_for_both_then_it_is_refused() -> None:
         Proxy(both, prefill=both)
 
 
+@pytest.mark.slow
 def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_second_computes_no_chunk_of_the_prompt() -> (
     None
 ):

@@ -37,6 +37,7 @@ def run(model: Any, prompt: Any, cache: Any = None, **options: Any) -> list[list
     return out[:, ids.shape[1] :].tolist()
 
 
+@pytest.mark.quick("cpu-llama", "cpu-gemma2")
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "llama4_text", "deepseek_v3"]
 )
@@ -115,6 +116,7 @@ def test_given_several_pools_on_one_model_then_each_serves_its_own_caches() -> N
     first.manager.check()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("own_guesses", [True, False])
 def test_given_assisted_decoding_then_rejected_tokens_are_rewound_also_from_a_cached_prompt(own_guesses: bool) -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
@@ -129,6 +131,7 @@ def test_given_assisted_decoding_then_rejected_tokens_are_rewound_also_from_a_ca
     pool.manager.check()
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_given_a_prompt_in_chunks_then_the_tokens_are_the_same(chunk: int) -> None:
     model, reference = tiny_model("gemma3_text"), tiny_model("gemma3_text")
@@ -180,6 +183,7 @@ def test_given_positions_or_masks_of_the_callers_own_then_nobody_else_gets_what_
                 assert cache.num_cached_tokens == num_cached
 
 
+@pytest.mark.quick("llava")
 @pytest.mark.parametrize("family", ["llava", "gemma3"])
 def test_given_images_then_prompts_with_equal_ids_share_nothing_and_texts_do(family: str) -> None:
     model = vision_model(family)

@@ -164,6 +164,7 @@ def test_given_another_layout_then_blocks_on_the_disk_are_not_found(engine: Any,
     assert served(engine(disk=str(tmp_path), layout="toy 2"), ToyRequest("b", PROMPT)) == 0
 
 
+@pytest.mark.slow
 def test_given_damage_on_the_disk_then_the_engine_computes_from_there_on(engine: Any, tmp_path: Path) -> None:
     first = engine(disk=str(tmp_path))
     served(first, ToyRequest("a", PROMPT))
@@ -265,6 +266,7 @@ def test_given_a_load_that_was_given_up_when_the_request_is_looked_up_again_then
     lets_go.set()
 
 
+@pytest.mark.quick("0-1")
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_given_random_prompts_with_common_beginnings_then_every_page_is_right(
@@ -342,6 +344,7 @@ class LatePages(EnginePages):
     settle = fence
 
 
+@pytest.mark.quick("0-1")
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_given_stores_that_come_late_when_pages_are_given_to_others_then_rows_hold_what_was_computed(

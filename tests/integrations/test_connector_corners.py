@@ -244,6 +244,7 @@ def test_given_a_prefix_that_could_not_be_loaded_then_those_who_waited_go_on(eng
 # --- servers that come later ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_given_a_redis_that_is_started_after_the_engine_then_it_gets_blocks_from_then_on_and_others_find_them(
     engine: Any, tmp_path: Path
 ) -> None:

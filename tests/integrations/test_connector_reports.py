@@ -41,6 +41,7 @@ def test_given_requests_then_every_counter_is_known_and_counts(engine: Any) -> N
     assert {*toy.scheduler.stats()} <= {*COUNTS}
 
 
+@pytest.mark.slow
 def test_given_damage_on_the_disk_then_the_worker_counts_it(engine: Any, tmp_path: Path) -> None:
     first = engine(disk=str(tmp_path))
     first.serve(ToyRequest("a", PROMPT))

@@ -249,6 +249,7 @@ def test_given_a_request_that_is_not_to_be_stored_then_no_state_of_it_is_kept(en
     assert toy.serve(ToyRequest("b", PROMPT)) == 0
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_given_random_prompts_with_common_beginnings_then_every_state_is_right(
     engine: Any, tmp_path: Path, seed: int

@@ -128,6 +128,7 @@ def chats(seed: int, number: int) -> list[ToyRequest]:
     return requests
 
 
+@pytest.mark.quick("0-3-1")
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("step_pages", [3, 30])
 @pytest.mark.parametrize("seed", range(3))
@@ -138,6 +139,7 @@ def test_given_write_back_then_every_page_is_right(engine: Any, seed: int, step_
     assert toy.loaded
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_given_a_host_as_large_as_the_engines_cache_then_write_back_finds_more_and_copies_less(
     engine: Any, seed: int

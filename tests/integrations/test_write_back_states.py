@@ -241,6 +241,7 @@ class StepEngine(ToyEngine):
         host.check()
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(12))
 def test_given_random_steps_then_every_row_holds_the_block_of_its_name(engine: Any, seed: int) -> None:
     rng = random.Random(seed)

@@ -217,6 +217,7 @@ def test_given_a_client_that_leaves_then_its_request_ends_at_once(live: Live, en
     assert engine.stats().cache.num_sequences == 0
 
 
+@pytest.mark.slow
 def test_given_many_streams_at_once_then_each_is_its_own(live: Live, engine: Any) -> None:
     from kvpool.engine import SamplingParams
 

@@ -190,6 +190,7 @@ def test_given_a_key_when_the_page_is_opened_then_it_asks_for_it(browser: Chromi
         shown.close()
 
 
+@pytest.mark.slow
 def test_given_no_key_when_asked_under_another_name_then_the_view_is_refused(shown: Shown) -> None:
     for path in ("/route/stats", "/metrics", "/view/stream"):
         assert httpx.get(shown.url + path, headers={"host": "evil.example"}, trust_env=False).status_code == 403

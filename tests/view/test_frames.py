@@ -48,6 +48,7 @@ def check_against_the_manager(mirror: Mirror, traffic: Random) -> None:
                 assert mirror.rest["tenants"][word >> 16] == holders[str(block.request_ids[0])]
 
 
+@pytest.mark.quick("0-full")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(4))
 def test_given_random_operations_when_frames_are_applied_then_every_block_is_as_the_manager_says(

@@ -114,6 +114,7 @@ def test_given_a_pause_when_time_goes_back_then_the_page_shows_what_was(page: Pa
     assert page.value("kvpool.paused") is None
 
 
+@pytest.mark.quick("dark-state")
 @pytest.mark.parametrize("mode", ["state", "tenant", "age", "priority"])
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_given_a_way_of_colouring_when_it_is_chosen_then_the_grid_has_the_colours_of_its_legend(
@@ -232,6 +233,7 @@ def test_given_charts_then_their_axes_have_numbers_and_they_fill_a_wide_screen(
     page.ask("Page.close")
 
 
+@pytest.mark.slow
 def test_given_a_selected_block_and_a_selected_request_then_what_is_told_of_them_stays_true(
     page: Page, traffic: Traffic
 ) -> None:
