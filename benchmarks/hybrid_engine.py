@@ -83,7 +83,7 @@ def draft_step_seconds(model: Any, num_drafts: int) -> dict[str, float]:
                 return (text[len(tokens) : len(tokens) + num] + shift) % 32000
 
             took = []
-            with patch("kvpool.engine.loop.propose", propose):
+            with patch("kvpool.engine.speculation.propose", propose):
                 for _ in range(3):
                     before, start = engine.stats().scheduler.steps, time.perf_counter()
                     engine.generate([prompt], params)

@@ -261,8 +261,8 @@ def test_given_a_step_with_prompts_then_its_graph_gives_bit_for_bit_what_running
         assert mixed is not None
         run, seen = mixed.run, []
 
-        def both(plan: Any, token_ids: Any, *more: Any) -> Any:
-            logits = run(plan, token_ids, *more).clone()
+        def both(plan: Any, inputs: Any) -> Any:
+            logits = run(plan, inputs).clone()
             captured = mixed._captured[mixed._size_for(plan), False]
             again = recorder.steps[id(captured.recorded.output)]()[: len(logits)]
             seen.append((plan.num_tokens, torch.equal(again, logits)))
@@ -285,10 +285,10 @@ def test_given_steps_with_prompts_then_logits_from_graphs_are_those_without_but_
         assert mixed is not None
         run, differences = mixed.run, []
 
-        def both(plan: Any, token_ids: Any, *more: Any) -> Any:
-            logits = run(plan, token_ids, *more).clone()
+        def both(plan: Any, inputs: Any) -> Any:
+            logits = run(plan, inputs).clone()
             runner.graphs, runner.mixed_graphs, kept = None, None, runner.graphs
-            plain = runner.run(plan, token_ids)
+            plain = runner.run(plan, inputs)
             if len(plain):  # not in the middle of a prompt
                 differences.append((plain - logits).abs().max() / logits.abs().max())
             runner.graphs, runner.mixed_graphs = kept, mixed

@@ -43,7 +43,7 @@ def test_given_the_page_then_its_drafts_run() -> None:
     names: dict[str, Any] = {"Engine": partial(Engine, kv_blocks=64), "model": tiny_model("llama")}
     exec(BLOCKS[2], names)
     names["engine"].close()
-    assert names["engine"]._loop.num_draft_tokens
+    assert names["engine"]._loop.parts.planning
 
 
 def test_given_the_page_then_its_disk_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

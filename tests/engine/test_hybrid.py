@@ -204,7 +204,7 @@ def guess_well(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], answer
         drafts[(len(tokens) + np.arange(len(drafts))) % 5 == 0] = 1
         return drafts
 
-    monkeypatch.setattr("kvpool.engine.loop.propose", propose)
+    monkeypatch.setattr("kvpool.engine.speculation.propose", propose)
 
 
 @pytest.mark.quick("qwen3_next")
@@ -227,7 +227,7 @@ def test_drafts_change_no_token_whether_they_are_accepted_or_not(family: str, mo
         again = engine.generate(prompts, params)
         assert [completion.token_ids for completion in again] == found == expected
         assert [completion.num_cached_tokens for completion in again] == [16, 20, 16]
-        engine._loop.num_draft_tokens = 0
+        engine._loop.parts.planning.clear()  # no more drafts
         (turn,) = engine.generate([prompts[1] + found[1] + [9]], GREEDY)
         assert turn.num_cached_tokens >= 40  # of 44 without drafts: the last ones have no state yet
         engine.manager.check()

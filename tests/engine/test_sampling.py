@@ -196,7 +196,7 @@ def _splitmix(state: int) -> int:
 def test_given_rows_of_a_step_then_each_sample_knows_how_many_came_before_it() -> None:
     """A prompt of five tokens has positions 0 to 4: behind the last of them comes sample 0."""
     plan: Any = SimpleNamespace(positions=np.array([3, 4, 9, 10, 11]), logits_indices=np.array([1, 2, 3, 4]))
-    sampler = StepSampler(VOCABULARY, 4, CPU, {})
+    sampler = StepSampler(VOCABULARY, 4, CPU, {}, lambda sequence: sequence.tokens)
 
     def steps(source: Any, *lengths: int) -> list[int]:
         rows = _Rows(SamplingRows([], CPU), source, np.empty(0, np.uint64), np.array(lengths), torch.empty(0), (), ())

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.checks import show
+from kvpool.engine.step_part import StepInputs, StepPart
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError
 from kvpool.model.adapters import Adapter, AdapterStacks, read_adapter
 from kvpool.model.probing import run_probe
-from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.scope import ReuseScope
 
@@ -40,7 +40,7 @@ class _Known:
     weights: Adapter | None = None  # from when a request needs them until they are on the device
 
 
-class EngineAdapters:
+class EngineAdapters(StepPart):
     """The adapters of one engine. Its thread calls what changes them; any thread may call `scope` and `info`."""
 
     def __init__(self, model: Any, max_adapters: int = 1, language_only: bool = False) -> None:
@@ -157,14 +157,12 @@ class EngineAdapters:
         """A request with this adapter is over."""
         self._users[adapter_id] -= 1
 
-    def slots_of(self, plan: BatchPlan) -> Int64Array | None:
-        """The slot of each token's adapter in a step, -1 without one; None if no token has an adapter."""
-        if not self._slots:
-            return None
-        slots = [self._slots[name] if (name := row.request.scope.adapter) else -1 for row in plan.sequences]
-        if not slots or max(slots) < 0:
-            return None
-        return np.repeat(slots, np.diff(plan.query_start))
+    def inputs(self, plan: BatchPlan, inputs: StepInputs) -> None:
+        """Says where the adapter of each token is, if a token has one."""
+        if self._slots:
+            slots = [self._slots[name] if (name := row.request.scope.adapter) else -1 for row in plan.sequences]
+            if max(slots) >= 0:
+                inputs.adapter_slots = np.repeat(slots, np.diff(plan.query_start))
 
     def close(self) -> None:
         """Gives the memory back, and the model is as it was."""

@@ -17,6 +17,7 @@ from kvpool.config.layers import DType
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.embedding import source_of
 from kvpool.engine.spans import Span, SpannedPlan
+from kvpool.engine.step_part import StepInputs
 from kvpool.errors import UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.lora import group_tokens, tile_size
@@ -27,7 +28,6 @@ from kvpool.model.hook import Attend, AttentionCall
 from kvpool.model.probing import ModelShape
 from kvpool.model.state_steps import StateStep
 from kvpool.model.vision import Shown
-from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
@@ -91,17 +91,8 @@ class EagerRunner:
         self._kernels: list[Future[None]] = []  # that are being compiled
         self._hidden_source: torch.nn.Module | None = None
 
-    def _run_plan(
-        self,
-        plan: BatchPlan,
-        token_ids: Tensor,
-        positions: Int64Array,
-        shown: Shown | None,
-        spans: Sequence[Span],
-        keep: Int64Array | None,
-        adapter_slots: Int64Array | None,
-    ) -> Tensor:
-        """The logits of a step; the arguments are those of `ModelRunner.run`."""
+    def _run_plan(self, plan: BatchPlan, inputs: StepInputs) -> Tensor:
+        """The logits of a step."""
         slots = self.plane.prepare(plan.slots, plan.batch, plan.states)
         batches = [self.paged_batch(plan, kind) for kind in self.kinds]
         states = None
@@ -109,12 +100,13 @@ class EagerRunner:
             sources, targets = plan.states
             states = StateStep.of(self.states, np.diff(plan.query_start), sources, targets, plan.num_kept)
         adapted = None
-        if adapter_slots is not None:
+        if inputs.adapter_slots is not None:
             tile = tile_size(plan.num_tokens) if self.device.type == "cuda" else plan.num_tokens
-            adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(adapter_slots, tile)))
-        inputs = token_ids, self.upload(positions), self.upload(plan.logits_indices if keep is None else keep)
+            adapted = AdapterStep(self.adapters.stacks, self.upload(group_tokens(inputs.adapter_slots, tile)))
+        keep = self.upload(plan.logits_indices if inputs.keep is None else inputs.keep)
+        first = inputs.token_ids, self.upload(inputs.positions), keep
         with adapting(adapted):
-            return self._run(*inputs, slots, batches, states, shown, spans)
+            return self._run(*first, slots, batches, states, inputs.shown, inputs.spans)
 
     def _run(
         self,

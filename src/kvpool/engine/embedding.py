@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.model.probing import run_probe
-from kvpool.scheduling import BatchPlan
 
 POOLINGS = ("last", "mean")
 
@@ -100,24 +98,3 @@ def hidden_of(output: Any) -> Tensor:
 def _first(output: Any) -> Any:
     """The hidden states that a module returns: a tensor, the first of several, or those of an output of transformers."""
     return output if isinstance(output, Tensor) else next(iter(output.values() if isinstance(output, dict) else output))
-
-
-@contextmanager
-def pooling(plan: BatchPlan, pooled: Mapping[int, Pooled]) -> Iterator[bool]:
-    """Pools the hidden states of the step that runs inside, for the rows in `pooled`. Yields whether there are any.
-
-    Such a step must run without a graph, because a graph calls no module.
-    """
-    if not pooled:
-        yield False
-        return
-    hidden: list[Tensor] = []
-    source = next(iter(pooled.values())).source
-    hook = source.register_forward_hook(lambda module, inputs, output: hidden.append(hidden_of(output)))
-    try:
-        yield True
-    finally:
-        hook.remove()
-    for row, each in pooled.items():
-        first, stop = plan.query_start[row : row + 2].tolist()
-        each.add(hidden[0][first:stop], int(plan.positions[first]))

@@ -100,7 +100,7 @@ class Engine:
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         with_text = self.tokenizer, self.processor
         parts = assemble(self.model, chosen, limits, model_tiers, *with_text, self._start)
-        self.shape, self._loop, inbox, self._prompts = parts
+        self.shape, self._loop, inbox, self._prompts, self._pictures = parts
         self._tiers, self.plane = self._loop.tiers, self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
         self._publisher = self._start_publishing(chosen.publish)
@@ -538,9 +538,9 @@ class Engine:
 
         def drop() -> int:
             removed = self.manager.cache.invalidate(ids, scope=scope, session=session, tenant=tenant)
-            if self._loop.pictures is not None:
-                in_scope = scope if ids is None else scope or ReuseScope()
-                self._loop.pictures.cache.forget(in_scope, session=session, tenant=tenant)
+            in_scope = scope if ids is None else scope or ReuseScope()
+            for forget in self._loop.parts.forget:
+                forget(in_scope, session=session, tenant=tenant)
             return removed
 
         if self._tiers is None:
@@ -559,7 +559,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        look = partial(engine_stats, self._loop)
+        look = partial(engine_stats, self._loop, self._pictures)
         if not self._thread.has_started:
             return look()
         try:

@@ -14,12 +14,15 @@ from kvpool.engine.eager_runner import rotates
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
+from kvpool.engine.prompt_parts import PromptPooling, PromptScoring
 from kvpool.engine.prompts import Prompts
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
+from kvpool.engine.speculation import PromptLookup
 from kvpool.engine.starting import Start
+from kvpool.engine.step_part import StepPart
 from kvpool.engine.tier_link import TierLink
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
@@ -41,6 +44,7 @@ class Parts(NamedTuple):
     loop: EngineLoop
     inbox: Inbox
     prompts: Prompts
+    pictures: StepPictures | None  # None: the model reads text only
 
 
 def assemble(
@@ -72,22 +76,42 @@ def assemble(
         _warn_of_loss(config.layers)
         requests, inbox = ScheduledRequests(scheduler, ready.adapters), Inbox()
         tiers = None if opened is None else TierLink(opened, scheduler, plane, requests, inbox)
-        vocab_size, generations, num_bytes = ready.shape.vocab_size, requests.generations, settings.encoder_bytes
+        pictures = None
+        if ready.sees:
+            pictures = StepPictures(ready.encoder, settings.encoder_bytes, where, requests.generations)
         loop = EngineLoop(
             scheduler,
             requests,
             runner,
-            vocab_size,
+            ready.shape.vocab_size,
             BackgroundLayers(runner, inbox, start.seconds),
-            num_draft_tokens=settings.draft_tokens,
-            overlap=settings.overlap,
+            parts=_step_parts(ready, settings, scheduler, requests, tiers, pictures),
+            overlap=where.type == "cuda" and not settings.draft_tokens
+            if settings.overlap is None
+            else settings.overlap,
             tiers=tiers,
-            pictures=StepPictures(ready.encoder, num_bytes, where, generations) if ready.sees else None,
             # Now: joining products has moved some
             weights=SharedWeights(model),
         )
-    prompts = Prompts(tokenizer, processor, vocab_size, ready.encoder)
-    return Parts(ready.shape, loop, inbox, prompts)
+    prompts = Prompts(tokenizer, processor, ready.shape.vocab_size, ready.encoder)
+    return Parts(ready.shape, loop, inbox, prompts, pictures)
+
+
+def _step_parts(
+    ready: _Ready,
+    settings: EngineSettings,
+    scheduler: Scheduler,
+    requests: ScheduledRequests,
+    tiers: TierLink | None,
+    pictures: StepPictures | None,
+) -> list[StepPart]:
+    """What takes part in steps, in the order in which each moment asks them. The only list of them."""
+    of_requests = requests.generations
+    parts: list[StepPart] = [ready.adapters, PromptScoring(of_requests), PromptPooling(of_requests)]
+    parts += [part for part in (tiers, pictures) if part is not None]
+    if settings.draft_tokens:
+        parts.append(PromptLookup(scheduler, of_requests, settings.draft_tokens))
+    return parts
 
 
 def _open_tiers(model_tiers: ModelTiers, model: Any, config: KVCacheConfig) -> OpenedTiers | None:

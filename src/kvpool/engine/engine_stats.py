@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvpool.config import Tier
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.pictures import EncoderStats
+from kvpool.engine.pictures import EncoderStats, StepPictures
 from kvpool.scheduling import SchedulerStats
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.stats import CacheStats
@@ -37,7 +37,7 @@ class WaitingRequest(NamedTuple):
     seconds: float  # since it came
 
 
-def engine_stats(loop: EngineLoop) -> EngineStats:
+def engine_stats(loop: EngineLoop, pictures: StepPictures | None) -> EngineStats:
     """Cache, scheduler and queues as they are now."""
     scheduler = loop.scheduler
     return EngineStats(
@@ -47,7 +47,7 @@ def engine_stats(loop: EngineLoop) -> EngineStats:
         scheduler.num_running,
         scheduler.num_swapped,
         None if loop.tiers is None else loop.tiers.stats(),
-        None if loop.pictures is None else loop.pictures.cache.stats(),
+        None if pictures is None else pictures.cache.stats(),
     )
 
 

@@ -24,6 +24,7 @@ from kvpool.attention import PagedBatch, PlanBuffers
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.config.layers import GroupKind, ceil_div
 from kvpool.engine.eager_runner import AttentionKind, EagerRunner
+from kvpool.engine.step_part import StepInputs
 from kvpool.errors import KVPoolError
 from kvpool.kernels.layout import whole_device
 from kvpool.kernels.lora import group_tokens, max_groups, tile_size
@@ -205,14 +206,9 @@ class StepGraphs(ABC):
         size, adapted = next(self._left())
         self._capture(size, [_one_token(kind) for kind in self._runner.kinds], adapted)
 
-    def run(
-        self, plan: BatchPlan, token_ids: Tensor, positions: Int64Array, adapter_slots: Int64Array | None = None
-    ) -> Tensor:
-        """The logits of a step that fits; the next step of the same kind overwrites them.
-
-        `adapter_slots` has the slot of each token's adapter; None: no token has one.
-        """
-        runner = self._runner
+    def run(self, plan: BatchPlan, inputs: StepInputs) -> Tensor:
+        """The logits of a step that fits; the next step of the same kind overwrites them."""
+        runner, adapter_slots = self._runner, inputs.adapter_slots
         size, adapted = self._size_for(plan), adapter_slots is not None
         batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
         captured = self._graph(size, batches, adapted)
@@ -222,7 +218,7 @@ class StepGraphs(ABC):
         if captured.states is not None and runner.states is not None:
             captured.states.copy_(runner.upload(self._state_inputs(len(captured.token_ids), runner.states, plan)))
         num_logits = self._choose_logits(captured, plan)
-        self._replay(captured, token_ids, runner.upload(positions), slots.tensor, batches)
+        self._replay(captured, inputs.token_ids, runner.upload(inputs.positions), slots.tensor, batches)
         return captured.recorded.output[:num_logits]
 
     def _graph(self, size: int, batches: Sequence[PagedBatch], adapted: bool) -> _Captured:

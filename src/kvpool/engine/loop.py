@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from os import PathLike
 from typing import Any, NamedTuple
@@ -19,16 +20,15 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.background_layers import BackgroundLayers
-from kvpool.engine.embedding import pooling
 from kvpool.engine.generation import Generation
-from kvpool.engine.pictures import StepPictures
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of
 from kvpool.engine.scheduled_requests import ScheduledRequests
-from kvpool.engine.scoring import TokenLogprob, scored_rows
-from kvpool.engine.speculation import num_accepted, propose
+from kvpool.engine.scoring import TokenLogprob
+from kvpool.engine.speculation import num_accepted
+from kvpool.engine.step_part import StepInputs, StepPart, StepParts
 from kvpool.engine.tier_link import TierLink
-from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
+from kvpool.errors import KVPoolError, OutOfBlocksError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
 from kvpool.model.adapters import Adapter
 from kvpool.model.private_copy import SharedWeights
@@ -92,17 +92,17 @@ class EngineLoop:
         vocabulary: int,
         layers: BackgroundLayers,
         *,
-        num_draft_tokens: int = 0,
-        overlap: bool | None = None,
+        parts: Sequence[StepPart] = (),
+        overlap: bool,
         tiers: TierLink | None = None,
-        pictures: StepPictures | None = None,
         weights: SharedWeights | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.num_draft_tokens = num_draft_tokens  # of one sequence in one step, at most
         max_sequences = scheduler.config.max_sequences
-        self._sampler = StepSampler(vocabulary, max_sequences, runner.device, requests.generations)
+        lanes = vocabulary, max_sequences, runner.device
+        self._sampler = StepSampler(*lanes, requests.generations, scheduler.token_ids)
+        self.parts = StepParts([self._sampler, *parts])
         self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
         self._requests = requests
         self._flying: deque[_Launched] = deque()
@@ -110,10 +110,8 @@ class EngineLoop:
         self._copies = _PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
         self._num_graphs = -1  # when the last step was over
-        on_gpu = runner.device.type == "cuda"
-        self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
+        self.overlap = overlap
         self.tiers = tiers
-        self.pictures = pictures  # None: the model reads text only
         self.captures_when_idle = False  # CUDA graphs, before a step needs them
         self._weights = weights
         self.layers = layers  # if they are to be compiled
@@ -184,8 +182,8 @@ class EngineLoop:
 
     def forget(self, *, remove: bool = True) -> int:
         """Forgets everything cached, and has tiers `remove` it. Returns how many blocks left the cache."""
-        if self.pictures is not None:
-            self.pictures.cache.forget()
+        for forget in self.parts.forget:
+            forget()
         drop = self.scheduler.manager.cache.reset
         return drop() if self.tiers is None else self.tiers.invalidator.everything(drop, remove=remove)
 
@@ -207,7 +205,7 @@ class EngineLoop:
         if self._requests.fork(parent, generation, request):
             (child,) = self.scheduler.sequences(request.id)
             generation.admit(child.live_handle().num_cached_tokens)
-            self._track(child)
+            self._entered(child)
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; nothing happens if it is."""
@@ -246,12 +244,12 @@ class EngineLoop:
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
         self._weights_checked = False
-        if self.num_draft_tokens:
-            self._propose()
+        for planning in self.parts.planning:
+            planning()
         self._copies.tell()
         plan = self.scheduler.step()
-        if self.tiers is not None:
-            self.tiers.planned(plan)
+        for before in self.parts.before:
+            before(plan)
         try:
             launched = self._launch(plan)
         except Exception as error:
@@ -288,11 +286,10 @@ class EngineLoop:
             generation = self._generation(sequence)
             if generation is not None and not generation.samples:
                 generation.admit(sequence.live_handle().num_cached_tokens)
-        for sequence in (*plan.admitted, *plan.resumed):
-            self._track(sequence)
+        self._entered(*plan.admitted, *plan.resumed)
         if plan.is_empty:
             return _Launched(plan, began)
-        logits = self._logits(plan, self._inputs(plan))
+        logits = self._logits(plan)
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._catch_up)
@@ -304,24 +301,23 @@ class EngineLoop:
         ready.record()
         return _Launched(plan, began, Sampled(*parts), ready)
 
-    def _logits(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
-        """Runs the model, scores and pools prompts on the way, and returns the logits that tokens are sampled from."""
-        shown = () if self.pictures is None else self.pictures.of(plan)
-        rows = range(plan.num_decode, len(plan.sequences))
-        prompts = [(row, each) for row in rows if (each := self._generation(plan.sequences[row])) is not None]
-        scored = scored_rows(plan, {row: each.scores for row, each in prompts if each.scores is not None})
-        keep = None if scored is None else scored.keep
-        slots = self.runner.adapters.slots_of(plan)
-        with pooling(plan, {row: each.pooled for row, each in prompts if each.pooled is not None}) as pools:
-            logits = self.runner.run(plan, token_ids, *shown, launch=pools, keep=keep, adapter_slots=slots)
-        return logits if scored is None else scored.take(logits)
+    def _logits(self, plan: BatchPlan) -> Tensor:
+        """Runs the model. Returns the logits that tokens are sampled from."""
+        inputs = StepInputs(self._token_ids(plan), plan.positions)
+        with inputs.closing:
+            for change in self.parts.inputs:
+                change(plan, inputs)
+            logits = self.runner.run(plan, inputs)
+        for take in self.parts.after:
+            logits = take(plan, logits)
+        return logits
 
     def _catch_up(self) -> None:
         """Finishes the steps in flight."""
         while self._flying:
             self._finish(self._flying.popleft())
 
-    def _inputs(self, plan: BatchPlan) -> Tensor:
+    def _token_ids(self, plan: BatchPlan) -> Tensor:
         """Token ids on the device. Those that the host does not know yet are the newest samples of their lanes."""
         token_ids = self.runner.upload(plan.token_ids.astype(np.int64))
         if plan.has_unknown_tokens:
@@ -344,9 +340,11 @@ class EngineLoop:
         plan = launched.plan
         if launched.ready is not None:
             launched.ready.synchronize()
-        self._observe(launched)
-        if self.tiers is not None:
-            self.tiers.collect(plan)
+        seconds = self._seconds(launched)
+        if seconds is not None:
+            self.scheduler.observe(plan, seconds)
+        for done_with in self.parts.done:
+            done_with(plan, seconds)
         if launched.sampled is None:
             result = self.scheduler.complete(plan)
         else:
@@ -357,20 +355,17 @@ class EngineLoop:
         for done in result.finished:
             self._end(done)
 
-    def _observe(self, launched: _Launched) -> None:
-        """Tells the cost model how long a step took: since it began, or since the one before it was over.
+    def _seconds(self, launched: _Launched) -> float | None:
+        """How long a step took: since it began, or since the one before it was over.
 
-        A step during which a graph was captured took much longer than others like it will.
+        None if it says nothing of others like it, as of a step during which a graph was captured.
         """
         now = time.perf_counter()
         num_graphs = self.runner.captured.num_graphs
         captured, self._num_graphs = num_graphs != self._num_graphs, num_graphs
-        if launched.sampled is not None and not launched.plan.copies and not captured:
-            seconds = now - max(launched.began, self._last_finish)
-            self.scheduler.observe(launched.plan, seconds)
-            if self.tiers is not None:
-                self.tiers.observe(launched.plan, seconds)
-        self._last_finish = now
+        since, self._last_finish = max(launched.began, self._last_finish), now
+        is_usual = launched.sampled is not None and not launched.plan.copies and not captured
+        return now - since if is_usual else None
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
         """The tokens for `complete`, how many of each sampling row, and which sample each of them is."""
@@ -395,7 +390,7 @@ class EngineLoop:
         children: dict[ScheduledSequence, list[ScheduledSequence]] = {}
         for fork in forks:
             children.setdefault(fork.parent, []).append(fork.child)
-            self._track(fork.child)
+            self._entered(fork.child)
         stopped: list[ScheduledSequence] = []
         ids = tokens.tolist()
         at = 0
@@ -406,7 +401,7 @@ class EngineLoop:
             if generation is None or generation.has_ended(sequence.index):
                 continue
             if plan.num_samples[row] > 1:
-                self._track(sequence)
+                self._entered(sequence)
                 for place, owner in enumerate([sequence, *children.get(sequence, [])], start):
                     if self._push(generation, owner, ids[place : place + 1], sampled, samples_at[place : place + 1]):
                         stopped.append(owner)
@@ -452,22 +447,20 @@ class EngineLoop:
         """The request of a sequence, unless it is over."""
         return self._requests.generations.get(sequence.request.id)
 
-    def _track(self, sequence: ScheduledSequence) -> None:
-        generation = self._generation(sequence)
-        if generation is not None and generation.params.has_penalties:
-            self._sampler.track(sequence, generation, self.scheduler.token_ids(sequence))
+    def _entered(self, *sequences: ScheduledSequence) -> None:
+        for entered in self.parts.entered:
+            for sequence in sequences:
+                entered(sequence)
 
     def _end(self, done: Finished, failure: KVPoolError | None = None) -> None:
         """A request is over, by itself or because of a failure."""
-        if self.tiers is not None:
-            self.tiers.ended(done.request.id)
+        for ended in self.parts.ended:
+            ended(done)
         generation = self._requests.pop(done.request.id)
         if generation is None:
             return
         if generation.is_private:
             self.scheduler.manager.cache.invalidate(None, scope=done.request.scope)
-            if self.pictures is not None:
-                self.pictures.cache.forget(done.request.scope)
         for output in done.outputs:
             generation.end_sample(output.sample, output.reason.value)
         if done.detail:
@@ -477,13 +470,3 @@ class EngineLoop:
             for index in range(generation.params.n):  # it may have ended before its samples branched off
                 generation.end_sample(index, done.reason.value)
         generation.end(failure)
-
-    def _propose(self) -> None:
-        """Proposes drafts from the text before for all sequences that decode."""
-        for sequence in self.scheduler.decoding:
-            generation = self._generation(sequence)
-            if generation is None or generation.params.needs_each_token:
-                continue
-            guess = propose(self.scheduler.token_ids(sequence), self.num_draft_tokens)
-            with suppress(SequenceStateError):  # its sample is in flight
-                self.scheduler.propose(sequence, guess)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.spans import Span
+from kvpool.engine.step_part import StepInputs, StepPart
 from kvpool.model.vision import ImageEncoder, Picture, Pictures, Shown
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Request
+from kvpool.scheduling.request import Finished
 from kvpool.scope import ReuseScope
 from kvpool.storage.moving import upload
 
@@ -94,15 +96,7 @@ class EncoderCache:
             return EncoderStats(len(self._encoded), self._num_bytes, self._max_bytes, self._num_encoded, self._num_hits)
 
 
-class StepInputs(NamedTuple):
-    """What pictures change in a step."""
-
-    positions: Int64Array  # of its tokens; [axis, token] where the model has several
-    shown: Shown | None  # the pictures that it computes
-    spans: Sequence[Span]  # tokens that see one another in both directions
-
-
-class StepPictures:
+class StepPictures(StepPart):
     """What pictures change in steps: positions of tokens, and embeddings of placeholders. Used by the engine's thread."""
 
     def __init__(
@@ -117,9 +111,9 @@ class StepPictures:
         self._num_axes = encoder.num_axes
         self._device = device
 
-    def of(self, plan: BatchPlan) -> StepInputs:
-        """What pictures change in this step."""
-        positions = plan.positions
+    def inputs(self, plan: BatchPlan, inputs: StepInputs) -> None:
+        """Positions of tokens, embeddings of placeholders, and spans that see one another."""
+        positions = inputs.positions
         if self._num_axes > 1:
             positions = np.broadcast_to(positions, (self._num_axes, len(positions))).copy()
         rows: list[Int64Array] = []
@@ -143,10 +137,19 @@ class StepPictures:
                 start, stop = max(first, int(numbers[0])), min(last, int(numbers[-1]) + 1)
                 if stop - start > 1:
                     spans.append(Span(row, start, stop))
-        shown = None
+        inputs.positions, inputs.spans = positions, spans
         if rows:
-            shown = Shown(upload(np.concatenate(rows), self._device), torch.cat(features, dim=1))
-        return StepInputs(positions, shown, spans)
+            inputs.shown = Shown(upload(np.concatenate(rows), self._device), torch.cat(features, dim=1))
+
+    def ended(self, done: Finished) -> None:
+        """Nobody else may find the pictures of a private request."""
+        generation = self._generations.get(done.request.id)
+        if generation is not None and generation.is_private:
+            self.cache.forget(done.request.scope)
+
+    def forget(self, scope: ReuseScope | None = None, *, session: str | None = None, tenant: str | None = None) -> None:
+        """Pictures are encoded anew."""
+        self.cache.forget(scope, session=session, tenant=tenant)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +31,7 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
-from kvpool.engine.spans import Span
+from kvpool.engine.step_part import StepInputs
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnsupportedAttentionError
 from kvpool.kernels.layout import current, whole_device
 from kvpool.kernels.quantization import TORCH_DTYPES
@@ -40,8 +40,6 @@ from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape
 from kvpool.model.state_steps import StateStep
 from kvpool.model.states import state_modules
-from kvpool.model.vision import Shown
-from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 
@@ -277,31 +275,13 @@ class ModelRunner(EagerRunner):
         self._wait_for_graphs()
         self._drop_graphs()
 
-    def run(
-        self,
-        plan: BatchPlan,
-        token_ids: Tensor,
-        positions: Int64Array | None = None,
-        shown: Shown | None = None,
-        spans: Sequence[Span] = (),
-        *,
-        launch: bool = False,
-        keep: Int64Array | None = None,
-        adapter_slots: Int64Array | None = None,
-    ) -> Tensor:
-        """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
-
-        The copies of the plan must have been started. `positions` are by default those of the plan. A step with pictures
-        or `spans` runs without a graph, and so does one that is to `launch` each operation, or to `keep` the logits of
-        other tokens. `adapter_slots` has the slot of each token's adapter, -1 without one.
-        """
-        where = plan.positions if positions is None else positions
-        is_plain = not (launch or shown is not None or spans or keep is not None)
-        for graphs in self._all_graphs() if is_plain else ():
+    def run(self, plan: BatchPlan, inputs: StepInputs) -> Tensor:
+        """Logits [row of `plan.logits_indices`, vocabulary] of a step. The copies of the plan must have been started."""
+        for graphs in self._all_graphs() if inputs.is_plain else ():
             if graphs.fits(plan):
                 try:
-                    return graphs.run(plan, token_ids, where, adapter_slots)
+                    return graphs.run(plan, inputs)
                 except (CaptureError, torch.OutOfMemoryError) as error:
                     self._go_on_without(error)
                     break
-        return self._run_plan(plan, token_ids, where, shown, spans, keep, adapter_slots)
+        return self._run_plan(plan, inputs)

@@ -21,6 +21,7 @@ from kvpool.engine.generation import Generation
 from kvpool.engine.grammar import num_words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import TokenLogprob
+from kvpool.engine.step_part import StepPart
 from kvpool.errors import StepError
 from kvpool.pools.arrays import Int64Array, within
 from kvpool.scheduling.batch_plan import BatchPlan
@@ -274,12 +275,18 @@ def _processed(processed: Sequence[_Watched], scores: Tensor) -> Tensor:
     return scores
 
 
-class StepSampler:
+class StepSampler(StepPart):
     """Turns the logits of a plan into one token per sample, on the device."""
 
     def __init__(
-        self, vocabulary: int, max_sequences: int, device: torch.device, generations: Mapping[Hashable, Generation]
+        self,
+        vocabulary: int,
+        max_sequences: int,
+        device: torch.device,
+        generations: Mapping[Hashable, Generation],
+        tokens_of: Callable[[ScheduledSequence], npt.NDArray[np.int32]],
     ) -> None:
+        self._tokens_of = tokens_of  # `Scheduler.token_ids`
         self._generations = generations  # by request id
         self._vocabulary = vocabulary
         self._max_sequences = max_sequences
@@ -287,13 +294,14 @@ class StepSampler:
         self._counts: TokenCounts | None = None  # made when the first request with penalties comes
         self._cached: tuple[tuple[object, ...], _Rows] | None = None  # and what they depend on
 
-    def track(self, sequence: ScheduledSequence, generation: Generation, tokens: npt.NDArray[np.int32]) -> None:
-        """A sequence with penalties got a lane, or forked: counts the tokens that it has."""
-        if sequence.lane < 0:
+    def entered(self, sequence: ScheduledSequence) -> None:
+        """Counts the tokens that a sequence with penalties has."""
+        generation = self._generations.get(sequence.request.id)
+        if generation is None or not generation.params.has_penalties or sequence.lane < 0:
             return
         if self._counts is None:
             self._counts = TokenCounts(self._max_sequences, self._vocabulary, self._device)
-        length = len(generation.prompt)
+        length, tokens = len(generation.prompt), self._tokens_of(sequence)
         self._counts.start(sequence.lane, tokens[:length], tokens[length:])
 
     def sample(self, plan: BatchPlan, logits: Tensor, catch_up: Callable[[], None]) -> Sampled:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.scheduling import BatchPlan
+from kvpool.pools.arrays import Int32Array
 from kvpool.storage.moving import upload
 
 PIECE = 64  # rows of logits that are turned into probabilities at once: 64 times 150,000 numbers are 38 MB
@@ -57,36 +55,3 @@ class PromptScores:
                 token = int(self._prompt[len(found)])
                 found.append(TokenLogprob(token, value, tuple(zip(ids, best, strict=True))))
         return found
-
-
-class ScoredRows(NamedTuple):
-    """Rows of a step whose prompts are scored."""
-
-    scores: list[PromptScores]
-    positions: list[int]  # of the first token of each row
-    counts: list[int]  # tokens of each row
-    keep: Int64Array  # flat indices of all tokens whose logits are needed: those that sample, then those of these rows
-
-    def take(self, logits: Tensor) -> Tensor:
-        """Scores the prompts; returns the logits that tokens are sampled from."""
-        at = len(logits) - sum(self.counts)
-        sampling = logits[:at]
-        for scores, position, count in zip(self.scores, self.positions, self.counts, strict=True):
-            scores.add(logits[at : at + count], position)
-            at += count
-        return sampling
-
-
-def scored_rows(plan: BatchPlan, scores: Mapping[int, PromptScores]) -> ScoredRows | None:
-    """The rows of a step whose prompts are scored; None if there are none. `scores` are by row."""
-    found = ScoredRows([], [], [], plan.logits_indices)
-    wanted: list[Int64Array] = [plan.logits_indices]
-    for row, own in scores.items():
-        if own.is_complete:
-            continue
-        first, stop = plan.query_start[row : row + 2].tolist()
-        found.scores.append(own)
-        found.positions.append(int(plan.positions[first]))
-        found.counts.append(stop - first)
-        wanted.append(np.arange(first, stop, dtype=np.int64))
-    return found._replace(keep=np.concatenate(wanted)) if found.scores else None

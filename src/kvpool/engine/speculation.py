@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+
 import numpy as np
 
+from kvpool.engine.generation import Generation
+from kvpool.engine.step_part import StepPart
+from kvpool.errors import SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array, within
-from kvpool.scheduling import BatchPlan
+from kvpool.scheduling import BatchPlan, Scheduler
 
 LONGEST_ENDING = 3  # tokens at the end of a text that are looked for before it
 
@@ -47,3 +53,22 @@ def num_accepted(plan: BatchPlan, samples: Int32Array) -> Int64Array:
         request = plan.sequences[int(rows[at])].request
         accepted[at] = request.num_until_stop(taken[starts[at] : starts[at] + accepted[at]])
     return accepted
+
+
+class PromptLookup(StepPart):
+    """Proposes drafts for all sequences that decode, before each step is planned."""
+
+    def __init__(self, scheduler: Scheduler, generations: Mapping[Hashable, Generation], num_draft_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._generations = generations  # by request id
+        self._num_draft_tokens = num_draft_tokens  # of one sequence in one step, at most
+
+    def planning(self) -> None:
+        """Proposes what followed the last tokens of each text before."""
+        for sequence in self._scheduler.decoding:
+            generation = self._generations.get(sequence.request.id)
+            if generation is None or generation.params.needs_each_token:
+                continue
+            guess = propose(self._scheduler.token_ids(sequence), self._num_draft_tokens)
+            with suppress(SequenceStateError):  # its sample is in flight
+                self._scheduler.propose(sequence, guess)

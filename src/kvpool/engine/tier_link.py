@@ -4,8 +4,8 @@ What happens to a request, in the engine's thread (`Fetcher` and `Storer` call t
 
     hold        its prefix is not all cached: the request waits outside the scheduler's queue while tiers are asked
     _arrived    `Importer` writes what came into blocks and holds them with a lease; the request goes to the scheduler
-    planned     the request was admitted: its lease ends
-    collect     after every step, `Collector` copies the blocks that are full now and has them stored
+    before      the request was admitted: its lease ends
+    done        after every step, `Collector` copies the blocks that are full now and has them stored
 
 A request never waits longer than `timeout`, whatever tiers do. Once the engine knows how long computing the prefix would
 take, the request does not wait longer than that either. Requests that miss the same block wait for one load.
@@ -25,9 +25,11 @@ from kvpool.engine.generation import Generation
 from kvpool.engine.handover import Collector, Handovers
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.scheduled_requests import ScheduledRequests
+from kvpool.engine.step_part import StepPart
 from kvpool.errors import KVPoolError
 from kvpool.quiet import QuietErrors
 from kvpool.scheduling import BatchPlan, Request, Scheduler
+from kvpool.scheduling.request import Finished
 from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import PromptKeys
@@ -53,7 +55,7 @@ class _HeldRequest:
         self.followers: list[_HeldRequest] = []
 
 
-class TierLink:
+class TierLink(StepPart):
     """Joins one engine to keyed tiers, fastest first."""
 
     def __init__(
@@ -162,7 +164,7 @@ class TierLink:
         try:
             self._requests.enqueue(held.generation, replace(held.request, arrival=held.arrival))
         except KVPoolError as error:  # the pools were made smaller meanwhile
-            self.ended(held.request.id)
+            self._let_leave(held.request.id)
             held.generation.end(error)
         for follower in followers:
             if self._held.get(follower.request.id) is not follower:  # it stopped waiting before
@@ -216,8 +218,8 @@ class TierLink:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def planned(self, plan: BatchPlan) -> None:
-        """A step was planned: ends the leases of admitted requests, and all leases if memory was short."""
+    def before(self, plan: BatchPlan) -> None:
+        """Ends the leases of admitted requests, and all leases if memory was short."""
         if self._media:
             for sequence in plan.admitted:
                 if (media := self._media.pop(sequence.request.id, None)) is not None:
@@ -229,14 +231,11 @@ class TierLink:
         if plan.is_empty or plan.preempted:
             self._leases.end_all()
 
-    def observe(self, plan: BatchPlan, seconds: float) -> None:
-        """A step took this long. From the time for prompt tokens follows when loading is faster than computing."""
+    def done(self, plan: BatchPlan, seconds: float | None) -> None:
+        """Stores what a step filled. From the time for prompt tokens follows when loading is faster than computing."""
         num_tokens = plan.num_prefill_tokens
-        if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
+        if seconds is not None and num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
             self.transport.decider.observe_prompt(num_tokens, seconds)
-
-    def collect(self, plan: BatchPlan) -> None:
-        """A step has run and is about to be completed."""
         if self._closed:
             return
         try:
@@ -244,8 +243,11 @@ class TierLink:
         except Exception as error:
             _quiet.error(error, "blocks could not be copied for tiers; they are not stored")
 
-    def ended(self, request_id: Hashable) -> None:
+    def ended(self, done: Finished) -> None:
         """A request is over."""
+        self._let_leave(done.request.id)
+
+    def _let_leave(self, request_id: Hashable) -> None:
         self._leases.end(request_id)
         self._media.pop(request_id, None)
         self._collector.forget(request_id)
