@@ -177,7 +177,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             test, _, case = item.nodeid.removesuffix("]").partition("[")
             unknown.update((test, named) for named in quick.args)
             known.add((test, case))
-            if case not in quick.args:
+            if case not in quick.args and not item.get_closest_marker("gpu"):
                 item.add_marker("slow")
     if (unknown := unknown - known) and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"no such case of a test: {sorted(unknown)}")
