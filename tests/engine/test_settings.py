@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.engine import Engine
 from kvpool.engine.options import EngineOptions
-from kvpool.engine.settings import EngineSettings, as_settings
+from kvpool.engine.settings import EngineKeywords, EngineSettings, as_settings
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.serve_settings import _MODEL_KINDS
@@ -26,6 +26,11 @@ def test_given_the_engine_then_its_signature_shows_every_setting_with_its_defaul
         "attention": "auto",
         "compile": False,
     }
+
+
+def test_given_the_keywords_for_type_checkers_then_they_are_the_settings_with_their_types() -> None:
+    keywords = {name: each.__forward_arg__ for name, each in EngineKeywords.__annotations__.items()}
+    assert keywords == {each.name: each.type for each in fields(EngineSettings)}
 
 
 def test_given_a_keyword_that_is_no_setting_then_it_is_named_before_a_model_is_loaded() -> None:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ from kvpool.engine.requests import (
     of_prompt,
     results_of,
 )
-from kvpool.engine.settings import EngineSettings, as_settings, engine_signature
+from kvpool.engine.settings import EngineKeywords, EngineSettings, as_settings, engine_signature
 from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
@@ -58,6 +58,9 @@ from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import ReuseHint, ReuseScope
 from kvpool.tiers.model_tiers import ModelTiers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing from Python 3.11 on
 
 # The last two have pictures: what a processor gave for one prompt, and what `Engine.chat_prompt` returns.
 Prompt = str | Sequence[int] | Int32Array | Mapping[str, Any] | PicturedPrompt
@@ -76,7 +79,7 @@ class Engine:
     Close it, or use it in a `with` statement. An engine without references ends when its requests are over.
     """
 
-    def __init__(self, model: Any = None, **settings: Any) -> None:
+    def __init__(self, model: Any = None, **settings: Unpack[EngineKeywords]) -> None:
         chosen = as_settings(settings)
         check_publishing(chosen.publish)
         model_tiers, limits = chosen.model_tiers(), chosen.limits()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.errors import ConfigError
@@ -183,6 +183,41 @@ class EngineSettings:
         if self.host_bytes:
             chosen["host_bytes"] = self.host_bytes
         return chosen
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineSettings` once more, so that type checkers know the keywords of `Engine`."""
+
+    tokenizer: Any
+    device: Any
+    dtype: Any
+    kv_dtype: Any
+    block_size: int
+    kv_bytes: int | None
+    kv_blocks: int | None
+    memory_fraction: float | None
+    host_bytes: int
+    attention: str
+    cuda_graphs: bool | None
+    overlap: bool | None
+    compile: bool
+    draft_tokens: int
+    processor: Any
+    encoder_bytes: int
+    adapters: Mapping[str, str | Path] | None
+    max_adapters: int
+    language_adapters: bool
+    scheduler: SchedulerConfig | None
+    cache: Mapping[str, Any] | None
+    record: str | Path | None
+    model_defaults: bool
+    disk: str | Path | None
+    disk_bytes: int | None
+    remote: str | None
+    tiers: Sequence[KeyedTier] | None
+    tier_timeout: float
+    tier_min_uses: int
+    publish: str | None
 
 
 def as_settings(options: Mapping[str, Any]) -> EngineSettings:
