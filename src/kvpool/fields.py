@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import Field, field, fields, make_dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError
@@ -15,21 +16,34 @@ from kvpool.removed import instead_of
 def setting(
     default: Any,
     help: str = "",
-    kind: type = str,
+    kind: Any = str,
     *,
     option: str = "",
     key: str = "",
     flag: str = "",
+    variable: str | None = None,
     low: int | None = None,
     high: int | None = None,
 ) -> Any:
     """A setting that files have, and commands if there is a `help`.
 
-    `option` is its name as an option and `key` its name in a file, where they differ from the field's; `flag` is how the
-    option is written, where that differs from its name. The default `dict` is an empty one.
+    `kind` is a type, or has one as `type`, checks values by itself, and may be a secret, which `repr` leaves out. `option`
+    is the setting's name as an option and `key` its name in a file, where they differ from the field's. `flag` is how the
+    option is written, where that differs from its name; `variable` gives it from the environment. The default `dict` is an
+    empty one.
     """
-    shown = {"help": help, "kind": kind, "option": option, "key": key, "flag": flag, "low": low, "high": high}
-    return field(default_factory=default, metadata=shown) if default is dict else field(default=default, metadata=shown)
+    shown = {
+        "help": help,
+        "kind": kind,
+        "option": option,
+        "key": key,
+        "flag": flag,
+        "variable": variable,
+        "low": low,
+        "high": high,
+    }
+    made = {"default_factory": default} if default is dict else {"default": default}
+    return field(**made, repr=not getattr(kind, "is_secret", False), metadata=shown)
 
 
 def settings_of(cls: Any) -> dict[str, Field[Any]]:
@@ -51,11 +65,36 @@ def options_of(cls: Any, name: str, bases: tuple[type, ...] = ()) -> Any:
     for option, each in settings_of(cls).items():
         about = each.metadata
         if about["help"]:
-            kind = list[str] if about["kind"] is list else about["kind"]
+            kind = getattr(about["kind"], "type", about["kind"])
+            kind = list[str] if kind is list else kind
             flags = (about["flag"],) if about["flag"] else ()
-            shown = typer.Option(*flags, help=about["help"], min=about["low"], max=about["high"])
+            shown = typer.Option(
+                *flags, help=about["help"], envvar=about["variable"], min=about["low"], max=about["high"]
+            )
             found.append((option, Annotated[kind | None, shown], None))
     return make_dataclass(name, found, bases=bases, frozen=True)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as a command. Parameters that are dataclasses become one option per field."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if group := groups.get(parameter.name):
+            of_group = inspect.signature(group, eval_str=True).parameters.values()
+            parameters += (option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in of_group)
+        else:
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+
+    def run(**values: Any) -> None:
+        made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        function(**values, **made)
+
+    run.__doc__ = function.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:

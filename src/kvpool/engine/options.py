@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool import fields
 from kvpool.config.cache_config import check_objective
 from kvpool.engine.params import SamplingParams, described
 from kvpool.engine.settings import EngineSettings, as_settings
@@ -145,26 +145,8 @@ class SamplingOptions:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as a command. Parameters that are dataclasses become one option per field; errors name options."""
-    hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if group := groups.get(parameter.name):
-            of_group = inspect.signature(group, eval_str=True).parameters.values()
-            parameters += (option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in of_group)
-        else:
-            parameters.append(parameter.replace(annotation=hints[parameter.name]))
-
-    @named_as_options()
-    def run(**values: Any) -> None:
-        made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
-        function(**values, **made)
-
-    run.__doc__ = function.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+    """`kvpool.fields.command`, with errors that name options."""
+    return named_as_options()(fields.command(function))
 
 
 # Fields of the library, which its errors name, and the options that set them.

@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     check: Callable[[Any], Any]
     parse: Callable[[str, str], Any] | None = None
     is_secret: bool = False
+    type: type = str  # of an option of commands
 
     def read(self, value: Any, name: str = "size") -> Any:
         """Checks a value that may also be written as text."""

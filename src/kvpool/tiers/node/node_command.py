@@ -7,17 +7,21 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvpool.errors import ConfigError
+from kvpool.fields import command, options_of
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.node.settings import NodeSettings, read_node
 from kvpool.tiers.node.wire import node_directory
 from kvpool.tiers.opening import open_tier
 from kvpool.tiers.upkeep import shown_bytes
+
+NodeOptions: Any = options_of(NodeSettings, "NodeOptions")
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -25,28 +29,13 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(node)
 
 
+@command
 def node(
     name: Annotated[
         str, typer.Argument(help="A name, or a directory in memory for its files; engines use it as node:NAME.")
     ] = "",
-    bytes: Annotated[
-        str | None, typer.Option(envvar="KVPOOL_NODE_BYTES", help="How much memory it owns: 32GB.")
-    ] = None,
-    disk: Annotated[
-        str | None, typer.Option(help="Keep values in this directory, too: one writer for a machine.")
-    ] = None,
-    disk_bytes: Annotated[str | None, typer.Option(help="As much as --disk may hold (default 10GiB).")] = None,
-    remote: Annotated[
-        str | None, typer.Option(envvar="KVPOOL_NODE_REMOTE", help="A store behind it: redis://, rediss://, s3://.")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="What is evicted first: lru (default), priority or adaptive.")
-    ] = None,
-    engine_share: Annotated[
-        float | None, typer.Option(help="The largest share of the memory that one engine may fill (default 1).")
-    ] = None,
-    tenant_share: Annotated[float | None, typer.Option(help="The same for one tenant (default 1).")] = None,
-    metrics: Annotated[str | None, typer.Option(help="Serve /metrics and /stats at HOST:PORT.")] = None,
+    *,
+    options: NodeOptions,
     config: Annotated[
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [node].")
     ] = None,
@@ -61,21 +50,11 @@ def node(
     Engines find it as node: (or node:NAME), map the memory, and copy straight. The memory stays when the node stops: the
     next one begins warm. Only processes of the same user can use it. See docs/node.md.
     """
-    options = {
-        "bytes": bytes,
-        "disk": disk,
-        "disk_bytes": disk_bytes,
-        "remote": remote,
-        "policy": policy,
-        "engine_share": engine_share,
-        "tenant_share": tenant_share,
-        "metrics": metrics,
-    }
     if not hasattr(os, "eventfd"):
         raise ConfigError("kvpool node needs Linux")
     if not quiet:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    run(node_directory(name), read_node(config, options), quiet)
+    run(node_directory(name), read_node(config, asdict(options)), quiet)
 
 
 def run(directory: Path, settings: NodeSettings, quiet: bool) -> None:

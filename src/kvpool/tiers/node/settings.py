@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.fields import setting
 from kvpool.tiers.keys import tenant_tag
 from kvpool.tiers.node.region import MIN_BYTES
 from kvpool.tiers.node.values import Quotas
@@ -35,8 +36,9 @@ def _endpoint(value: Any) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-_SHARE = Kind("must be a share above 0 and up to 1", _share)
+_SHARE = Kind("must be a share above 0 and up to 1", _share, type=float)
 _SHARES = Kind("must name tenants with a share each, as { acme = 0.25 }", _shares)
+_REMOTE = text("be an address", is_secret=True)
 _ENDPOINT = Kind("must be HOST:PORT, as 127.0.0.1:9464", _endpoint)
 
 
@@ -44,15 +46,23 @@ _ENDPOINT = Kind("must be HOST:PORT, as 127.0.0.1:9464", _endpoint)
 class NodeSettings:
     """What a node is started with."""
 
-    bytes: int = field(default=0, metadata={"kind": size(MIN_BYTES)})
-    policy: str = field(default="lru", metadata={"kind": choice("adaptive", "lru", "priority")})
-    engine_share: float = field(default=1.0, metadata={"kind": _SHARE})
-    tenant_share: float = field(default=1.0, metadata={"kind": _SHARE})
-    tenants: Mapping[str, float] = field(default_factory=dict, metadata={"kind": _SHARES})
-    metrics: tuple[str, int] | None = field(default=None, metadata={"kind": _ENDPOINT})
-    disk: str | None = field(default=None, metadata={"kind": text("be the path of a directory")})
-    disk_bytes: int | None = field(default=None, metadata={"kind": size(1)})
-    remote: str | None = field(default=None, repr=False, metadata={"kind": text("be an address", is_secret=True)})
+    bytes: int = setting(0, "How much memory it owns: 32GB.", size(MIN_BYTES), variable="KVPOOL_NODE_BYTES")
+    disk: str | None = setting(
+        None, "Keep values in this directory, too: one writer for a machine.", text("be the path of a directory")
+    )
+    disk_bytes: int | None = setting(None, "As much as --disk may hold (default 10GiB).", size(1))
+    remote: str | None = setting(
+        None, "A store behind it: redis://, rediss://, s3://.", _REMOTE, variable="KVPOOL_NODE_REMOTE"
+    )
+    policy: str = setting(
+        "lru",
+        "What is evicted first: lru (default), priority or adaptive.",
+        choice("adaptive", "lru", "priority"),
+    )
+    engine_share: float = setting(1.0, "The largest share of the memory that one engine may fill (default 1).", _SHARE)
+    tenant_share: float = setting(1.0, "The same for one tenant (default 1).", _SHARE)
+    tenants: Mapping[str, float] = setting(dict, kind=_SHARES)
+    metrics: tuple[str, int] | None = setting(None, "Serve /metrics and /stats at HOST:PORT.", _ENDPOINT)
 
     @property
     def quotas(self) -> Quotas:
