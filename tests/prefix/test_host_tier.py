@@ -9,7 +9,7 @@ import pytest
 from kvpool import KVCacheManager, LayerSpec, Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.events import Removed, Updated
-from managers import FULL, cached, commit_all, make_manager, manager_with
+from managers import FULL, cached, commit_all, make_manager, manager_of_pairs, manager_with
 
 
 def two_pools(**options: Any) -> KVCacheManager:
@@ -81,11 +81,23 @@ def test_offload_moves_no_more_than_asked_when_groups_share_a_pool() -> None:
     manager.check()
 
 
-def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_for_what_it_evicts() -> None:
+@pytest.mark.parametrize(
+    ("length", "leaves"),
+    [
+        (
+            4,
+            {"updated": 2, "removed": 0},
+        ),  # the held run comes up first, into free blocks, and [2] * 4 goes where it was
+        (16, {"updated": 0, "removed": 6}),  # it cannot come up before something left, and all of [2] * 16 is dropped
+    ],
+)
+def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_before_it_has_come_up(
+    length: int, leaves: dict[str, int]
+) -> None:
     manager = two_pools(gpu_blocks=(4, 4), host_blocks=(2, 1))
     run_through(manager, "a", [1] * 4)
     assert manager.cache.offload(1) == 1
-    run_through(manager, "b", [2] * 4)
+    run_through(manager, "b", [2] * length)
     feed = manager.subscribe()
     feed.poll()
     prompt = [1] * 4 + [3] * 12
@@ -93,10 +105,29 @@ def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_for_what_it_evi
     assert manager.allocate("c", prompt).num_cached_tokens == 4
     manager.check()
     events = feed.poll().events
-    assert [(e.old_tier, e.new_tier) for e in events if isinstance(e, Updated)] == [(Tier.HOST, Tier.GPU)] * 2
-    assert [e.tier for e in events if isinstance(e, Removed)] == [
-        Tier.GPU
-    ] * 2  # no room on the host: [2] * 4 is dropped
+    moved = [(e.old_tier, e.new_tier) for e in events if isinstance(e, Updated)]
+    assert moved.count((Tier.HOST, Tier.GPU)) == 2
+    assert moved.count((Tier.GPU, Tier.HOST)) == leaves["updated"]
+    assert [e.tier for e in events if isinstance(e, Removed)] == [Tier.GPU] * leaves["removed"]
+
+
+@pytest.mark.parametrize("onboards", [False, True])
+@pytest.mark.parametrize("num_pools", [1, 2])
+def test_two_prompts_that_only_fit_together_on_both_tiers_take_turns_on_the_gpu(num_pools: int, onboards: bool) -> None:
+    blocks = {"gpu_blocks": 512, "host_blocks": 512}
+    manager = manager_of_pairs(**blocks) if num_pools == 1 else two_pools(**blocks, block_size=2)
+    length, hits = 450, []
+    for number in range(8):
+        prompt = [number % 2] * (2 * length) + [5]
+        if onboards:
+            manager.cache.onboard(prompt)
+        handle = manager.allocate(number, prompt)
+        hits.append(handle.num_cached_blocks)
+        assert handle.stats.cached_tokens_from_lower_tiers == 0 or not onboards
+        manager.commit(handle)
+        manager.free(handle)
+        manager.check()
+    assert hits == [0, 0] + [length] * 6
 
 
 def test_a_partial_source_on_the_host_gives_no_room_for_what_its_copy_evicts() -> None:

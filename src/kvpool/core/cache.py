@@ -204,6 +204,14 @@ class Cache:
             node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
             node.ids = tuple([rows.tables[group.index][row, node.start : end] for group in self.growing])
 
+    def blocks_per_pool(self, nodes: list[Node]) -> list[int]:
+        """Blocks of these runs in each pool."""
+        counts = [0] * len(self.pools)
+        for node in nodes:
+            for group in self.growing:
+                counts[group.pool] += int((node.ids[group.index] >= 0).sum()) if group.slides else node.num_blocks
+        return counts
+
     def num_present(self, node: Node, first: int) -> int:
         """Blocks of all groups in a run from position `first` on."""
         count = (node.num_blocks - first) * len(self.full)

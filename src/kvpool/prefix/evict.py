@@ -10,6 +10,7 @@ age, unless the end of a run needs them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvpool.prefix.announcer import announce_blocks, announce_moved
 from kvpool.prefix.drop import drop_tail
 from kvpool.prefix.idle import add_cached, count_pinned_run, count_run
 from kvpool.prefix.readers import offer, ref, unref
-from kvpool.prefix.tree import cut_off
+from kvpool.prefix.tree import cut_off, split
 from kvpool.prefix.windows import (
     evict_last_resort,
     evict_leftovers,
@@ -38,6 +39,8 @@ from kvpool.prefix.windows import (
 )
 from kvpool.stats import EvictionReason
 
+PIECES_PER_TIER: Final = 16  # at least, of what comes up from a lower tier where others go down for it
+MOST_IN_PIECE: Final = 64  # blocks
 CAPACITY: Final = EvictionReason.CAPACITY  # a global is several times cheaper than a member of an enum
 Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a run go along with it
 
@@ -306,6 +309,38 @@ def _copy_to_host(cache: Cache, node: Node) -> None:
 
 
 # --- up --------------------------------------------------------------------------------------------------------------
+
+
+def bring_up(cache: Cache, tip: Node) -> Iterator[tuple[Node, Tier]]:
+    """Moves the runs on the path to `tip` to the GPU, top down; yields each with the tier that it came from.
+
+    What leaves the GPU for them has no place below while they still lie there. So they come in pieces, and only as much
+    leaves at a time as the next piece takes. The caller holds the path and has checked that enough is evictable.
+    """
+    waiting = [node for node in reversed(tip.path()) if node.tier != GPU]  # the next one last
+    needs = cache.blocks_per_pool(waiting)
+    evicts = any(need > pool.num_free for need, pool in zip(needs, cache.gpu_pools, strict=True))
+    while waiting:
+        piece, room = [], _piece_size(cache, waiting[-1].tier) if evicts else MAX_BLOCKS
+        while waiting and room:
+            node = waiting.pop()
+            if node.num_blocks > room:
+                waiting.append(node)
+                node = split(cache, node, room)
+            piece.append(node)
+            room -= node.num_blocks
+        for pool, need in zip(cache.gpu_pools, cache.blocks_per_pool(piece), strict=True):
+            make_room(cache, pool, need, tip.tenant)
+        for node in piece:
+            tier = node.tier
+            promote(cache, node)
+            yield node, tier
+
+
+def _piece_size(cache: Cache, tier: Tier) -> int:
+    """How many blocks come up from a tier at once where others go down for them: a small part of what it holds."""
+    smallest = min(tiers[tier].num_blocks for tiers in cache.pools)
+    return max(1, min(MOST_IN_PIECE, smallest // PIECES_PER_TIER))
 
 
 def promote(cache: Cache, node: Node) -> None:

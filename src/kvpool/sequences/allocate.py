@@ -12,7 +12,7 @@ from kvpool.core.node import Node, path_ids
 from kvpool.pools.arrays import copied, put
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.drop import take_over
-from kvpool.prefix.evict import make_room, promote, spare, spare_no_more
+from kvpool.prefix.evict import bring_up, make_room, spare, spare_no_more
 from kvpool.prefix.readers import ref
 from kvpool.prefix.tree import Match, close_tip, keep_symbols, root_for, split
 from kvpool.scope import ReuseScope
@@ -55,8 +55,11 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     taken = None
     if partial is not None and not cache.config.copy_on_partial_reuse:
         taken = take_over(cache, partial)
-    held = _make_room_for(cache, plan, tip, taken is None, handle.scope.tenant) if plan.evicts else _NOTHING
-    promoted = _promote_path(cache, tip) if match.path and match.path[-1].tier != GPU else None
+    held = _protect(cache, plan, tip, taken is None) if plan.evicts else _NOTHING
+    promoted = _promote_path(cache, plan, tip, held) if match.path and match.path[-1].tier != GPU else None
+    if plan.evicts:
+        for pool in cache.gpu_pools:
+            make_room(cache, pool, plan.needs[pool.index], handle.scope.tenant)
     row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_cross_blocks)
     rows.tips[row] = tip
     _fill_tables(cache, row, tip, plan, taken)
@@ -96,15 +99,13 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     return found
 
 
-def _make_room_for(cache: Cache, plan: AdmissionPlan, tip: Node, copies: bool, tenant: str) -> Held:
-    """Evicts what a plan needs, but nothing that it reuses. Windowed blocks are held for that until `let_go`."""
+def _protect(cache: Cache, plan: AdmissionPlan, tip: Node, copies: bool) -> Held:
+    """Sees to it that nothing is evicted that a plan reuses. Windowed blocks are held for that until `let_go_windows`."""
     source = plan.match.partial
-    held = hold_windows(cache, tip, plan.num_hit_tokens) if cache.windowed else _NOTHING
+    held = hold_windows(cache, tip.path(), plan.num_hit_tokens) if cache.windowed else _NOTHING
     if copies and source is not None:
         spare(cache, source)
         hold_source(cache, plan.match, True)
-    for pool in cache.gpu_pools:
-        make_room(cache, pool, plan.needs[pool.index], tenant)
     return held
 
 
@@ -127,13 +128,19 @@ def enter_path(cache: Cache, match: Match, scope: ReuseScope) -> Node:
     return last
 
 
-def _promote_path(cache: Cache, tip: Node) -> dict[Tier, int]:
-    """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
+def _promote_path(cache: Cache, plan: AdmissionPlan, tip: Node, held: Held) -> dict[Tier, int]:
+    """Brings matched runs of lower tiers to the GPU; returns how many blocks came from each tier.
+
+    From then on the plan needs only what is new, and its path has the runs as they were cut.
+    """
     promoted: dict[Tier, int] = {}
-    for node in tip.path():
-        if node.tier != GPU:
-            promoted[node.tier] = promoted.get(node.tier, 0) + node.num_blocks
-            promote(cache, node)
+    for node, tier in bring_up(cache, tip):
+        promoted[tier] = promoted.get(tier, 0) + node.num_blocks
+        for pool, num_blocks in enumerate(cache.blocks_per_pool([node])):
+            plan.needs[pool] -= num_blocks
+        if plan.evicts and cache.windowed:
+            held += hold_windows(cache, [node], plan.num_hit_tokens)
+    plan.match.path = tip.path()
     return promoted
 
 

@@ -15,7 +15,7 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group, StateGroup
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
-from kvpool.prefix.evict import demote, enforce_quota, make_room, num_fitting, promote
+from kvpool.prefix.evict import bring_up, demote, enforce_quota, make_room, num_fitting
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import Match, match_tokens, root_for, split
 from kvpool.scope import ReuseScope
@@ -398,13 +398,7 @@ def onboard(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> int:
     if node.end > match.num_blocks:
         node = split(cache, node, match.num_blocks - node.start)
     ref(cache, node)
-    for pool, need in zip(cache.gpu_pools, needs, strict=True):
-        make_room(cache, pool, need, scope.tenant)
-    moved = 0
-    for part in node.path():
-        if part.tier != GPU:
-            promote(cache, part)
-            moved += part.num_blocks
+    moved = sum(part.num_blocks for part, _ in bring_up(cache, node))
     unref(cache, node)
     enforce_quota(cache, node.root)
     return moved

@@ -24,16 +24,16 @@ Held: TypeAlias = list[tuple[Group, Int32Array]]  # blocks that nobody may evict
 # --- while a row is made ---------------------------------------------------------------------------------------------
 
 
-def hold_windows(cache: Cache, tip: Node, num_tokens: int) -> Held:
-    """Protects the blocks that a request reads which reuses `num_tokens` up to `tip`, until `let_go`."""
+def hold_windows(cache: Cache, path: list[Node], num_tokens: int) -> Held:
+    """Protects the blocks of these runs that a request reads which reuses `num_tokens`, until `let_go_windows`."""
     held: Held = []
     for group in cache.windowed:
-        for node in tip.path():
+        for node in path:
             if node.tier == GPU:
                 read = group.reads(np.arange(node.start, node.end), num_tokens)
-                held.append((group, node.ids[group.index][read]))
-    for group, ids in held:
-        ref_blocks(cache, tip.root, group, ids)
+                ids = node.ids[group.index][read]
+                ref_blocks(cache, node.root, group, ids)
+                held.append((group, ids))
     return held
 
 
