@@ -38,7 +38,7 @@ def test_scores_are_those_of_transformers_also_if_the_prompt_is_cached(family: s
     tier = MemoryTier(2**24)
     with Engine(model, block_size=8, kv_blocks=128, scheduler=STEPS, tiers=[tier]) as engine:
         engine.generate(prompts(), SamplingParams(max_new_tokens=1))
-        engine._loop.tiers.flush(30.0)  # type: ignore[union-attr]
+        engine._tiers.flush(30.0)  # type: ignore[union-attr]
         before = engine.stats().cache.num_cached_runs, tier.stats().num_values
         found = engine.generate(prompts(), SCORED)
         assert (engine.stats().cache.num_cached_runs, tier.stats().num_values) == before, "nothing of it stays"

@@ -20,7 +20,7 @@ from kvpool.errors import KVPoolError  # noqa: E402
 
 def idle_loop() -> Any:
     runner = SimpleNamespace(device=torch.device("cpu"))
-    nothing = {"has_work": False, "has_idle_work": False, "num_held": 0, "patience": None, "tend": lambda: None}
+    nothing = {"has_work": False, "has_idle_work": False, "held": [], "patience": None, "tend": lambda: None}
     return SimpleNamespace(runner=runner, fail=lambda error: None, **nothing)
 
 

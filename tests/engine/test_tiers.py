@@ -71,7 +71,7 @@ def assert_at_rest(engine: Engine) -> None:
     """Nothing leaked: the cache is sound, nobody holds a lease, no memory is lent, nothing is on its way."""
     tiers = engine.stats().tiers
     assert tiers is not None
-    engine._loop.tiers.flush(SECONDS)  # type: ignore[union-attr]
+    engine._tiers.flush(SECONDS)  # type: ignore[union-attr]
     tiers = engine.stats().tiers
     assert tiers is not None
     assert (tiers.held, tiers.leases, tiers.blocks_waiting, tiers.staging_bytes) == (0, (), 0, 0)

@@ -93,8 +93,8 @@ def test_given_hours_of_traffic_then_answers_stay_right_and_nothing_grows(family
                 engine.manager.cache.reset()
                 files.append(num_files())
                 threads.append(threading.active_count())
-        assert engine._loop.tiers is not None
-        assert engine._loop.tiers.flush(SECONDS)
+        assert engine._tiers is not None
+        assert engine._tiers.flush(SECONDS)
         stats = engine.stats()
         assert stats.tiers is not None
         assert (stats.tiers.held, stats.tiers.leases, stats.tiers.blocks_waiting, stats.tiers.staging_bytes) == (

@@ -49,6 +49,7 @@ class EngineAdapters(StepPart):
         self._known: dict[str, _Known] = {}
         self._slots: OrderedDict[str, int] = OrderedDict()  # by id, the least recently used first
         self._users: Counter[str] = Counter()  # requests in the scheduler, by id
+        self.num_users: Callable[[str], int] = _nobody  # requests that are not over, by id
 
     def info(self) -> dict[str, AdapterInfo]:
         """All adapters by name."""
@@ -101,11 +102,11 @@ class EngineAdapters(StepPart):
 
     # --- in the engine's thread --------------------------------------------------------------------------------------
 
-    def add(self, name: str, path: str | os.PathLike[str], adapter: Adapter, num_users: Callable[[str], int]) -> bool:
-        """Adds or replaces an adapter; returns whether stacks have changed. `num_users` counts requests by adapter id."""
+    def add(self, name: str, path: str | os.PathLike[str], adapter: Adapter) -> bool:
+        """Adds or replaces an adapter; returns whether stacks have changed."""
         before = self._known.get(name)
         if before is not None and before.id != adapter.id:
-            self._refuse_users(name, num_users(before.id), "replaced")
+            self._refuse_users(name, before.id, "replaced")
         has_changed = self.stacks.make_room(adapter, lambda: run_probe(self.stacks.model))
         if before is not None and before.id != adapter.id:
             self._forget(name)
@@ -114,13 +115,13 @@ class EngineAdapters(StepPart):
             self._fill(known, adapter)
         return has_changed
 
-    def remove(self, name: str, num_users: Callable[[str], int]) -> None:
+    def remove(self, name: str) -> None:
         """Forgets an adapter; raises SequenceStateError if requests use it."""
-        self._refuse_users(name, num_users(self._find(name).id), "unloaded")
+        self._refuse_users(name, self._find(name).id, "unloaded")
         self._forget(name)
 
-    def _refuse_users(self, name: str, count: int, what: str) -> None:
-        if count:
+    def _refuse_users(self, name: str, adapter_id: str, what: str) -> None:
+        if count := self.num_users(adapter_id):
             raise SequenceStateError(
                 f"adapter {name!r} cannot be {what}: {count} requests use it; wait for them or cancel them"
             )
@@ -153,7 +154,7 @@ class EngineAdapters(StepPart):
         self._slots[known.id] = slot
         known.weights = None
 
-    def release(self, adapter_id: str) -> None:
+    def let_go(self, adapter_id: str) -> None:
         """A request with this adapter is over."""
         self._users[adapter_id] -= 1
 
@@ -168,3 +169,8 @@ class EngineAdapters(StepPart):
         """Gives the memory back, and the model is as it was."""
         self._slots.clear()
         self.stacks.close()
+        self.num_users = _nobody  # it refers to the engine's loop, which refers to this
+
+
+def _nobody(adapter_id: str) -> int:
+    return 0

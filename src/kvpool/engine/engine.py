@@ -103,8 +103,8 @@ class Engine:
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         with_text = self.tokenizer, self.processor
         parts = assemble(self.model, chosen, limits, model_tiers, *with_text, self._start)
-        self.shape, self._loop, inbox, self._prompts, self._pictures = parts
-        self._tiers, self.plane = self._loop.tiers, self._loop.runner.plane
+        self.shape, self._loop, inbox, self._prompts, self._tiers, self._pictures, self._forgetting = parts
+        self.plane = self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
@@ -297,12 +297,11 @@ class Engine:
 
     def _queue(self, generation: Generation, request: Request) -> None:
         """Hands a request to the engine's thread."""
-        asks_tiers = None if generation.is_private else self._tiers  # they have nothing of a private request
-        prompt = None if asks_tiers is None else asks_tiers.prompt_keys(request)
+        hold = None if self._tiers is None else self._tiers.holding(generation, request)
 
         def add() -> None:
             try:
-                self._loop.add(generation, request, prompt)
+                self._loop.add(generation, request, hold)
             except KVPoolError as error:
                 generation.end(error)
 
@@ -460,11 +459,16 @@ class Engine:
         """
         adapters = self._loop.runner.adapters
         adapter = adapters.read(name, path)
-        self._thread.ask(partial(self._loop.add_adapter, name, path, adapter))
+
+        def add() -> None:
+            if adapters.add(name, path, adapter):
+                self._loop.runner.drop_adapted_graphs()
+
+        self._thread.ask(add)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets an adapter; raises SequenceStateError if requests use it. What it computed stays in the cache."""
-        self._thread.ask(partial(self._loop.remove_adapter, name))
+        self._thread.ask(partial(self._loop.runner.adapters.remove, name))
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
@@ -538,31 +542,19 @@ class Engine:
         a prefix is given, too), session or tenant anew. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else self.token_ids(prefix)
-
-        def drop() -> int:
-            removed = self.manager.cache.invalidate(ids, scope=scope, session=session, tenant=tenant)
-            in_scope = scope if ids is None else scope or ReuseScope()
-            for forget in self._loop.parts.forget:
-                forget(in_scope, session=session, tenant=tenant)
-            return removed
-
-        if self._tiers is None:
-            return drop()
-        if tenant is not None:
-            return self._tiers.invalidator.of_tenant(drop, tenant)
-        return self._tiers.invalidator.content(drop, ids, scope, session)
+        return self._forgetting.content(ids, scope, session, tenant)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns how many
         blocks left the cache.
         """
-        return self._loop.forget()
+        return self._forgetting.everything()
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        look = partial(engine_stats, self._loop, self._pictures)
+        look = partial(engine_stats, self._loop, self._tiers, self._pictures)
         if not self._thread.has_started:
             return look()
         try:

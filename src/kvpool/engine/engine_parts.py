@@ -11,6 +11,7 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.eager_runner import rotates
+from kvpool.engine.forgetting import Forgetting, WeightsWatch
 from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
@@ -44,7 +45,9 @@ class Parts(NamedTuple):
     loop: EngineLoop
     inbox: Inbox
     prompts: Prompts
+    tiers: TierLink | None
     pictures: StepPictures | None  # None: the model reads text only
+    forgetting: Forgetting
 
 
 def assemble(
@@ -79,22 +82,25 @@ def assemble(
         pictures = None
         if ready.sees:
             pictures = StepPictures(ready.encoder, settings.encoder_bytes, where, requests.generations)
+        encoded = None if pictures is None else pictures.cache
+        forgetting = Forgetting(manager, encoded, None if tiers is None else tiers.invalidator)
+        watch = WeightsWatch(SharedWeights(model), scheduler, forgetting)  # now: joining products has moved some
+        ready.adapters.num_users = lambda adapter_id: (
+            requests.num_users(adapter_id) + sum(request.scope.adapter == adapter_id for request in loop.held)
+        )
         loop = EngineLoop(
             scheduler,
             requests,
             runner,
             ready.shape.vocab_size,
             BackgroundLayers(runner, inbox, start.seconds),
-            parts=_step_parts(ready, settings, scheduler, requests, tiers, pictures),
+            parts=_step_parts(ready, settings, scheduler, requests, tiers, pictures, watch),
             overlap=where.type == "cuda" and not settings.draft_tokens
             if settings.overlap is None
             else settings.overlap,
-            tiers=tiers,
-            # Now: joining products has moved some
-            weights=SharedWeights(model),
         )
     prompts = Prompts(tokenizer, processor, ready.shape.vocab_size, ready.encoder)
-    return Parts(ready.shape, loop, inbox, prompts, pictures)
+    return Parts(ready.shape, loop, inbox, prompts, tiers, pictures, forgetting)
 
 
 def _step_parts(
@@ -104,11 +110,12 @@ def _step_parts(
     requests: ScheduledRequests,
     tiers: TierLink | None,
     pictures: StepPictures | None,
+    watch: WeightsWatch,
 ) -> list[StepPart]:
     """What takes part in steps, in the order in which each moment asks them. The only list of them."""
     of_requests = requests.generations
-    parts: list[StepPart] = [ready.adapters, PromptScoring(of_requests), PromptPooling(of_requests)]
-    parts += [part for part in (tiers, pictures) if part is not None]
+    parts: list[StepPart] = [watch, ready.adapters, PromptScoring(of_requests), PromptPooling(of_requests)]
+    parts += [part for part in (tiers, requests, pictures) if part is not None]
     if settings.draft_tokens:
         parts.append(PromptLookup(scheduler, of_requests, settings.draft_tokens))
     return parts
@@ -149,7 +156,7 @@ def _made_ready(own: Any, settings: EngineSettings) -> _Ready:
     encoder = ImageEncoder(own)
     adapters = EngineAdapters(own, settings.max_adapters, settings.language_adapters)
     for name, path in (settings.adapters or {}).items():
-        adapters.add(name, path, adapters.read(name, path), lambda adapter_id: 0)
+        adapters.add(name, path, adapters.read(name, path))
     return _Ready(own, shape, encoder, adapters)
 
 

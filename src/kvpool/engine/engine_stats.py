@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvpool.config import Tier
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats, StepPictures
+from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.stats import CacheStats
@@ -37,16 +38,16 @@ class WaitingRequest(NamedTuple):
     seconds: float  # since it came
 
 
-def engine_stats(loop: EngineLoop, pictures: StepPictures | None) -> EngineStats:
+def engine_stats(loop: EngineLoop, tiers: TierLink | None, pictures: StepPictures | None) -> EngineStats:
     """Cache, scheduler and queues as they are now."""
     scheduler = loop.scheduler
     return EngineStats(
         scheduler.manager.stats(),
         replace(scheduler.stats),
-        scheduler.num_waiting + loop.num_held,
+        scheduler.num_waiting + len(loop.held),
         scheduler.num_running,
         scheduler.num_swapped,
-        None if loop.tiers is None else loop.tiers.stats(),
+        None if tiers is None else tiers.stats(),
         None if pictures is None else pictures.cache.stats(),
     )
 

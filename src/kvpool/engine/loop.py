@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,16 +26,12 @@ from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.scoring import TokenLogprob
 from kvpool.engine.speculation import num_accepted
 from kvpool.engine.step_part import StepInputs, StepPart, StepParts
-from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, StepError, UnknownRequestError
 from kvpool.kernels.layout import whole_device
-from kvpool.model.adapters import Adapter
-from kvpool.model.private_copy import SharedWeights
 from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
 from kvpool.storage import DataPlane, Transfer
-from kvpool.tiers.transport.block_keys import PromptKeys
 
 log = logging.getLogger("kvpool")
 
@@ -92,10 +87,8 @@ class EngineLoop:
         vocabulary: int,
         layers: BackgroundLayers,
         *,
-        parts: Sequence[StepPart] = (),
+        parts: Sequence[StepPart],
         overlap: bool,
-        tiers: TierLink | None = None,
-        weights: SharedWeights | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -111,31 +104,27 @@ class EngineLoop:
         self._last_finish = 0.0
         self._num_graphs = -1  # when the last step was over
         self.overlap = overlap
-        self.tiers = tiers
         self.captures_when_idle = False  # CUDA graphs, before a step needs them
-        self._weights = weights
         self.layers = layers  # if they are to be compiled
-        self._weights_checked = False  # since the last step
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._flying) or bool(self._requests.num_waiting)
+        return self.scheduler.has_work or bool(self._flying) or bool(self._requests.held())
 
     @property
-    def num_held(self) -> int:
-        """Requests that wait for their prefix or their adapter outside the scheduler."""
-        return self._requests.num_waiting + (0 if self.tiers is None else self.tiers.num_held)
+    def held(self) -> list[Request]:
+        """The requests that wait outside the scheduler."""
+        return [request for held in self.parts.held for request in held()]
 
     @property
     def patience(self) -> float | None:
         """Seconds until `tend` has something to do; None: until something else happens."""
-        return None if self.tiers is None else self.tiers.patience
+        return min((left for patience in self.parts.patience if (left := patience()) is not None), default=None)
 
     def tend(self) -> None:
-        """Called between two steps: requests that waited too long for their prefix, or for their adapter, go on."""
-        if self.tiers is not None:
-            self.tiers.tend()
-        self._requests.admit_waiting()
+        """Called between two steps: requests that have waited long enough outside the scheduler go on."""
+        for tend in self.parts.tend:
+            tend()
 
     @property
     def _captures_more(self) -> bool:
@@ -161,31 +150,13 @@ class EngineLoop:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, generation: Generation, request: Request, prompt: PromptKeys | None = None) -> None:
-        """Queues a request; raises if it can never run. If its keys are given, it waits for its prefix from tiers first."""
-        self.scheduler.refuse_oversized(request)  # before tiers are asked, or an adapter is waited for
-        self._check_weights()
-        if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
+    def add(self, generation: Generation, request: Request, hold: Callable[[], bool] | None = None) -> None:
+        """Queues a request; raises if it can never run. `hold` may let it wait outside the scheduler, and says so."""
+        self.scheduler.refuse_oversized(request)  # before it waits for anything
+        for adding in self.parts.adding:
+            adding()
+        if hold is None or not hold():
             self._requests.enqueue(generation, request)
-            if self.tiers is not None and generation.is_private:
-                self.tiers.leave_out(request.id)
-
-    def _check_weights(self) -> None:
-        """Forgets what is cached if the weights have changed; raises if they were replaced. Once between two steps."""
-        if self._weights_checked:
-            return
-        compare = not self.has_work  # comparing numbers waits for the device
-        if self._weights is not None and self._weights.changed(compare=compare):
-            log.warning("the weights of the model have changed: cached prefixes are forgotten")
-            self.forget(remove=False)
-        self._weights_checked = True
-
-    def forget(self, *, remove: bool = True) -> int:
-        """Forgets everything cached, and has tiers `remove` it. Returns how many blocks left the cache."""
-        for forget in self.parts.forget:
-            forget()
-        drop = self.scheduler.manager.cache.reset
-        return drop() if self.tiers is None else self.tiers.invalidator.everything(drop, remove=remove)
 
     @torch.inference_mode()  # as steps, in which the counts of penalties were made
     def fork(self, other: Generation, generation: Generation, request: Request) -> None:
@@ -209,32 +180,16 @@ class EngineLoop:
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; nothing happens if it is."""
-        if self.tiers is not None:
-            self.tiers.release(generation)
-        self._requests.release(generation)
+        for release in self.parts.release:
+            release(generation)
         if self._requests.includes(generation):
             self._end(self.scheduler.cancel(generation.id))
 
-    def add_adapter(self, name: str, path: str | PathLike[str], adapter: Adapter) -> None:
-        """Adds or replaces an adapter. Graphs with adapters are captured again if there is more to compute in them."""
-        if self.runner.adapters.add(name, path, adapter, self._num_users):
-            self.runner.drop_adapted_graphs()
-
-    def remove_adapter(self, name: str) -> None:
-        """Forgets an adapter; raises SequenceStateError if requests use it."""
-        self.runner.adapters.remove(name, self._num_users)
-
-    def _num_users(self, adapter_id: str) -> int:
-        held = 0 if self.tiers is None else self.tiers.num_held_with(adapter_id)
-        return held + self._requests.num_users(adapter_id)
-
     def fail(self, error: KVPoolError) -> None:
         """Ends every request with an error."""
-        self._requests.fail(error)
+        for fail in self.parts.fail:
+            fail(error)
         self._flying.clear()
-        if self.tiers is not None:
-            self.tiers.fail(error)
-            self.tiers.close()
         self._copies.clear()
         self.layers.close()
 
@@ -243,7 +198,6 @@ class EngineLoop:
     @torch.inference_mode()
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
-        self._weights_checked = False
         for planning in self.parts.planning:
             planning()
         self._copies.tell()

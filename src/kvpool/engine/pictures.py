@@ -147,10 +147,6 @@ class StepPictures(StepPart):
         if generation is not None and generation.is_private:
             self.cache.forget(done.request.scope)
 
-    def forget(self, scope: ReuseScope | None = None, *, session: str | None = None, tenant: str | None = None) -> None:
-        """Pictures are encoded anew."""
-        self.cache.forget(scope, session=session, tenant=tenant)
-
 
 @dataclass(frozen=True, eq=False)
 class PicturedPrompt:

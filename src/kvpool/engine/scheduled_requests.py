@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.generation import Generation
+from kvpool.engine.step_part import StepPart
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, ScheduledSequence, Scheduler
 
 
-class ScheduledRequests:
+class ScheduledRequests(StepPart):
     """What the engine knows of each request in its scheduler: its generation, and its adapter.
 
     A request whose adapter finds no place on the device waits here. Requests with adapters keep their order, so that those
@@ -27,15 +28,13 @@ class ScheduledRequests:
         self._placed: dict[Hashable, str] = {}  # the adapter of each request that has one
         self._waiting: deque[tuple[Generation, Request]] = deque()  # for a place of their adapter
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a place of their adapter."""
-        return len(self._waiting)
+    def held(self) -> list[Request]:
+        """The requests that wait for a place of their adapter."""
+        return [request for _, request in self._waiting]
 
     def num_users(self, adapter_id: str) -> int:
-        """Requests with this adapter."""
-        waiting = sum(request.scope.adapter == adapter_id for _, request in self._waiting)
-        return waiting + sum(placed == adapter_id for placed in self._placed.values())
+        """Requests in the scheduler with this adapter."""
+        return sum(placed == adapter_id for placed in self._placed.values())
 
     def enqueue(self, generation: Generation, request: Request) -> None:
         """Hands a request to the scheduler once its adapter is on the device; raises if it can never run."""
@@ -45,7 +44,7 @@ class ScheduledRequests:
         else:
             self._add(generation, request)
 
-    def admit_waiting(self) -> None:
+    def tend(self) -> None:
         """Hands over requests whose adapter finds a place now, and those whose deadline has passed: they end unused."""
         if not self._waiting:
             return
@@ -94,7 +93,7 @@ class ScheduledRequests:
             yield
         except BaseException:
             if adapter_id:
-                self._adapters.release(adapter_id)
+                self._adapters.let_go(adapter_id)
             raise
         if adapter_id:
             self._placed[request.id] = adapter_id
@@ -111,7 +110,7 @@ class ScheduledRequests:
         """A request is over, and its adapter may leave the device."""
         adapter_id = self._placed.pop(request_id, None)
         if adapter_id is not None:
-            self._adapters.release(adapter_id)
+            self._adapters.let_go(adapter_id)
         return self.generations.pop(request_id, None)
 
     def fail(self, error: KVPoolError) -> None:
@@ -119,7 +118,7 @@ class ScheduledRequests:
         for generation in [*self.generations.values(), *(generation for generation, _ in self._waiting)]:
             generation.end(error)
         for adapter_id in self._placed.values():
-            self._adapters.release(adapter_id)
+            self._adapters.let_go(adapter_id)
         self.generations.clear()
         self._placed.clear()
         self._waiting.clear()

@@ -1,5 +1,7 @@
 """What takes part in an engine's steps beside its model. Each optional feature is a `StepPart` in its own file.
 
+Some parts also let requests wait outside the scheduler: for a prefix from tiers, for a place of an adapter.
+
 The loop names no feature: it calls its parts at the moments of a step, in the order of the methods below. A part that an
 engine does not need is not made (`engine_parts`), and a moment that a part does not override costs nothing.
 """
@@ -13,12 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpool.engine.generation import Generation
 from kvpool.engine.spans import Span
+from kvpool.errors import KVPoolError
 from kvpool.model.vision import Shown
 from kvpool.pools.arrays import Int64Array
-from kvpool.scheduling import BatchPlan, ScheduledSequence
+from kvpool.scheduling import BatchPlan, Request, ScheduledSequence
 from kvpool.scheduling.request import Finished
-from kvpool.scope import ReuseScope
 
 
 @dataclass
@@ -47,6 +50,30 @@ class StepInputs:
 class StepPart:
     """Something that takes part in steps. The engine's thread calls it."""
 
+    # --- requests that are not in the scheduler, between two steps
+
+    def adding(self) -> None:
+        """A request is about to be queued. Raises if the engine can take none."""
+
+    def held(self) -> Sequence[Request]:
+        """The requests that it lets wait outside the scheduler."""
+        return ()
+
+    def patience(self) -> float | None:
+        """Seconds until `tend` has something to do; None: until something else happens."""
+        return None
+
+    def tend(self) -> None:
+        """Lets requests go on that have waited long enough."""
+
+    def release(self, generation: Generation) -> None:
+        """Hands a request that waits to the scheduler, because it is about to be cancelled."""
+
+    def fail(self, error: KVPoolError) -> None:
+        """The engine ends: so does every request that waits."""
+
+    # --- steps
+
     def planning(self) -> None:
         """The next step is about to be planned."""
 
@@ -69,9 +96,6 @@ class StepPart:
     def ended(self, done: Finished) -> None:
         """A request is over."""
 
-    def forget(self, scope: ReuseScope | None = None, *, session: str | None = None, tenant: str | None = None) -> None:
-        """Content must not be used again: in a scope, of a session or of a tenant; without arguments all."""
-
 
 class StepParts:
     """The parts of an engine, by moment: of each moment only the methods of the parts that override it."""
@@ -82,6 +106,12 @@ class StepParts:
                 getattr(part, moment) for part in parts if getattr(type(part), moment) is not getattr(StepPart, moment)
             ]
 
+        self.adding = of("adding")
+        self.held = of("held")
+        self.patience = of("patience")
+        self.tend = of("tend")
+        self.release = of("release")
+        self.fail = of("fail")
         self.planning = of("planning")
         self.before = of("before")
         self.entered = of("entered")
@@ -89,4 +119,3 @@ class StepParts:
         self.after = of("after")
         self.done = of("done")
         self.ended = of("ended")
-        self.forget = of("forget")

@@ -121,7 +121,7 @@ class EngineThread:
         with self._inbox.changed:
             self._abandoned = True
             self._inbox.changed.notify_all()
-            is_idle = not self._has_work and not self._loop.num_held
+            is_idle = not self._has_work and not self._loop.held
         if is_idle and self._thread is not None and not self.is_current:
             self._thread.join(_EXIT_SECONDS)
 
@@ -149,7 +149,7 @@ class EngineThread:
     def _waited_for_work(self) -> bool:
         """Waits until there is something to do; False at the end."""
         with self._inbox.changed:
-            while not (self._has_work or self.is_closed or (self._abandoned and not self._loop.num_held)):
+            while not (self._has_work or self.is_closed or (self._abandoned and not self._loop.held)):
                 if self._loop.has_idle_work:
                     return True
                 self._inbox.changed.wait(self._loop.patience)

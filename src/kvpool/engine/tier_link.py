@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +28,7 @@ from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.step_part import StepPart
 from kvpool.errors import KVPoolError
 from kvpool.quiet import QuietErrors
-from kvpool.scheduling import BatchPlan, Request, Scheduler
+from kvpool.scheduling import BatchPlan, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
 from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
@@ -91,9 +91,11 @@ class TierLink(StepPart):
         """The keys of a prompt. Costs about 2 µs a block, so callers compute it in their own thread."""
         return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
 
-    def leave_out(self, request_id: Hashable) -> None:
-        """Nothing of a request goes to tiers, because nobody else could use it."""
-        self._collector.leave_out(request_id)
+    def holding(self, generation: Generation, request: Request) -> Callable[[], bool] | None:
+        """`hold` for a request, with its keys; None if tiers cannot have anything of it. From any thread."""
+        if generation.is_private:
+            return None
+        return partial(self.hold, generation, request, self.prompt_keys(request))
 
     def find(self, request: Request, first: int) -> dict[int, Tier]:
         """Where tiers have the blocks of a prompt from `first` on. Waits for them. From any thread."""
@@ -192,15 +194,10 @@ class TierLink(StepPart):
         if held is not None and held.generation is generation:
             self._let_go(held)
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
+    def held(self) -> list[Request]:
+        """The requests that wait for their prefix."""
+        return [held.request for held in self._held.values()]
 
-    def num_held_with(self, adapter_id: str) -> int:
-        """Requests that are held and have this adapter."""
-        return sum(held.request.scope.adapter == adapter_id for held in self._held.values())
-
-    @property
     def patience(self) -> float | None:
         """Seconds until a held request stops waiting; None: none is held."""
         if not self._held:
@@ -230,6 +227,12 @@ class TierLink(StepPart):
             self._leases.end(sequence.request.id)
         if plan.is_empty or plan.preempted:
             self._leases.end_all()
+
+    def entered(self, sequence: ScheduledSequence) -> None:
+        """Nothing of a private request goes to tiers, because nobody else could use it."""
+        generation = self._requests.generations.get(sequence.request.id)
+        if generation is not None and generation.is_private:
+            self._collector.leave_out(generation.id)
 
     def done(self, plan: BatchPlan, seconds: float | None) -> None:
         """Stores what a step filled. From the time for prompt tokens follows when loading is faster than computing."""
@@ -270,12 +273,13 @@ class TierLink(StepPart):
         return self.transport.storer.flush(seconds)
 
     def fail(self, error: KVPoolError) -> None:
-        """Ends every request that waits."""
+        """Ends every request that waits, and closes."""
         for held in list(self._held.values()):
             held.pending.give_up()
             held.generation.end(error)
         self._held.clear()
         self._leaders.clear()
+        self.close()
 
     def close(self) -> None:
         """Ends the stores in flight, within a few seconds, and closes threads and owned tiers. May be called twice."""
