@@ -150,6 +150,7 @@ def test_given_a_gpu_and_a_model_then_serving_is_simulated(
     assert 0 <= row["goodput"] <= 1
 
 
+@pytest.mark.slow
 def test_given_a_report_and_plots_then_one_page_and_pictures_are_written(trace_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "out.html"

@@ -28,6 +28,7 @@ def run(model: Any, ids: Any, cache: Any = None, **options: Any) -> list[list[in
     return out[:, ids.shape[1] :].tolist()
 
 
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "qwen3_next", "bamba"])
 def test_given_a_cached_prefix_then_generate_goes_on_from_its_state(family: str) -> None:
     model = hybrid_model(family)

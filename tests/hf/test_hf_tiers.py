@@ -129,6 +129,7 @@ def test_given_more_than_staging_memory_holds_then_it_comes_in_parts(monkeypatch
         assert stats.imports > 1
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 12}])
 def test_given_beams_guesses_or_chunks_then_what_was_stored_is_right(options: dict[str, Any]) -> None:
     model, reference = tiny_model("llama", spread=3.0), tiny_model("llama", spread=3.0)
