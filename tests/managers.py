@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
-from kvpool.pools.groups import Group, make_groups
+from kvpool.core.kind import Group
+from kvpool.kinds import make_groups
 from kvpool.pools.pool import BlockPool
 from kvpool.stats import CacheStats
 

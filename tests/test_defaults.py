@@ -23,7 +23,18 @@ PUBLIC = {
     "extras": ("kvpool.engine", "kvpool.storage", "kvpool.attention"),
 }
 FOLDERS = {
-    "library": ("config", "eviction", "manager", "pools", "prefix", "recording", "scheduling", "sequences"),
+    "library": (
+        "config",
+        "core",
+        "eviction",
+        "kinds",
+        "manager",
+        "pools",
+        "prefix",
+        "recording",
+        "scheduling",
+        "sequences",
+    ),
     "extras": ("tiers", "engine", "storage", "cluster", "server"),  # some modules need what an extra brings
 }
 

@@ -123,7 +123,7 @@ def is_there(parts: list[str]) -> bool:
 def test_given_the_lengths_of_a_row_then_the_page_explains_each() -> None:
     page = (ROOT / "docs" / "blocks.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
     explained = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    source = (PACKAGE / "pools" / "rows.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "core" / "rows.py").read_text(encoding="utf-8")
     assert explained == set(re.findall(r"self\.(\w+): Int64Array = np\.zeros\(num_rows,", source))
 
 

@@ -44,6 +44,7 @@ LAYERS = (
         "pools",
         "core",
         "prefix",
+        "kinds",
         "sequences",
         "version",
         "manager",

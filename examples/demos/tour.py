@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.core.batch import SequenceBatch
 from kvpool.core.handle import KVCacheHandle
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import PressureChange
 from kvpool.pools.arrays import Int32Array
-from kvpool.sequences.batch import SequenceBatch
 
 COLOURS = (36, 35, 32, 34, 33, 31, 96, 95, 92, 94)
 SYSTEM = list(range(96))  # a system prompt that requests share: 6 blocks

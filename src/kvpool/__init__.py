@@ -4,22 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, StatePart, StateSpec, Tier
+from kvpool.core.batch import CSRTable, SequenceBatch
 from kvpool.core.cache import Admission, AllocStatus, Pin
 from kvpool.core.handle import BlockTable, KVCacheHandle
 from kvpool.core.orders import TenantQuota
+from kvpool.core.prompt import Prompt
 from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
+from kvpool.kinds.state import StatePlaces
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
 from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
 from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
-from kvpool.sequences.batch import CSRTable, SequenceBatch
-from kvpool.sequences.prompt import Prompt
-from kvpool.sequences.states import StatePlaces
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseHint, Tier
+from kvpool.core.batch import SequenceBatch
 from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.manager.inspection import Inspector
 from kvpool.manager.upkeep import CacheUpkeep
 from kvpool.scheduling import Request, Scheduler
-from kvpool.sequences.batch import SequenceBatch
 from managers import signature
 from wrong_values import NASTY, Raises
 

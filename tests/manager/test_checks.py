@@ -163,12 +163,12 @@ def grow_without_an_open_node(manager: KVCacheManager) -> None:
 
 def open_a_window(manager: KVCacheManager) -> None:
     rows = manager._cache.rows
-    rows.tables[1][live_row(manager), rows.window_start[1, live_row(manager)]] = -1
+    rows.tables[1][live_row(manager), rows.first_held[1, live_row(manager)]] = -1
 
 
 def read_another_block_in_a_window(manager: KVCacheManager) -> None:
     rows = manager._cache.rows
-    rows.tables[1][live_row(manager), rows.window_start[1, live_row(manager)]] += 1
+    rows.tables[1][live_row(manager), rows.first_held[1, live_row(manager)]] += 1
 
 
 def lose_a_token_of_a_run(manager: KVCacheManager) -> None:
@@ -291,7 +291,7 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (move_a_handle, "its handle says row"),
     (reserve_behind_the_last_block, "too few blocks for"),
     (grow_without_an_open_node, "grows alone without an open node"),
-    (open_a_window, "is missing inside its window"),
+    (open_a_window, "is missing among those that it reads"),
     (read_another_block_in_a_window, "of group 1 differs from the tree"),
     (lose_a_token_of_a_run, "3 tokens"),
     (lose_an_id_of_a_run, "ids in group 0 for"),

@@ -8,7 +8,8 @@ import pytest
 
 from kvpool import GroupKind, KVCacheManager, LayerSpec
 from kvpool.errors import OutOfBlocksError
-from kvpool.pools.groups import KINDS, WindowedGroup
+from kvpool.kinds import KINDS
+from kvpool.kinds.window import WindowedGroup
 from managers import FULL, make_manager, running
 
 

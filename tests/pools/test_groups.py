@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import DType, GroupKind, KVCacheConfig, LayerSpec, StatePart, StateSpec
-from kvpool.pools.groups import Group, kind_of
+from kvpool.core.kind import Group
+from kvpool.kinds import kind_of
 from managers import groups_of
 
 
@@ -51,7 +52,7 @@ specs = st.one_of(windowed_specs, st.just(LayerSpec(1, 8)))
 )
 def test_a_group_is_full_windowed_or_cross(spec: LayerSpec, cross: bool, windowed: bool) -> None:
     group = make_group(spec, 4)
-    assert (not group.grows, group.slides, group.keeps_state) == (cross, windowed, False)
+    assert (not group.grows, group.by_block, group.has_holes) == (cross, windowed, False)
     assert group.pick("sequence", "encoder") == ("encoder" if cross else "sequence")
     assert kind_of(group.spec) is type(group)
 
@@ -119,7 +120,7 @@ def test_the_longest_valid_prefix_of_every_short_path_equals_brute_force() -> No
 def test_the_state_behind_some_tokens_stands_in_the_first_column_from_theirs_on_that_has_a_block() -> None:
     state = StateSpec((StatePart("state", (4,), DType.FLOAT32),))
     group = groups_of(KVCacheConfig([LayerSpec(1, 8), state], block_size=4, gpu_blocks=8))[1]
-    assert (group.keeps_state, group.slides, group.grows) == (True, True, True)
+    assert (group.has_holes, group.by_block, group.grows) == (True, True, True)
     row = np.array([-1, 7, -1, 0, -1], np.int32)
     columns = {num_tokens: group.column_of(row, num_tokens) for num_tokens in (0, 1, 4, 5, 8, 9, 16, 17, 20)}
     assert columns == {0: -1, 1: 1, 4: 1, 5: 1, 8: 1, 9: 3, 16: 3, 17: -1, 20: -1}

@@ -8,9 +8,9 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
 from kvpool.core.node import Node, Root
+from kvpool.core.rows import RECENT_TOKENS, SequenceRows
 from kvpool.errors import InvalidArgumentError
-from kvpool.pools.rows import RECENT_TOKENS, SequenceRows
-from managers import FULL, groups_of
+from managers import FULL, groups_of, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
@@ -41,7 +41,7 @@ def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its
     rows = make_rows(FULL, CROSS, num_rows=2)
     for drop, is_shared in ((rows.drop_row, True), (lambda row: rows.drop_rows(np.array([row])), False)):
         row = add(rows, 3)
-        rows.num_blocks[row], rows.num_cross_blocks[row] = 2, 3
+        rows.num_blocks[row], rows.num_fixed[row] = 2, 3
         rows.tables[0][row, :2] = rows.tables[1][row, :2] = 7
         rows.tables[1][row, 2] = 7
         rows.set_token_ids(row, tokens_of(1, 2, 3), 2)
@@ -70,7 +70,7 @@ def test_more_sequences_than_rows_make_the_arrays_grow_and_keep_their_contents()
     assert added == [1, 2, 3, 4, 5, 6]
     assert rows.num_rows == 8
     assert (int(rows.reserved[0]), int(rows.tables[1][0, 2])) == (11, 9)
-    assert rows.window_start.shape == (2, 8)
+    assert rows.first_held.shape == (2, 8)
     assert (rows.tables[0][2:] == -1).all()
     assert rows.epoch > epoch  # batches look at their rows again
 
@@ -221,10 +221,10 @@ def test_shared_rows_are_counted_once_however_often_they_are_flagged() -> None:
 def test_visible_blocks_hide_what_left_the_window_but_not_the_sinks() -> None:
     rows = make_rows(FULL, SLIDING, CROSS)
     row = add(rows, 5)
-    rows.num_blocks[row], rows.num_cross_blocks[row] = 5, 2
+    rows.num_blocks[row], rows.num_fixed[row] = 5, 2
     for table in rows.tables:
         table[row, :5] = [0, 1, 2, 3, 4]
-    rows.window_start[1, row] = 3
+    rows.first_held[1, row] = 3
     assert rows.visible_blocks(0, row).tolist() == [0, 1, 2, 3, 4]
     assert rows.visible_blocks(1, row).tolist() == [0, -1, -1, 3, 4]
     assert rows.visible_blocks(2, row).tolist() == [0, 1]
@@ -233,5 +233,8 @@ def test_visible_blocks_hide_what_left_the_window_but_not_the_sinks() -> None:
 
 @pytest.mark.parametrize("index", [-1, 1, True, "0", None, 2**70])
 def test_a_group_that_does_not_exist_is_named(index: Any) -> None:
+    manager = make_manager()
     with pytest.raises(InvalidArgumentError, match="group"):
-        make_rows().group(index)
+        manager._cache.group(index)
+    with pytest.raises(InvalidArgumentError, match="group"):
+        manager.allocate("a", [1]).block_ids(index)

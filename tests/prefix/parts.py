@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheConfig, LayerSpec
-from kvpool.core.cache import Cache
+from kvpool.core.cache import Cache, make_pools
 from kvpool.core.node import Node
 from kvpool.events import EventLog
 from kvpool.eviction import LRUPolicy
+from kvpool.kinds import make_groups
 from kvpool.prefix.tree import add_node, new_child
 from managers import FULL, Clock
 
@@ -22,7 +23,9 @@ SIZE = 2  # tokens in a block
 def make_cache(*layers: LayerSpec, gpu_blocks: int = 16, **options: Any) -> Cache:
     """Blocks of two tokens; one full-attention layer unless `layers` say otherwise."""
     config = KVCacheConfig(list(layers) or [FULL], block_size=SIZE, gpu_blocks=gpu_blocks, **options)
-    return Cache(config, LRUPolicy, Clock(), EventLog(64), threading.RLock())
+    pools = make_pools(config)
+    groups = make_groups(config.groups, SIZE, pools)
+    return Cache(config, pools, groups, LRUPolicy, Clock(), EventLog(64), threading.RLock())
 
 
 def tokens_of(*tokens: int) -> np.ndarray[Any, Any]:

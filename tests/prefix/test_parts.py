@@ -20,6 +20,15 @@ from kvpool.prefix.announcer import (
     announce_stored,
     stored_now,
 )
+from kvpool.prefix.blocks import (
+    evict_last_resort,
+    evict_leftovers,
+    is_usable,
+    pin_block,
+    ref_blocks,
+    unpin_block,
+    unref_blocks,
+)
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.drop import detach, drop_tail
 from kvpool.prefix.evict import demote, make_room, promote
@@ -35,16 +44,6 @@ from kvpool.prefix.tree import (
     split,
     store_logits,
     watch,
-)
-from kvpool.prefix.windows import (
-    evict_last_resort,
-    evict_leftovers,
-    is_usable,
-    needed_blocks,
-    pin_block,
-    ref_blocks,
-    unpin_block,
-    unref_blocks,
 )
 from kvpool.scope import ReuseScope
 from kvpool.stats import EvictionReason
@@ -232,7 +231,7 @@ def test_given_a_pinned_windowed_block_then_it_is_no_leftover_that_goes() -> Non
 def test_given_the_end_of_a_run_then_its_last_window_is_needed_and_what_lies_before_is_not() -> None:
     cache = make_cache(WINDOWED)
     run = add_run(cache, root_for(cache, ReuseScope()), *range(12))
-    assert needed_blocks(cache, run, cache.groups[0]).tolist() == [False, False, False, False, True, True]
+    assert cache.by_block[0].needed(cache, run).tolist() == [False, False, False, False, True, True]
     assert is_usable(cache, run, 0, run.num_blocks)
     run.ids[0][-1] = -1
     assert not is_usable(cache, run, 5, run.num_blocks)

@@ -14,7 +14,7 @@ FILES = sorted(Path(kvpool.scheduling.__file__).parent.rglob("*.py"))
 BELOW = tuple(
     f"kvpool.{room}"
     for room in (
-        *("checks", "config", "core", "errors", "eviction", "files", "manager"),
+        *("checks", "config", "core", "errors", "eviction", "files", "kinds", "manager"),
         *("pools", "prefix", "scheduling", "scope", "sequences"),
     )
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvpool import CopyOp, GroupKind, KVCacheManager, Tier
-from kvpool.pools.groups import kind_of
+from kvpool.kinds import kind_of
 from kvpool.scheduling import BatchPlan, Finished, Request, Scheduler, StepResult
 from kvpool.scheduling.request import SequenceState
 
@@ -153,7 +153,7 @@ class ToyEngine:
         """What the blocks of a row hold, read through the table of the full-attention group; windows must agree."""
         length = int(plan.kv_lengths[row])
         groups = self.manager.config.groups
-        full = next(group.index for group in groups if not kind_of(group).slides)
+        full = next(group.index for group in groups if not kind_of(group).by_block)
         ids = plan.batch.padded_table(full)[row, : -(-length // self.size)]
         assert (ids >= 0).all()
         history = self.memory[full, Tier.GPU][ids].reshape(-1)[:length]
@@ -161,7 +161,7 @@ class ToyEngine:
         assert csr.indices[csr.indptr[row] : csr.indptr[row + 1]].tolist() == ids.tolist()
         assert int(csr.last_page_len[row]) == (length - 1) % self.size + 1
         for group in groups:
-            if kind_of(group).slides:
+            if kind_of(group).by_block:
                 chunk_start = (length - 1) // group.window * group.window
                 start = chunk_start if group.kind is GroupKind.CHUNKED else max(0, length - group.window)
                 seen = np.arange(length)

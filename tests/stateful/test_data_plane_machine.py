@@ -18,7 +18,7 @@ from reference import LOCAL_TIERS, cached_blocks, needed_positions
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, SharedBlockError
-from kvpool.pools.groups import kind_of
+from kvpool.kinds import kind_of
 
 torch = pytest.importorskip("torch")
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config.layers import LayerGroup, ceil_div
+from kvpool.core.batch import CSRTable
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.sequences.batch import CSRTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -18,9 +18,9 @@ from kvpool.checks import as_count, show
 from kvpool.config import KVCacheConfig
 from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, StorageError, UnknownRequestError
+from kvpool.kinds import kind_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_token_array
-from kvpool.pools.groups import kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor

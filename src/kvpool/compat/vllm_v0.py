@@ -29,9 +29,9 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.eviction import EvictionPolicy
+from kvpool.kinds import kind_of
 from kvpool.manager import KVCacheManager
 from kvpool.manager.arguments import is_among
-from kvpool.pools.groups import kind_of
 
 Pairs = list[tuple[int, int]]
 

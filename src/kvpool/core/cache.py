@@ -18,8 +18,10 @@ from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.core.handle import GivenHandle, KVCacheHandle, Rows
 from kvpool.core.host_copies import HostCopies
+from kvpool.core.kind import ByBlock, Group
 from kvpool.core.node import Node, Root
 from kvpool.core.orders import Calendar, EvictionOrders
+from kvpool.core.rows import SequenceRows
 from kvpool.errors import (
     InvalidArgumentError,
     NeverFitsError,
@@ -29,9 +31,7 @@ from kvpool.errors import (
 )
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
-from kvpool.pools.groups import Group, StateGroup, make_groups
 from kvpool.pools.pool import GPU, BlockPool, CopyOp
-from kvpool.pools.rows import SequenceRows
 from kvpool.scope import ReuseScope
 from kvpool.stats import Counters
 
@@ -68,7 +68,7 @@ def common_tenant(handles: Sequence[KVCacheHandle]) -> str | None:
 class Pin:
     """A pinned prefix; give it to `unpin`. It is void once its prefix was invalidated."""
 
-    __slots__ = ("expires_at", "node", "num_tokens", "pin_id", "windowed")
+    __slots__ = ("expires_at", "node", "num_tokens", "pin_id", "blocks")
 
     def __init__(self, pin_id: int, num_tokens: int, expires_at: float, node: Node) -> None:
         self.pin_id = pin_id
@@ -76,19 +76,26 @@ class Pin:
         self.expires_at = expires_at
         self.node = node
         # (group, depth) of blocks kept one by one; below the GPU their run is
-        self.windowed: list[tuple[Group, int]] = []
+        self.blocks: list[tuple[ByBlock, int]] = []
 
     def __repr__(self) -> str:
         return f"Pin(pin_id={self.pin_id}, num_tokens={self.num_tokens})"
 
 
 class Leftover(NamedTuple):
-    """Blocks `first..last` (depths) of one windowed group on the path to `node`, unread since `tick`."""
+    """Blocks `first..last` (depths) of one group on the path to `node`, unread since `tick`."""
 
     tick: int
     node: Node
     first: int
     last: int
+
+
+def make_pools(config: KVCacheConfig) -> list[list[BlockPool]]:
+    """The pools of a model, each with one for each tier."""
+    return [
+        [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
+    ]
 
 
 class Cache:
@@ -102,6 +109,8 @@ class Cache:
     def __init__(
         self,
         config: KVCacheConfig,
+        pools: list[list[BlockPool]],
+        groups: tuple[Group, ...],
         new_policy: Callable[[], EvictionPolicy],
         clock: Callable[[], float],
         events: EventLog,
@@ -121,24 +130,22 @@ class Cache:
         self.failures: deque[tuple[str, Exception]] = deque(maxlen=64)  # of a user's code, for the log after the lock
         self.copies: list[CopyOp] = []
         # Blocks
-        self.pools: list[list[BlockPool]] = [
-            [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
-        ]
+        self.pools = pools
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self.num_tiers = len(LOCAL_TIERS)
         self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
         # Layer groups: those whose blocks are published, of them those read along paths and those read block by block
-        self.groups = make_groups(config.groups, config.block_size, self.pools)
+        self.groups = groups
         self.growing = [group for group in self.groups if group.grows]
-        self.full = [group for group in self.growing if not group.slides]
-        self.windowed = [group for group in self.growing if group.slides]
+        self.full = [group for group in self.growing if not group.by_block]
+        self.by_block = [group for group in self.growing if isinstance(group, ByBlock)]
         self.fixed = [group for group in self.groups if not group.grows]
-        self.stateful = next((group for group in self.groups if isinstance(group, StateGroup)), None)
+        self.sees_writes = [group for group in self.groups if group.sees_writes]
         self.is_simple = len(self.groups) == 1 and len(self.full) == 1
-        # How many blocks one more column of the tables costs in each pool, checkpoints apart; and one position of a run
+        # How many blocks one more column of the tables costs in each pool, and one position of a run
         self.per_position = [0] * len(self.pools)
         for group in self.growing:
-            self.per_position[group.pool] += not group.keeps_state
+            self.per_position[group.pool] += not group.has_holes
         self.blocks_per_position = [
             max(1, sum(group.pool == i for group in self.growing)) for i in self._pool_indices()
         ]
@@ -146,14 +153,12 @@ class Cache:
         self.full_per_pool = [(index, count) for index, count in counts if count]  # (pool, blocks of full groups)
         self.has_full = [bool(count) for _, count in counts]
         # The pool of each tier when there is one full group and nothing else: counting is then one addition.
-        plain = self.full_per_pool == [(0, 1)] and not self.windowed and len(self.pools) == 1
+        plain = self.full_per_pool == [(0, 1)] and not self.by_block and len(self.pools) == 1
         self.only_pools = self.pools[0] if plain else None
         # Live sequences
         columns = 128 if config.max_seq_len is None else min(1024, ceil_div(config.max_seq_len, config.block_size))
         self.rows: Rows = SequenceRows(self.groups, config.block_size, lock, num_columns=max(columns, 1))
         self.requests: dict[Hashable, KVCacheHandle] = {}
-        # Rows that have the same blocks for an encoder's named input of so many tokens
-        self.encoded: dict[tuple[ReuseScope, int], set[int]] = {}
         self.producers: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
         # The tree
         self.roots: dict[ReuseScope, Root] = {}
@@ -182,7 +187,7 @@ class Cache:
         self.pin_ids = itertools.count(1)
         self.pinned_positions = 0  # on pinned paths
         self.pinned_blocks: list[dict[int, int]] = [{} for _ in self.pools]  # per pool: how many pins keep a block
-        # Unread blocks of windowed groups; those of which the end of a run needed some when they were looked at
+        # Unread blocks of groups read block by block; those of which the end of a run needed some when looked at
         self.leftovers: list[deque[Leftover]] = [deque() for _ in self.groups]
         self.lasting: list[deque[Leftover]] = [deque() for _ in self.groups]
 
@@ -209,13 +214,13 @@ class Cache:
         counts = [0] * len(self.pools)
         for node in nodes:
             for group in self.growing:
-                counts[group.pool] += int((node.ids[group.index] >= 0).sum()) if group.slides else node.num_blocks
+                counts[group.pool] += int((node.ids[group.index] >= 0).sum()) if group.by_block else node.num_blocks
         return counts
 
     def num_present(self, node: Node, first: int) -> int:
         """Blocks of all groups in a run from position `first` on."""
         count = (node.num_blocks - first) * len(self.full)
-        for group in self.windowed:
+        for group in self.by_block:
             count += int((node.ids[group.index][first:] >= 0).sum())
         return count
 
@@ -224,6 +229,10 @@ class Cache:
         if not isinstance(tier, Tier) or tier == Tier.REMOTE:
             raise InvalidArgumentError(f"pools exist on GPU, HOST and DISK, not on {tier!r}")
         return self.pools[as_count(index, "pool", maximum=len(self.pools) - 1)][tier]
+
+    def group(self, index: Any) -> Group:
+        """The layer group of a user's choice."""
+        return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
 
     def row_of(self, handle: GivenHandle) -> int:
         """The row of a live handle of this manager that is on the GPU."""
@@ -243,15 +252,6 @@ class Cache:
             raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
         return row
 
-    def leave_encoded(self, handle: KVCacheHandle, row: int) -> None:
-        """A row has no blocks for its encoder's input any more."""
-        key = handle.scope, handle.encoder_tokens
-        holders = self.encoded.get(key)
-        if holders is not None:
-            holders.discard(row)
-            if not holders:
-                del self.encoded[key]
-
     def watermark(self, index: int) -> int:
         """Blocks of a GPU pool, as large as it is now, that admission leaves free."""
         size = index, self.gpu_pools[index].num_blocks
@@ -267,13 +267,6 @@ class Cache:
             for group in self.groups
             for tier in LOCAL_TIERS
         )
-
-    def needs(self, num_columns: int, num_states: int) -> list[int]:
-        """Blocks per GPU pool for so many more columns of the tables, and states in some of them."""
-        needs = [num_columns * per for per in self.per_position]
-        if self.stateful is not None:
-            needs[self.stateful.pool] += num_states
-        return needs
 
     def supply(self, tenant: str | None) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""

@@ -6,11 +6,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
+from kvpool.checks import as_count
 from kvpool.core.node import Node
 from kvpool.core.retention import Retention
+from kvpool.core.rows import SequenceRows
 from kvpool.errors import UnknownRequestError
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.rows import SequenceRows
 from kvpool.scope import ReuseScope
 from kvpool.stats import HandleStats
 
@@ -178,7 +179,7 @@ class KVCacheHandle:
         """
         rows = self._rows
         if type(group) is not int or group:  # 0 always exists
-            group = rows.group(group).index
+            group = as_count(group, "group", maximum=len(rows.groups) - 1)
         row = self.row if self.row >= 0 else self._live_row()
         return rows.visible_blocks(group, row)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvpool.config import Tier
+from kvpool.core.kind import Group
 from kvpool.core.node import Node
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 
 
@@ -15,7 +15,7 @@ class HostCopies:
     Evicting the run takes its host copy over and moves nothing. Dropping a host copy loses nothing, so host copies count
     as cached blocks of the host that anybody may have: swapped requests and smaller pools take them first, and a run that
     must be copied to the host takes them only where no other run gives way. Nobody finds a run by its host copy, and no
-    event tells of one. The host copy of a full group is whole; that of a windowed group has some of its blocks.
+    event tells of one. The host copy of a full group is whole; that of another has some of its blocks.
 
     `waiting` collects the runs whose last reader leaves, for whoever makes host copies at the end of an operation; it is None
     where runs are copied on eviction only.
@@ -59,7 +59,7 @@ class HostCopies:
                 self.keep(node, [of_group[:num_blocks] for of_group in ids])
 
     def drop_block(self, node: Node, group: Group, index: int) -> None:
-        """A windowed group lost a block of a run: its host copy has no use for it either."""
+        """A group lost a block of a run: its host copy has no use for it either."""
         assert node.host_copy is not None
         ids = node.host_copy[group.index]
         gone = ids[index : index + 1].copy()

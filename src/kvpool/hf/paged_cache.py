@@ -18,10 +18,10 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.kernels.write import read_values
+from kvpool.kinds.state import StatePlaces
 from kvpool.model.states import StateModule
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope
-from kvpool.sequences.states import StatePlaces
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
 from kvpool.tiers.transport.cache_blocks import OfferProgress

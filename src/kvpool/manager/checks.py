@@ -7,11 +7,10 @@ from collections import Counter
 import numpy as np
 
 from kvpool.config import Tier
-from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
+from kvpool.core.kind import Group
 from kvpool.core.node import Node, path_ids
 from kvpool.errors import InvariantError
-from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.tree import all_nodes, numbers_in_use
 
@@ -32,14 +31,14 @@ class Checker:
         self.idle: Counter[tuple[int, int]] = Counter()
         self.pinned: Counter[tuple[int, int]] = Counter()
         self.host_copies: set[tuple[int, int]] = set()  # (pool, host block)
-        self.window_readers: Counter[tuple[int, int, int]] = Counter()
+        self.block_readers: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> None:
         self.check_rows()
-        self.check_encoded()
+        self.check_kinds()
         self.check_nodes()
         self.check_readers()
-        self.check_windows()
+        self.check_blocks_read()
         self.check_host_copies()
         for tiers in self.cache.pools:
             for pool in tiers:
@@ -93,7 +92,7 @@ class Checker:
         assert tip is not None
         if not (tip.open_row == row or not rows.grows_alone[row]):
             self.fail(f"{name}: grows alone without an open node")
-        used, cross = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row])
+        used, cross = int(rows.num_blocks[row]), int(rows.num_fixed[row])
         if tip.end > used:
             self.fail(f"{name}: {tip.end} published blocks, {used} in its table")
         self.check_following(row, tip, name)
@@ -104,8 +103,8 @@ class Checker:
             if not (table[row, end:] == -1).all():
                 self.fail(f"{name}: block ids behind its end in group {group.index}")
             ids = table[row, :end]
-            if group.slides:
-                self.check_windowed_table(row, group, path, name)
+            if group.by_block:
+                self.check_table_by_block(row, group, path, name)
                 continue
             if not (ids >= 0).all():
                 self.fail(f"{name}: a hole in group {group.index}: {ids.tolist()}")
@@ -133,23 +132,22 @@ class Checker:
         if follows is not None and not committed < follows == end:
             self.fail(f"{name}: follows its path up to token {follows}, which ends at {end}; it committed {committed}")
 
-    def check_windowed_table(self, row: int, group: Group, path: list[Node], name: str) -> None:
+    def check_table_by_block(self, row: int, group: Group, path: list[Node], name: str) -> None:
         rows = self.rows
-        start, used = int(rows.window_start[group.index, row]), int(rows.num_blocks[row])
-        sinks = group.sinks
+        start, used = int(rows.first_held[group.index, row]), int(rows.num_blocks[row])
         published = path[-1].end if path else 0
         cached = path_ids(path, published, group.index)
-        for column in (*range(min(sinks, used)), *range(max(start, sinks), used)):
+        for column in np.flatnonzero(~group.hidden(np.arange(used), start)).tolist():
             block = int(rows.tables[group.index][row, column])
-            if block < 0 and group.keeps_state:
+            if block < 0 and group.has_holes:
                 continue
             if block < 0:
-                self.fail(f"{name}: block {column} of windowed group {group.index} is missing inside its window")
+                self.fail(f"{name}: block {column} of group {group.index} is missing among those that it reads")
             if column < published:
                 same = block == int(cached[column])
                 if not same:
                     self.fail(f"{name}: block {column} of group {group.index} differs from the tree")
-                self.window_readers[group.pool, Tier.GPU, block] += 1
+                self.block_readers[group.pool, Tier.GPU, block] += 1
             else:
                 self.private[group.pool, Tier.GPU, block] += 1
 
@@ -203,7 +201,7 @@ class Checker:
             pool, ids = group.pool, node.ids[group.index]
             if len(ids) != node.num_blocks:
                 self.fail(f"{name}: {len(ids)} ids in group {group.index} for {node.num_blocks} blocks")
-            least = -1 if group.slides else 0
+            least = -1 if group.by_block else 0
             if not (ids >= least).all():
                 self.fail(f"{name}: a hole in group {group.index}: {ids.tolist()}")
             for block in ids[ids >= 0].tolist():
@@ -211,7 +209,7 @@ class Checker:
                 if key in self.published:
                     self.fail(f"block {block} of pool {pool} belongs to two nodes")
                 self.published[key] = node, group
-                if not group.slides and not node.active:
+                if not group.by_block and not node.active:
                     self.idle[pool, tier] += 1
                     self.pinned[pool, tier] += int(node.pins > 0)
 
@@ -242,12 +240,12 @@ class Checker:
             if not (root.children or root.active):
                 self.fail(f"root {root.scope} is empty and unused but still there")
 
-    def check_windows(self) -> None:
+    def check_blocks_read(self) -> None:
         for (pool, tier, block), (node, group) in self.published.items():
-            if not group.slides:
+            if not group.by_block:
                 continue
             if tier == Tier.GPU:
-                readers = self.window_readers[pool, tier, block]
+                readers = self.block_readers[pool, tier, block]
                 refs = int(group.gpu.refs[block])
                 if refs != readers:
                     self.fail(f"block {block} of group {group.index} has {refs} references, {readers} readers")
@@ -259,7 +257,7 @@ class Checker:
                 self.pinned[pool, tier] += int(node.pins > 0)
 
     def check_host_copies(self) -> None:
-        """A host copy holds all that its run has on the GPU of full groups, and nothing else of windowed ones."""
+        """A host copy holds all that its run has on the GPU of full groups, and nothing else of the others."""
         with_host_copy = {node for node in self.nodes if node.host_copy is not None}
         if with_host_copy != set(self.cache.host_copies.nodes):
             self.fail("host copies are kept of other runs than those that have one")
@@ -274,7 +272,7 @@ class Checker:
                 ids, there = node.ids[group.index], node.host_copy[group.index]
                 if len(ids) != len(there):
                     self.fail(f"{name}: {len(there)} ids in group {group.index} for {len(ids)} blocks")
-                agree = (ids >= 0) >= (there >= 0) if group.slides else (ids >= 0) == (there >= 0)
+                agree = (ids >= 0) >= (there >= 0) if group.by_block else (ids >= 0) == (there >= 0)
                 if not agree.all():
                     self.fail(f"{name}: group {group.index} has {there.tolist()} for {ids.tolist()}")
                 for block in there[there >= 0].tolist():
@@ -331,7 +329,7 @@ class Checker:
         """Published blocks of full groups count no references: their readers are counted on nodes."""
         for block in shared:
             _, group = self.published[pool.index, int(pool.tier), block]
-            if not group.slides and refs[block] != 0:
+            if not group.by_block and refs[block] != 0:
                 self.fail(f"{name}: published block {block} has {refs[block]} references")
 
     # --- the rest ----------------------------------------------------------------------------------------------------
@@ -349,16 +347,10 @@ class Checker:
             if len(policy) != wanted:
                 self.fail(f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
 
-    def check_encoded(self) -> None:
-        for (scope, num_tokens), holders in self.cache.encoded.items():
-            if not holders:
-                self.fail(f"nobody has the blocks for the encoder's input {scope.encoder!r}")
-            for group in self.cache.fixed:
-                tables = [self.rows.visible_blocks(group.index, row).tolist() for row in sorted(holders)]
-                needed = ceil_div(num_tokens, self.cache.block_size)
-                same = all(table == tables[0] and len(table) == needed for table in tables)
-                if not same:
-                    self.fail(f"rows {sorted(holders)} have different blocks for the encoder's input: {tables}")
+    def check_kinds(self) -> None:
+        for group in self.cache.groups:
+            if (wrong := group.check(self.rows)) is not None:
+                self.fail(wrong)
 
     def check_bookkeeping(self) -> None:
         unknown = numbers_in_use(self.cache) - self.rows.symbols.placeholders.keys()
@@ -387,6 +379,6 @@ class Checker:
         counted = [0] * len(booked)
         for (pool, tier, block), (node, group) in self.published.items():
             if tier == Tier.GPU and node.root.scope.tenant == tenant:
-                counted[pool] += int(not (group.gpu.refs[block] if group.slides else node.active))
+                counted[pool] += int(not (group.gpu.refs[block] if group.by_block else node.active))
         if counted != booked:
             self.fail(f"tenant {tenant!r}: {booked} cached blocks booked, {counted} counted")

@@ -6,9 +6,9 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
+from kvpool.core.kind import Group
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool, CopyKind, CopyOp, ResizeResult
 from kvpool.prefix.evict import evict
 from kvpool.prefix.tree import all_nodes
@@ -111,17 +111,16 @@ def _runs(cache: Cache, pool: BlockPool) -> list[tuple[int, Int32Array]]:
 
 
 def _held(cache: Cache, group: Group, row: int) -> list[Int32Array]:
-    """The parts of a row's table that name its own blocks; what left a window may be another's by now."""
+    """The parts of a row's table that name its own blocks; what the row has passed may be another's by now."""
     ids = cache.rows.all_blocks(group.index, row)
-    if not group.slides:
+    if not group.by_block:
         return [ids]
     tip = cache.rows.tips[row]
     assert tip is not None
-    start = int(cache.rows.window_start[group.index, row])
+    start = int(cache.rows.first_held[group.index, row])
     if tip.open_row == row:
         start = min(start, tip.start)  # an open node reads its ids from here
-    sinks = min(group.sinks, start)
-    return [ids[:sinks], ids[start:]]
+    return group.held_parts(ids, start)
 
 
 def _place(movers: list[tuple[int, int, int]], holes: Int32Array, remap: Int32Array) -> Int32Array:

@@ -24,8 +24,8 @@ from kvpool.core.node import Node
 from kvpool.manager.guard import Guard
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
+from kvpool.prefix.blocks import idle_blocks
 from kvpool.prefix.tree import all_nodes
-from kvpool.prefix.windows import idle_blocks
 from kvpool.scope import ReuseScope
 from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, PoolStats
 
@@ -326,7 +326,7 @@ class Inspector:
             scopes=tuple(root.scope for root in roots),
             block_ids=tuple(map(np.concatenate, ids)),
             pools=tuple(group.pool for group in cache.growing),
-            slides=tuple(group.slides for group in cache.growing),
+            slides=tuple(group.by_block for group in cache.growing),
         )
 
     # --- the work ----------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Inspector:
         elif node is None:
             state = BlockState.FREE
         else:
-            by_itself = pool.tier == GPU and group is not None and self.cache.groups[group].slides
+            by_itself = pool.tier == GPU and group is not None and self.cache.groups[group].by_block
             pinned = (
                 block_id in self.cache.pinned_blocks[pool.index]
                 if by_itself
@@ -489,7 +489,7 @@ def _sequence(cache: Cache, handle: KVCacheHandle) -> SequenceSnapshot:
     if handle.swapped is not None:
         tables = tuple(ids.copy() for ids in handle.swapped.ids)
     else:
-        tables = tuple(rows.visible_blocks(group.index, row).copy() for group in rows.groups)
+        tables = tuple(rows.visible_blocks(group.index, row).copy() for group in cache.groups)
     return SequenceSnapshot(
         handle.serial,
         handle.request_id,

@@ -30,8 +30,10 @@ import numpy as np
 from kvpool.checks import as_count, as_flag
 from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
-from kvpool.core.cache import Admission, Cache
+from kvpool.core.batch import SequenceBatch, as_handles
+from kvpool.core.cache import Admission, Cache, make_pools
 from kvpool.core.handle import KVCacheHandle
+from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.core.retention import Retention
 from kvpool.errors import (
     ConfigError,
@@ -43,6 +45,9 @@ from kvpool.errors import (
 )
 from kvpool.events import Created, Event, EventLog, Subscription
 from kvpool.eviction import EvictionPolicy
+from kvpool.kinds import make_groups
+from kvpool.kinds.by_block import slide
+from kvpool.kinds.state import StatePlaces
 from kvpool.manager.arguments import as_counts, as_policy_factory, check_counts, check_keeping, check_requests, is_among
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
@@ -55,11 +60,9 @@ from kvpool.prefix.tree import store_logits
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.admission import PrefixMatch, can_allocate, is_whole, query_prefix
 from kvpool.sequences.allocate import allocate, fork
-from kvpool.sequences.batch import SequenceBatch, as_handles
-from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.sequences.release import free, free_batch
 from kvpool.sequences.rewind import rewind
-from kvpool.sequences.states import StatePlaces, next_stop
+from kvpool.sequences.state_places import state_places
 from kvpool.sequences.step import (
     blocks_needed,
     commit_prompt,
@@ -68,11 +71,9 @@ from kvpool.sequences.step import (
     extend,
     mark_written,
     slot_mapping,
-    state_places,
 )
 from kvpool.sequences.swap import can_swap_in, can_swap_out, swap_in, swap_out
 from kvpool.sequences.tokens import items_begun, writable_blocks
-from kvpool.sequences.windows import slide_windows
 from kvpool.stats import CacheStats
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
@@ -114,7 +115,9 @@ class KVCacheManager:
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         lock = threading.RLock()
-        self._cache = Cache(config, new_policy, clock, self.events, lock)
+        pools = make_pools(config)
+        groups = make_groups(config.groups, config.block_size, pools)
+        self._cache = Cache(config, pools, groups, new_policy, clock, self.events, lock)
         self._guard = Guard(self._cache, config.pressure_levels)
         self.cache = CacheUpkeep(self._cache, self._guard)
         self.inspect = Inspector(self._cache, self._guard)
@@ -274,7 +277,7 @@ class KVCacheManager:
         handle.session = session
         handle.encoder_tokens = cross_tokens
         handle.is_lease = lease
-        handle.publishes = cache.caches_prefixes and (not cross_tokens or scope.encoder != "")
+        handle.publishes = cache.caches_prefixes and prompt.is_named
         found = allocate(self._cache, handle, prompt, places, lookahead)
         if self._guard.observers:
             options = dict(
@@ -409,9 +412,7 @@ class KVCacheManager:
         start, stop = as_count(start, "start"), as_count(stop, "stop")
         with self._guard.lock:
             self._cache.any_row_of(handle)
-            group = self._cache.stateful
-            following = None if group is None else next_stop(self._cache, group, handle, start)
-            return stop if following is None else min(stop, following)
+            return min(group.step_end(self._cache, handle, start, stop) for group in self._cache.groups)
 
     def writable_blocks(self, group: int = 0) -> BoolArray:
         """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
@@ -483,7 +484,7 @@ class KVCacheManager:
             row = self._cache.row_of(handle)
             longest = max(handle.num_prompt_tokens, self._cache.rows.reserved_of[row])
             position = as_count(position, "position", maximum=longest)
-            slide_windows(self._cache, row, position)
+            slide(self._cache, row, position)
             if self._guard.observers:
                 self._guard.tell("narrow", None, handle, position)
 

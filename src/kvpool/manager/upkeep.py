@@ -14,6 +14,7 @@ from kvpool.core.cache import Cache, Pin
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import NEVER
 from kvpool.core.orders import TenantQuota
+from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager.arguments import check_scope
 from kvpool.manager.compaction import defragment, resize
@@ -31,7 +32,6 @@ from kvpool.sequences.invalidate import (
     invalidate_session,
     invalidate_tenant,
 )
-from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
 from kvpool.sequences.swap import offload, onboard
 from kvpool.stats import EvictionReason
 

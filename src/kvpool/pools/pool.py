@@ -8,9 +8,9 @@ Ownership, in one place:
 
 What `refs` counts depends on the layer group of the block. Blocks of full-attention groups are written by one sequence
 and read along tree paths, so counting starts only when forks share one: 0 means a single owner, n >= 2 means n sequences
-(`take`, `share`, `unshare`). Admitting, publishing and freeing a sequence then never touch the array. Blocks of windowed
-and cross-attention groups, and host blocks of swapped sequences, count every holder (`take_counted`, `acquire`,
-`release`); published ones of windowed groups go on counting the sequences whose window covers them.
+(`take`, `share`, `unshare`). Admitting, publishing and freeing a sequence then never touch the array. Blocks of all
+other groups, and host blocks of swapped sequences, count every holder (`take_counted`, `acquire`, `release`); published
+ones go on counting the sequences that read them.
 
 `num_cached` counts published blocks without any reader, `num_pinned` those of them that are pinned, so
 `num_free + num_referenced + num_cached == num_blocks` at every moment.

@@ -9,10 +9,10 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
+from kvpool.core.kind import Group
 from kvpool.core.node import Node, Root, run_content
 from kvpool.events import Stored
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.groups import Group
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem
 from kvpool.stats import EvictionReason
@@ -54,7 +54,7 @@ def _tokens_in_block(cache: Cache, node: Node) -> int:
 def _present_digests(cache: Cache, node: Node, group: Group, first: int, last: int) -> list[bytes]:
     assert node.digests is not None
     known = node.digests[first:last]
-    if not group.slides:
+    if not group.by_block:
         return known
     ids = node.ids[group.index][first : first + len(known)]
     return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
@@ -106,7 +106,7 @@ def stored_now(cache: Cache, roots: Iterable[Root], as_of: int) -> list[Stored]:
 def _stored_runs(cache: Cache, node: Node, first: int) -> Iterator[StoredRun]:
     """(group, parent digest, digests, tokens, items) of consecutive blocks from `first` on; digests are known."""
     for group in cache.growing:
-        if group.slides:
+        if group.by_block:
             present = np.flatnonzero(node.ids[group.index][first : node.num_blocks] >= 0) + first
             yield from _consecutive(cache, node, group.index, present)
         elif first < node.num_blocks:
@@ -157,7 +157,7 @@ def announce_removed(cache: Cache, node: Node, first: int, last: int, reason: Ev
 
 
 def announce_removed_block(cache: Cache, node: Node, group: Group, index: int, reason: EvictionReason) -> None:
-    """Tells that one block of a windowed group leaves; the rest of its run stays."""
+    """Tells that one block of a group read block by block leaves; the rest of its run stays."""
     assert node.digests is not None
     cache.events.removed(node.digests[index : index + 1], tier=node.tier, group=group.index, reason=reason.value)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvpool.core.cache import Cache
 from kvpool.core.node import Node
 from kvpool.prefix.announcer import announce_removed
+from kvpool.prefix.blocks import free_blocks
 from kvpool.prefix.idle import count_positions
 from kvpool.prefix.readers import offer
 from kvpool.prefix.tree import remove_node, trim_logits
-from kvpool.prefix.windows import free_blocks
 from kvpool.stats import EvictionReason
 
 # --- leaving the index -----------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def drop_tail(
     for group in cache.full:
         group.tiers[node.tier].give(node.ids[group.index], keep)
     count_positions(cache, node, -num_blocks)
-    for group in cache.windowed:
+    for group in cache.by_block:
         free_blocks(cache, node, group, node.ids[group.index][keep:])
     node.num_blocks = keep
     if not keep:

@@ -2,9 +2,9 @@
 
 Eviction takes blocks from the tail of idle leaves in the order of the policy, so a parent never leaves before its cached
 children. With a lower tier below, evicted runs move there (`demote`), for which others there may have to leave (`evict`);
-without one, or when that is full too, they are dropped. Blocks of windowed groups that no window covers any more stay
-cached until their pool needs them: they stand in `Cache.leftovers`, oldest first, and compete with the policy's victim by
-age, unless the end of a run needs them.
+without one, or when that is full too, they are dropped. Blocks read one by one that nobody reads
+any more stay cached until their pool needs them: they stand in `Cache.leftovers`, oldest first, and compete with the
+policy's victim by age, unless the end of a run needs them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,23 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.core.cache import Cache
+from kvpool.core.kind import ByBlock, Group
 from kvpool.core.node import Node, Root
 from kvpool.core.orders import Quota
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.announcer import announce_blocks, announce_moved
+from kvpool.prefix.blocks import evict_last_resort, evict_leftovers, is_usable, keep_pinned, leave_over, remove_block
 from kvpool.prefix.drop import drop_tail
 from kvpool.prefix.idle import add_cached, count_pinned_run, count_run
 from kvpool.prefix.readers import offer, ref, unref
 from kvpool.prefix.tree import cut_off, split
-from kvpool.prefix.windows import (
-    evict_last_resort,
-    evict_leftovers,
-    is_usable,
-    keep_pinned,
-    leave_over,
-    needed_blocks,
-    remove_block,
-)
 from kvpool.stats import EvictionReason
 
 PIECES_PER_TIER: Final = 16  # at least, of what comes up from a lower tier where others go down for it
 MOST_IN_PIECE: Final = 64  # blocks
 CAPACITY: Final = EvictionReason.CAPACITY  # a global is several times cheaper than a member of an enum
-Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a run go along with it
+Along: TypeAlias = list[tuple[ByBlock, BoolArray]]  # which blocks of a run go along with it, where not all do
 
 # --- eviction --------------------------------------------------------------------------------------------------------
 
@@ -70,7 +62,7 @@ def evict(
     goal = before + num_blocks
     if pool.tier == HOST and for_run is None:
         cache.host_copies.give_way(pool, goal)
-    has_leftovers = cache.windowed and pool.tier == GPU
+    has_leftovers = cache.by_block and pool.tier == GPU
     while pool.num_free < goal:
         victim = cache.orders.victim(pool, tenant)
         if victim is not None and victim is cache.spared:
@@ -122,7 +114,7 @@ def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int) -> int
         length = -(-num_blocks // cache.blocks_per_position[pool.index])
         return length if length < node.num_blocks else node.num_blocks
     held = np.zeros(node.num_blocks, np.int64)
-    for group in cache.windowed:
+    for group in cache.by_block:
         if group.pool == pool.index:
             held += node.ids[group.index] >= 0
     from_tail = np.cumsum(held[::-1])
@@ -160,7 +152,7 @@ def _move_down(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason
     # First try all of it. Then try what fits if less important runs below are evicted. Last try what fits as it is.
     for evicting in (None, True, False):
         part = num_blocks if evicting is None else min(num_blocks, num_fitting(cache, node, evicting))
-        if not part or (cache.windowed and not is_usable(cache, node, keep, keep + part)):
+        if not part or (cache.by_block and not is_usable(cache, node, keep, keep + part)):
             break
         if part < num_blocks:
             drop_tail(cache, node, num_blocks - part, reason, goes_on=True)
@@ -204,15 +196,15 @@ def num_fitting(cache: Cache, node: Node, evicting: bool) -> int:
 def demote(cache: Cache, node: Node, num_blocks: int) -> Node | None:
     """Moves the last `num_blocks` of an idle leaf one tier down and returns the run that they are; None without room.
 
-    Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way; others
-    may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
+    Of blocks read one by one only what the end of a run needs goes along. Runs of a higher priority do not give way;
+    others may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
     """
     target = cache.lower_tier[node.tier]
     if target is None or (node.children is not None and any(below.tier < target for below in node.children.values())):
         return None  # runs without blocks stay on a tier that was resized to nothing; none lies below a lower one
     keep = node.num_blocks - num_blocks
     # Asked before runs below it give way.
-    along = [(group, needed_blocks(cache, node, group, keep)) for group in cache.windowed]
+    along = [(group, group.needed(cache, node, keep)) for group in cache.by_block]
     host_copy = cache.host_copies.take(node) if node.host_copy is not None else None  # nobody else is to have it
     there = None if host_copy is None or target != HOST else [ids[keep:] for ids in host_copy]
     if not _make_room_below(cache, target, _needs_below(cache, num_blocks, along, there), node):
@@ -239,7 +231,7 @@ def demote(cache: Cache, node: Node, num_blocks: int) -> Node | None:
 
 
 def _needs_below(cache: Cache, num_blocks: int, along: Along, there: list[Int32Array] | None) -> list[int]:
-    """Blocks per pool of a lower tier for so many positions and what goes along of windows, less those `there`."""
+    """Blocks per pool of a lower tier for so many positions and for what goes `along`, less those `there`."""
     needs = [0] * len(cache.pools)
     if there is None:
         for group in cache.full:
@@ -287,9 +279,9 @@ def copy_ahead(cache: Cache) -> None:
 
 def _copy_to_host(cache: Cache, node: Node) -> None:
     """Gives a run a host copy, if there is room for it and it could be matched below the GPU."""
-    if cache.windowed and not is_usable(cache, node, 0, node.num_blocks):
+    if cache.by_block and not is_usable(cache, node, 0, node.num_blocks):
         return
-    along = [(group, needed_blocks(cache, node, group)) for group in cache.windowed]
+    along = [(group, group.needed(cache, node)) for group in cache.by_block]
     needs = _needs_below(cache, node.num_blocks, along, None)
     if not _make_room_below(cache, HOST, needs, node, for_host_copy=True):
         return
@@ -297,7 +289,7 @@ def _copy_to_host(cache: Cache, node: Node) -> None:
     ids = []
     for group in cache.growing:
         old = node.ids[group.index]
-        chosen = wanted[group.index] if group.slides else old >= 0
+        chosen = wanted[group.index] if group.by_block else old >= 0
         src = old[chosen]
         of_group = np.full(len(old), -1, np.int32)
         of_group[chosen] = dst = group.on(HOST).take(len(src))
@@ -355,7 +347,7 @@ def adopt_blocks(cache: Cache, node: Node, ids: list[Int32Array]) -> None:
         group.publish(ids[group.index])
     announced = cache.events.listening and bool(node.digests)
     gained = []
-    for group in cache.windowed:
+    for group in cache.by_block:
         old, new = node.ids[group.index], ids[group.index]
         for index in np.flatnonzero((old >= 0) & (new < 0)).tolist():
             remove_block(cache, node, group, index, EvictionReason.CAPACITY)
@@ -391,7 +383,7 @@ def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[In
     else:
         for group in cache.growing:
             ids = old[group.index]
-            group.tiers[source].give(ids[ids >= 0] if group.slides else ids)
+            group.tiers[source].give(ids[ids >= 0] if group.by_block else ids)
     _change_tier(node, target)
     _count_moved(cache, node, 1)
     if node.pins and target == GPU:
@@ -433,7 +425,7 @@ def _move_ids(
         moved[missing] = dst
     if len(src):
         cache.copies.append(CopyOp(kind, group.index, source, target, src, dst))
-    if group.slides and GPU in (source, target):  # where windowed blocks count by themselves
+    if group.by_block and GPU in (source, target):  # where blocks read one by one count by themselves
         num_moved = int(present.sum())
         add_cached(node.root, group.gpu, num_moved if target == GPU else -num_moved)
         if target == GPU and num_moved:

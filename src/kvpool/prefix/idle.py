@@ -1,7 +1,7 @@
 """The books of what nobody reads: who else changes `num_cached` and `num_pinned` of pools and quotas? Host copies alone.
 
-Blocks of full groups count with their run. Those of windowed groups count by themselves on the GPU, with the sequences
-whose window covers them; below it they count with their run, because nobody reads one of them alone there.
+Blocks of full groups count with their run. Those read one by one count by themselves on the GPU, with the sequences that
+read them; below it they count with their run, because nobody reads one of them alone there.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def count_run(cache: Cache, node: Node, change: int) -> None:
         cache.only_pools[node.tier].num_cached += change * node.num_blocks
         return
     count_positions(cache, node, change * node.num_blocks)
-    if cache.windowed and node.tier != GPU:
-        for pool, num_blocks in _windowed_below(cache, node):
+    if cache.by_block and node.tier != GPU:
+        for pool, num_blocks in _by_block_below(cache, node):
             add_cached(node.root, pool, change * num_blocks)
 
 
@@ -51,12 +51,12 @@ def count_pinned_run(cache: Cache, node: Node, change: int) -> None:
     """An idle run became pinned (`change` 1) or stopped being so (-1)."""
     for index, per_position in cache.full_per_pool:
         add_pinned(node.root, cache.pools[index][node.tier], change * node.num_blocks * per_position)
-    if cache.windowed and node.tier != GPU:
-        for pool, num_blocks in _windowed_below(cache, node):
+    if cache.by_block and node.tier != GPU:
+        for pool, num_blocks in _by_block_below(cache, node):
             add_pinned(node.root, pool, change * num_blocks)
 
 
-def _windowed_below(cache: Cache, node: Node) -> Iterator[tuple[BlockPool, int]]:
-    """(pool, blocks) of each windowed group of a run below the GPU."""
-    for group in cache.windowed:
+def _by_block_below(cache: Cache, node: Node) -> Iterator[tuple[BlockPool, int]]:
+    """(pool, blocks) of each group read block by block of a run below the GPU."""
+    for group in cache.by_block:
         yield group.on(node.tier), int((node.ids[group.index] >= 0).sum())

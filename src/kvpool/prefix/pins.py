@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvpool.config import Tier
 from kvpool.core.cache import Cache, Pin
+from kvpool.core.kind import ByBlock
 from kvpool.core.node import NEVER, Node, path_ids
 from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import Group
+from kvpool.prefix.blocks import block_of, pin_block, unpin_block
 from kvpool.prefix.evict import enforce_quota
 from kvpool.prefix.readers import pin_path, unpin_path
 from kvpool.prefix.tree import close_tip, match_tokens, split
-from kvpool.prefix.windows import block_of, pin_block, unpin_block
 from kvpool.scope import ReuseScope
 
 
@@ -42,26 +40,21 @@ def pin_prefix(cache: Cache, tokens: Int32Array, scope: ReuseScope, ttl: float |
         close_tip(cache, node.open_row)
     pin_path(cache, node)
     made = Pin(next(cache.pin_ids), match.num_blocks * size, NEVER if ttl is None else cache.now + ttl, node)
-    for group in cache.windowed:
-        _pin_window(cache, made, group, match.num_blocks)
+    for group in cache.by_block:
+        _pin_blocks(cache, made, group, match.num_blocks)
     cache.pins[made.pin_id] = made
     if ttl is not None:
         cache.calendar.schedule(made, made.expires_at)
     return made
 
 
-def _pin_window(cache: Cache, pin: Pin, group: Group, num_blocks: int) -> None:
-    """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
-    if group.keeps_state:
-        num_blocks = group.longest_valid(
-            path_ids(pin.node.path(), num_blocks, group.index) >= 0, num_blocks * cache.block_size
-        )
-        num_blocks //= cache.block_size
-    read = group.reads(np.arange(num_blocks), num_blocks * cache.block_size)
-    for depth in np.flatnonzero(read).tolist():
+def _pin_blocks(cache: Cache, pin: Pin, group: ByBlock, num_blocks: int) -> None:
+    """Keeps the blocks that a request going on right behind the prefix would read."""
+    present = path_ids(pin.node.path(), num_blocks, group.index) >= 0
+    for depth in group.pinned_columns(present).tolist():
         node, block = block_of(cache, pin.node, group, depth)
         if block >= 0:
-            pin.windowed.append((group, depth))
+            pin.blocks.append((group, depth))
             if node.tier == Tier.GPU:
                 pin_block(cache, node.root, group, block)
 
@@ -75,7 +68,7 @@ def unpin(cache: Cache, pin: Pin) -> None:
 
 
 def _end_pin(cache: Cache, pin: Pin) -> None:
-    for group, depth in pin.windowed:
+    for group, depth in pin.blocks:
         node, block = block_of(cache, pin.node, group, depth)
         if node.tier == Tier.GPU:
             unpin_block(cache, pin.node.root, group, block)

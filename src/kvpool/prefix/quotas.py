@@ -8,9 +8,9 @@ from kvpool.config import Tier
 from kvpool.core.cache import Cache
 from kvpool.core.orders import Quota
 from kvpool.errors import InvalidArgumentError
+from kvpool.prefix.blocks import idle_blocks
 from kvpool.prefix.evict import enforce_quota
 from kvpool.prefix.tree import all_nodes
-from kvpool.prefix.windows import idle_blocks
 
 
 def set_quota(cache: Cache, tenant: str, guaranteed: float | int, maximum: float | int | None) -> None:

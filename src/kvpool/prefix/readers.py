@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from kvpool.core.cache import Cache
 from kvpool.core.node import Node
+from kvpool.prefix.blocks import free_blocks
 from kvpool.prefix.idle import count_pinned_run, count_run
 from kvpool.prefix.tree import forget_root, watch
-from kvpool.prefix.windows import free_blocks
 
 
 def ref(cache: Cache, node: Node) -> None:
@@ -65,7 +65,7 @@ def _free_detached(cache: Cache, node: Node) -> None:
     """Frees the blocks of a detached node that lost its last reader."""
     for group in cache.full:
         group.on(node.tier).give(node.ids[group.index])
-    for group in cache.windowed:
+    for group in cache.by_block:
         free_blocks(cache, node, group, node.ids[group.index])
     node.num_blocks = 0
 

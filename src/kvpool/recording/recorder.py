@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.core.batch import SequenceBatch
 from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.policy import MOMENTS_PER_SECOND, moment_of
@@ -19,7 +20,6 @@ from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
 from kvpool.recording.playback import header_of
 from kvpool.recording.writer import Items, RecordingWriter, finite
-from kvpool.sequences.batch import SequenceBatch
 
 log = logging.getLogger("kvpool")
 DEFAULT_MAX_BYTES = 2**30

@@ -7,12 +7,12 @@ from enum import Enum, auto
 from kvpool.config import Tier
 from kvpool.core.cache import Admission
 from kvpool.core.handle import KVCacheHandle
+from kvpool.core.prompt import Prompt
 from kvpool.errors import OutOfBlocksError
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.plan_builder import PlanBuilder, PromptChunk
 from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
-from kvpool.sequences.prompt import Prompt
 
 SPARE_CANDIDATES = 16  # tried beyond the free lanes, because some only wait for a prefix and let others pass
 LOOK_UP_EVERY = 8  # questions of a policy about a waiting sequence: the cache is asked only then

@@ -8,13 +8,13 @@ from functools import cached_property
 import numpy as np
 
 from kvpool.config import KVCacheConfig, Tier
+from kvpool.core.batch import SequenceBatch
+from kvpool.kinds.state import StatePlaces
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.request import Finished, ScheduledSequence
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.states import StatePlaces
 
 
 @dataclass(eq=False)

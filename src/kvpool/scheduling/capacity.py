@@ -12,9 +12,9 @@ import numpy as np
 from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import MAX_TOKENS, ceil_div
 from kvpool.core.cache import Admission
+from kvpool.kinds import kind_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
-from kvpool.pools.groups import kind_of
 from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.scheduling.running import Lanes
 from kvpool.scheduling.scheduler_config import CapacityMode, SchedulerConfig
@@ -138,7 +138,7 @@ class Capacity:
 
     def _window_limit(self, group: LayerGroup) -> int | None:
         """The most blocks that a sequence of any length holds in a windowed group."""
-        return group.max_live_blocks(MAX_TOKENS) + self._chunk_blocks if kind_of(group).slides else None
+        return group.max_live_blocks(MAX_TOKENS) + self._chunk_blocks if kind_of(group).by_block else None
 
     def why_never(self, request: Request) -> str | None:
         """Why a request can never be completed, even with all GPU blocks that are not guaranteed to other tenants."""
@@ -184,7 +184,7 @@ class Capacity:
         """Blocks per pool that one sequence of a request holds at most; all of them where they advance together."""
         needs = list(self.manager.config.pool_blocks_for(request.num_places, cross_tokens=request.cross_tokens))
         for group in self._growing:
-            if kind_of(group).slides:  # commits lag behind by a step
+            if kind_of(group).by_block:  # commits lag behind by a step
                 columns = ceil_div(request.num_places, self.manager.config.block_size)
                 needs[group.pool] += min(SPARE_WINDOW_BLOCKS, columns - group.max_live_blocks(request.num_places))
             if self._advance_together(request):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.core.batch import SequenceBatch
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
@@ -18,7 +19,6 @@ from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import NO_TOKENS, FinishReason, Request, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.running import Lanes, Running, make_rows
-from kvpool.sequences.batch import SequenceBatch
 
 
 class PromptChunk(NamedTuple):

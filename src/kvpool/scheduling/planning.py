@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvpool.core.batch import SequenceBatch
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling.admitting import Admissions
@@ -15,7 +16,6 @@ from kvpool.scheduling.plan_builder import DecodeRows, PlanBuilder, PromptChunk,
 from kvpool.scheduling.queues import Queues
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.running import make_rows
-from kvpool.sequences.batch import SequenceBatch
 
 
 class Planner:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.config import Tier
+from kvpool.core.batch import SequenceBatch
 from kvpool.core.handle import KVCacheHandle
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.request import NO_TOKENS, ScheduledSequence, SequenceState, joined
-from kvpool.sequences.batch import SequenceBatch
 
 
 class _HeldBack(NamedTuple):

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.core.cache import Admission, AllocStatus, Cache
+from kvpool.core.kind import ByBlock
+from kvpool.core.match import AdmissionPlan, Match
 from kvpool.core.node import path_ids
+from kvpool.core.prompt import Prompt
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.prefix.tree import Match, find_logits, match_tokens
+from kvpool.prefix.tree import find_logits, match_tokens
 from kvpool.scope import ReuseScope
-from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.publish import row_computing
 
 
@@ -31,45 +31,6 @@ class PrefixMatch(NamedTuple):
     last_logits: Any = None  # what was stored for exactly this prompt, see `store_last_logits`
 
 
-@mypyc_attr(acyclic=True)
-class AdmissionPlan:
-    """An admission, thought through: what is matched and what each GPU pool must supply."""
-
-    __slots__ = (
-        "encoded",
-        "evicts",
-        "fits",
-        "match",
-        "needs",
-        "num_blocks",
-        "num_cross_blocks",
-        "num_hit_tokens",
-        "supply",
-    )
-
-    def __init__(
-        self,
-        match: Match,
-        num_hit_tokens: int,
-        num_blocks: int,
-        num_cross_blocks: int,
-        needs: list[int],
-        supply: list[int],
-        fits: bool,
-        evicts: bool,
-        encoded: int = -1,
-    ) -> None:
-        self.match = match
-        self.num_hit_tokens = num_hit_tokens
-        self.num_blocks = num_blocks
-        self.num_cross_blocks = num_cross_blocks
-        self.needs = needs
-        self.supply = supply
-        self.fits = fits
-        self.evicts = evicts  # something must be evicted first
-        self.encoded = encoded  # a row that has blocks for the same input of the encoder; -1: none
-
-
 # --- reuse -----------------------------------------------------------------------------------------------------------
 
 
@@ -82,8 +43,8 @@ def find_match(cache: Cache, prompt: Prompt) -> Match:
     tokens, items, fresh = prompt._tokens, prompt._items, None
     if items and tokens is not None:
         tokens, fresh = cache.rows.symbols.encode(tokens, items)
-    if tokens is None or (prompt._cross_tokens and not prompt._scope.encoder):
-        match = Match(None, [], 0)  # what is not known, or an encoder's unnamed input, is like no other
+    if tokens is None or not prompt.is_named:
+        match = Match(None, [], 0)  # what is not known is like no other
     else:
         match = best_match(cache, tokens, prompt._scope)
     match.tokens, match.fresh = tokens, fresh
@@ -118,15 +79,15 @@ def best_match(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> Match:
             logits = find_logits(cache, match.root, match.path, tokens)
         if logits is None:
             length -= 1
-            if not match.num_partial and _has_last_block(cache, match):
+            if not match.num_partial and all(g.has_last(match.path, match.num_blocks) for g in cache.by_block):
                 match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
-    if cache.windowed:
-        length, logits = _valid_in_windows(cache, match, length, logits)
+    if cache.by_block:
+        length, logits = _valid_for_all(cache, match, length, logits)
     held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
     if length % size and not cache.config.partial_match and not held_as_it_is:
         length, logits = length // size * size, None
-        if cache.windowed:  # a shorter prefix may read blocks that the longer one did not
-            length, _ = _valid_in_windows(cache, match, length, None)
+        if cache.by_block:  # a shorter prefix may read blocks that the longer one did not
+            length, _ = _valid_for_all(cache, match, length, None)
     if length != match.num_tokens(size):
         match = _cut_match(cache, match, length)
     if match.partial is not None and not cache.config.copy_on_partial_reuse and not _can_take_over(match):
@@ -143,21 +104,11 @@ def _can_take_over(match: Match) -> bool:
     return source.tier == GPU and not in_use and source.end == match.num_blocks + 1
 
 
-def _has_last_block(cache: Cache, match: Match) -> bool:
-    """Whether every window still has the last matched block: what is not written again must be there.
-
-    A state is never: the one before the last token is needed to compute that token again.
-    """
-    if cache.stateful is not None:
-        return False
-    return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in cache.windowed)
-
-
-def _valid_in_windows(cache: Cache, match: Match, length: int, logits: Any) -> tuple[int, Any]:
+def _valid_for_all(cache: Cache, match: Match, length: int, logits: Any) -> tuple[int, Any]:
     shortened = True
     while shortened and length:
         shortened = False
-        for group in cache.windowed:
+        for group in cache.by_block:
             ids = path_ids(match.path, match.num_blocks, group.index)
             if match.partial is not None:
                 ids = np.append(ids, match.partial.ids[group.index][match.num_blocks - match.partial.start])
@@ -177,12 +128,12 @@ def _cut_match(cache: Cache, match: Match, num_tokens: int) -> Match:
 
 
 def _without_partial(cache: Cache, match: Match) -> Match:
-    """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
+    """The whole blocks of a match, as many as all groups allow: a shorter prefix may read blocks that are gone."""
     size = cache.block_size
     whole = _cut_match(cache, match, match.num_blocks * size)
-    if not cache.windowed:
+    if not cache.by_block:
         return whole
-    return _cut_match(cache, whole, _valid_in_windows(cache, whole, whole.num_tokens(size), None)[0])
+    return _cut_match(cache, whole, _valid_for_all(cache, whole, whole.num_tokens(size), None)[0])
 
 
 def is_whole(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> bool:
@@ -216,8 +167,8 @@ def query_prefix(cache: Cache, prompt: Prompt) -> PrefixMatch:
 
 def plan_admission(cache: Cache, prompt: Prompt, match: Match, num_tokens: int, lookahead: int) -> AdmissionPlan:
     """Counts what a request takes for which this was found; `num_tokens` places are reserved, plus `lookahead`."""
-    cross_tokens, scope = prompt._cross_tokens, prompt._scope
-    if not cross_tokens and cache.is_simple and (not match.path or match.path[-1].tier == GPU):
+    scope = prompt._scope
+    if cache.is_simple and (not match.path or match.path[-1].tier == GPU):
         size = cache.block_size
         hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
         present = hit_tokens + match.num_recomputed
@@ -231,12 +182,12 @@ def plan_admission(cache: Cache, prompt: Prompt, match: Match, num_tokens: int, 
             count_match(cache, match, needs, supply)
         if needs[0] <= supply[0]:
             return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True)
-    plan = _count(cache, match, num_tokens, lookahead, cross_tokens, scope)
+    plan = _count(cache, match, num_tokens, lookahead, prompt)
     if not plan.fits and match.partial is not None:
         # The source of a partial block must stay until it is copied: in a full pool, do without it.
-        plan = _count(cache, _without_partial(cache, match), num_tokens, lookahead, cross_tokens, scope)
+        plan = _count(cache, _without_partial(cache, match), num_tokens, lookahead, prompt)
     while not plan.fits and _brings_too_much(cache, plan):
-        plan = _count(cache, _without_last_run(cache, plan.match), num_tokens, lookahead, cross_tokens, scope)
+        plan = _count(cache, _without_last_run(cache, plan.match), num_tokens, lookahead, prompt)
     return plan
 
 
@@ -248,31 +199,26 @@ def _brings_too_much(cache: Cache, plan: AdmissionPlan) -> bool:
 
 
 def _without_last_run(cache: Cache, match: Match) -> Match:
-    """A match that ends where its last run begins, or before, as the windows allow."""
+    """A match that ends where its last run begins, or before, as all groups allow."""
     size = cache.block_size
     shorter = _cut_match(cache, match, match.path[-1].start * size)
-    return _cut_match(cache, shorter, _valid_in_windows(cache, shorter, shorter.num_tokens(size), None)[0])
+    return _cut_match(cache, shorter, _valid_for_all(cache, shorter, shorter.num_tokens(size), None)[0])
 
 
-def _count(
-    cache: Cache, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
-) -> AdmissionPlan:
+def _count(cache: Cache, match: Match, num_tokens: int, lookahead: int, prompt: Prompt) -> AdmissionPlan:
     size = cache.block_size
     hit_tokens = match.num_tokens(size)
     num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
-    cross_blocks = -(-cross_tokens // size)
-    needs = cache.needs(num_blocks - match.num_blocks, int(num_blocks > match.num_blocks))
-    encoded = -1
-    if cross_tokens:
-        encoded = next(iter(cache.encoded.get((scope, cross_tokens), ())), -1)
-        for group in cache.fixed if encoded < 0 else ():
-            needs[group.pool] += cross_blocks
-    supply = cache.supply(scope.tenant)
+    needs = [0] * len(cache.gpu_pools)
+    for group in cache.groups:
+        needs[group.pool] += group.needs(prompt, num_blocks, match.num_blocks)
+    supply = cache.supply(prompt._scope.tenant)
     if match.root is not None:
         count_match(cache, match, needs, supply)
     fits = all(need <= have for need, have in zip(needs, supply, strict=True))
     evicts = any(need > pool.num_free for need, pool in zip(needs, cache.gpu_pools, strict=True))
-    return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, encoded)
+    num_fixed = -(-prompt._cross_tokens // size)
+    return AdmissionPlan(match, hit_tokens, num_blocks, num_fixed, needs, supply, fits, evicts)
 
 
 def count_match(cache: Cache, match: Match, needs: list[int], supply: list[int]) -> None:
@@ -294,12 +240,12 @@ def count_match(cache: Cache, match: Match, needs: list[int], supply: list[int])
         for pool, per_position in cache.full_per_pool:
             rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
             supply[pool] -= rest * per_position
-    for group in cache.windowed:
-        supply[group.pool] -= _idle_in_window(cache, match, group)
+    for group in cache.by_block:
+        supply[group.pool] -= _idle_read_by(cache, match, group)
 
 
-def _idle_in_window(cache: Cache, match: Match, group: Group) -> int:
-    """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
+def _idle_read_by(cache: Cache, match: Match, group: ByBlock) -> int:
+    """Blocks of a group on the GPU that the match would read and nobody reads now."""
     pool, num_tokens = group.gpu, match.num_tokens(cache.block_size)
     idle = 0
     parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
@@ -318,13 +264,12 @@ def _idle_in_window(cache: Cache, match: Match, group: Group) -> int:
 
 def can_allocate(cache: Cache, prompt: Prompt, num_tokens: int, lookahead: int, wait_for_prefix: bool) -> Admission:
     """OK, LATER or NEVER, with the watermark kept free."""
-    cross_tokens, scope = prompt.cross_tokens, prompt.scope
     found = find_match(cache, prompt)
     plan = plan_admission(cache, prompt, found, num_tokens, lookahead)
-    plan = _count(cache, plan.match, num_tokens, lookahead, cross_tokens, scope)
+    plan = _count(cache, plan.match, num_tokens, lookahead, prompt)
     if plan.match.partial is not None and _below_watermark(cache, plan) is not None:
         # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
-        whole = _count(cache, _without_partial(cache, plan.match), num_tokens, lookahead, cross_tokens, scope)
+        whole = _count(cache, _without_partial(cache, plan.match), num_tokens, lookahead, prompt)
         if _below_watermark(cache, whole) is None:
             plan = whole
     needs, supply = tuple(plan.needs), tuple(plan.supply)
@@ -364,7 +309,7 @@ def _blocks_at_once(cache: Cache, plan: AdmissionPlan, pool: int) -> int:
     """Blocks of a pool that a request would hold right after its admission, reused ones included."""
     match = plan.match
     return sum(
-        group.held_at_once(plan.num_blocks, plan.num_cross_blocks, match.num_blocks, plan.num_hit_tokens)
+        group.held_at_once(plan.num_blocks, plan.num_fixed, match.num_blocks, plan.num_hit_tokens)
         for group in cache.groups
         if group.pool == pool
     )

@@ -8,18 +8,19 @@ from typing import Final
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
 from kvpool.core.handle import GivenHandle, KVCacheHandle, note_sessions
+from kvpool.core.match import AdmissionPlan, Match
 from kvpool.core.node import Node, path_ids
+from kvpool.core.prompt import Prompt
 from kvpool.pools.arrays import copied, put
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
+from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
 from kvpool.prefix.drop import take_over
 from kvpool.prefix.evict import bring_up, make_room, spare, spare_no_more
 from kvpool.prefix.readers import ref
-from kvpool.prefix.tree import Match, close_tip, keep_symbols, root_for, split
+from kvpool.prefix.tree import close_tip, keep_symbols, root_for, split
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlan, find_match, forget_match, plan_admission
-from kvpool.sequences.prompt import Prompt
+from kvpool.sequences.admission import find_match, forget_match, plan_admission
 from kvpool.sequences.publish import track, track_block
-from kvpool.sequences.windows import Held, begin_windows, enter_windows, hold_source, hold_windows, let_go_windows
 
 INHERITED = (  # what a fork has in common with its parent
     "retention",
@@ -60,11 +61,11 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     if plan.evicts:
         for pool in cache.gpu_pools:
             make_room(cache, pool, plan.needs[pool.index], handle.scope.tenant)
-    row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_cross_blocks)
+    row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_fixed)
     rows.tips[row] = tip
     _fill_tables(cache, row, tip, plan, taken)
     if held:
-        let_go_windows(cache, tip, held)
+        let_go_blocks(cache, tip, held)
     if partial is not None:
         if taken is None:
             _copy_partial(cache, row, match)
@@ -100,9 +101,9 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
 
 
 def _protect(cache: Cache, plan: AdmissionPlan, tip: Node, copies: bool) -> Held:
-    """Sees to it that nothing is evicted that a plan reuses. Windowed blocks are held for that until `let_go_windows`."""
+    """Sees to it that nothing is evicted that a plan reuses. Blocks read one by one are held until `let_go_blocks`."""
     source = plan.match.partial
-    held = hold_windows(cache, tip.path(), plan.num_hit_tokens) if cache.windowed else _NOTHING
+    held = hold_blocks(cache, tip.path(), plan.num_hit_tokens) if cache.by_block else _NOTHING
     if copies and source is not None:
         spare(cache, source)
         hold_source(cache, plan.match, True)
@@ -138,8 +139,8 @@ def _promote_path(cache: Cache, plan: AdmissionPlan, tip: Node, held: Held) -> d
         promoted[tier] = promoted.get(tier, 0) + node.num_blocks
         for pool, num_blocks in enumerate(cache.blocks_per_pool([node])):
             plan.needs[pool] -= num_blocks
-        if plan.evicts and cache.windowed:
-            held += hold_windows(cache, [node], plan.num_hit_tokens)
+        if plan.evicts and cache.by_block:
+            held += hold_blocks(cache, [node], plan.num_hit_tokens)
     plan.match.path = tip.path()
     return promoted
 
@@ -164,38 +165,8 @@ def _fill_tables(cache: Cache, row: int, tip: Node, plan: AdmissionPlan, taken: 
             cache.gpu_pools[0].take_into(table, place + first, new)
         cache.counters.blocks_allocated += new
         return
-    for group in cache.growing:
-        table = rows.tables[group.index]
-        if hit_blocks:
-            table[row, :hit_blocks] = path_ids(path, hit_blocks, group.index)
-        if new and not group.keeps_state:
-            table[row, first:num_blocks] = group.take(new)
-    if new and cache.stateful is not None:
-        table = rows.tables[cache.stateful.index]
-        table[row, first:num_blocks] = -1
-        table[row, num_blocks - 1] = cache.stateful.take(1)[0]
-    cache.counters.blocks_allocated += sum(cache.needs(new, int(new > 0)))
-    begin_windows(cache, row, tip, hit_blocks, plan.num_hit_tokens)
-    if plan.num_cross_blocks:
-        rows.num_cross_blocks[row] = plan.num_cross_blocks
-        _fill_cross_tables(cache, row, plan)
-
-
-def _fill_cross_tables(cache: Cache, row: int, plan: AdmissionPlan) -> None:
-    """Gives a row the blocks of its encoder's tokens: those of others with the same input, or its own."""
-    handle, end = cache.rows.handles[row], plan.num_cross_blocks
-    assert handle is not None
-    for group in cache.fixed:
-        table = cache.rows.tables[group.index]
-        if plan.encoded < 0:
-            table[row, :end] = group.take(end)
-        else:
-            table[row, :end] = table[plan.encoded, :end]
-            group.share(table[row, :end])
-    if plan.encoded >= 0:
-        handle.num_cached_encoder_tokens = handle.encoder_tokens
-    if handle.publishes:
-        cache.encoded.setdefault((handle.scope, handle.encoder_tokens), set()).add(row)
+    for group in cache.groups:
+        cache.counters.blocks_allocated += group.begin(cache, row, tip, plan, first)
 
 
 def _copy_partial(cache: Cache, row: int, match: Match) -> None:
@@ -271,12 +242,11 @@ def fork(cache: Cache, parent: GivenHandle, request_ids: Sequence[Hashable]) -> 
 
 def _share_row(cache: Cache, source: int, child: KVCacheHandle) -> None:
     rows = cache.rows
-    num_blocks, cross = rows.num_blocks_of[source], int(rows.num_cross_blocks[source])
-    row = child.row = rows.new_row(child, num_blocks, cross)
-    for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
+    row = child.row = rows.new_row(child, rows.num_blocks_of[source], rows.num_fixed.item(source))
+    for name in ("reserved", "written", "committed", "num_blocks", "present"):
         array = getattr(rows, name)
         array[row] = array[source]
-    rows.window_start[:, row] = rows.window_start[:, source]
+    rows.first_held[:, row] = rows.first_held[:, source]
     rows.share_token_ids(source, row)
     tip = rows.tips[row] = rows.tips[source]
     assert tip is not None and child.family is not None
@@ -284,14 +254,7 @@ def _share_row(cache: Cache, source: int, child: KVCacheHandle) -> None:
     if source in rows.following:
         rows.follow(row, rows.following[source])
     for group in cache.groups:
-        table = rows.tables[group.index]
-        first, used = group.pick((tip.end, num_blocks), (0, cross))
-        table[row, :used] = table[source, :used]
-        group.share(table[row, first:used])
-    enter_windows(cache, row, tip, tip.end)
-    holders = cache.encoded.get((child.scope, child.encoder_tokens)) if cross else None
-    if holders is not None and source in holders:
-        holders.add(row)
+        group.fork(cache, source, row, tip)
     child.family.add(row)
     rows.set_shared(source, True)
     rows.set_shared(row, True)

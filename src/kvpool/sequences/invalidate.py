@@ -108,7 +108,8 @@ def _silence(cache: Cache, affected: Callable[[KVCacheHandle], bool]) -> None:
         if cache.rows.has_open_tip(handle.row):
             close_tip(cache, handle.row)
         handle.publishes = False
-        cache.encoded.pop((handle.scope, handle.encoder_tokens), None)
+        for group in cache.groups:
+            group.silence(handle)
         untrack(cache, handle)
     for handle in handles if silenced else ():
         if handle.publishes and handle.inflight is None and handle.swapped is None:

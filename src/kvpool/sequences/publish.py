@@ -6,18 +6,17 @@ import numpy as np
 
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
+from kvpool.core.match import Match
 from kvpool.core.node import NEVER, Node
 from kvpool.core.retention import Retention
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.prefix.announcer import announce_blocks, announce_stored
+from kvpool.prefix.announcer import announce_stored
 from kvpool.prefix.drop import drop_covered
 from kvpool.prefix.evict import adopt_blocks
 from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import Match, add_node, add_sessions, close_tip, common_tokens, new_child, split
-from kvpool.prefix.windows import ref_blocks
+from kvpool.prefix.tree import add_node, add_sessions, close_tip, common_tokens, new_child, split
 
 _NOBODY: list[int] = []
 
@@ -172,7 +171,7 @@ def _followers(cache: Cache, row: int, first: int, done: int) -> tuple[int, list
     assert handle is not None and handle.family is not None
     limit, followers = done, []
     for other in handle.family:
-        # What rows with another tip say about these columns is published, or out of date where it left their windows.
+        # What rows with another tip say about these columns is published, or out of date where they have passed it.
         alike = other != row and cache.rows.tips[other] is cache.rows.tips[row]
         if alike and _shared_length(cache, row, other, first, done):
             limit = min(limit, first + _agreed_length(cache, row, other, first, done))
@@ -195,7 +194,7 @@ def _agreed_length(cache: Cache, row: int, other: int, first: int, done: int) ->
 def _shared_length(cache: Cache, row: int, other: int, first: int, done: int) -> int:
     """How many blocks from `first` to `done` two rows hold together, if they hold any from `first` on.
 
-    One may have given up windowed ones. What they hold behind `done` counts too: a row that grows in the tree by itself
+    One may have passed some of them. What they hold behind `done` counts too: a row that grows in the tree by itself
     would take it along.
     """
     end = min(cache.rows.num_blocks_of[row], cache.rows.num_blocks_of[other])
@@ -205,10 +204,10 @@ def _shared_length(cache: Cache, row: int, other: int, first: int, done: int) ->
         mine, theirs = (cache.rows.tables[group.index][r, first:end] for r in (row, other))
         equal = (mine == theirs) & (mine >= 0)
         held |= equal
-        if group.slides:
-            starts = cache.rows.window_start[group.index]
+        if group.by_block:
+            starts = cache.rows.first_held[group.index]
             gone = columns < max(starts[row], starts[other])
-            equal |= ((mine < 0) | (theirs < 0)) & (gone | group.keeps_state)  # few columns have a checkpoint
+            equal |= ((mine < 0) | (theirs < 0)) & (gone | group.has_holes)
         same &= equal
     length = int(same.argmin()) if not same.all() else len(columns)
     return min(length, done - first) if held[:length].any() else 0
@@ -279,7 +278,7 @@ def _closed_child(cache: Cache, readers: list[int], tip: Node, key: bytes, first
     node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
     node.num_blocks = last - first
     node.tokens = rows.ids_between(row, first * size, last * size)
-    # The same ids in every row, but for windowed blocks that some of them have given up.
+    # The same ids in every row, but for blocks that some of them have passed.
     node.ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in cache.growing])
     for group in cache.growing:
         group.publish(node.ids[group.index])
@@ -305,10 +304,8 @@ def _merge(cache: Cache, readers: list[int], tip: Node, child: Node, first: int)
         handle = rows.handles[reader]
         assert handle is not None
         ref(cache, child)
-        for group in cache.full:
-            _adopt_full(cache, reader, child, group, first, handle.family is not None)
-        for group in cache.windowed:
-            first_adopted = min(first_adopted, _adopt_windowed(cache, reader, child, group, first))
+        for group in (*cache.full, *cache.by_block):
+            first_adopted = min(first_adopted, group.adopt(cache, reader, child, first, handle.family is not None))
         unref(cache, tip)
         rows.tips[reader] = child
         handle.stats.merged_blocks += child.num_blocks
@@ -332,33 +329,3 @@ def _share_origin(cache: Cache, readers: list[int], child: Node, first: int) -> 
             add_sessions(cache, child, handle.sessions)
         if shorter:
             child.ttl = handle.ttl
-
-
-def _adopt_full(cache: Cache, row: int, child: Node, group: Group, first: int, shared: bool) -> None:
-    table = cache.rows.tables[group.index]
-    own, theirs = table[row, first : child.end], child.ids[group.index]
-    doubled = own[own != theirs]
-    if len(doubled):
-        group.give_back(doubled, shared)
-        cache.counters.blocks_merged += len(doubled)
-        table[row, first : child.end] = theirs
-
-
-def _adopt_windowed(cache: Cache, row: int, child: Node, group: Group, first: int) -> int:
-    """As `_adopt_full`, where the tree may have lost blocks that this row still has; returns where the first one is."""
-    table = cache.rows.tables[group.index]
-    own, theirs = table[row, first : child.end], child.ids[group.index]
-    lost, first_lost = (theirs < 0) & (own >= 0), child.end
-    if lost.any():
-        first_lost = first + int(lost.argmax())
-        theirs = np.where(lost, own, theirs)
-        child.set_ids(group.index, theirs)
-        if child.digests is not None and cache.events.listening:
-            announce_blocks(cache, child, group, np.flatnonzero(lost))
-    doubled = (own >= 0) & (own != theirs)
-    if doubled.any():
-        ref_blocks(cache, child.root, group, theirs[doubled])
-        group.gpu.release(own[doubled])
-        cache.counters.blocks_merged += int(doubled.sum())
-        table[row, first : child.end] = np.where(doubled, theirs, own)
-    return first_lost

@@ -19,7 +19,6 @@ from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import unref
 from kvpool.prefix.tree import close_tip, match_tokens, split
 from kvpool.sequences.publish import hand_over, publish_postponed, publish_remainder
-from kvpool.sequences.windows import leave_windows
 from kvpool.stats import EvictionReason
 
 
@@ -93,7 +92,8 @@ def release_gpu(cache: Cache, handle: KVCacheHandle, row: int, keep_remainder: b
         tip = publish_remainder(cache, row, handle, tip)
     used, published = rows.num_blocks_of[row], tip.start + tip.num_blocks
     if not cache.is_simple or handle.family is not None:
-        _release_groups(cache, handle, row, tip, used, published)
+        for group in cache.groups:
+            group.end(cache, handle, row, tip, published, used)
     elif used > published:
         place = row * rows.num_columns
         cache.gpu_pools[0].give(rows.first_table, place + published, place + used)
@@ -110,19 +110,6 @@ def _pass_on(cache: Cache, handle: KVCacheHandle, tip: Node) -> None:
     while tip is not tip.root and tip.published_by == handle.serial:
         tip.hint = handle.hint
         tip = tip.parent
-
-
-def _release_groups(cache: Cache, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
-    """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
-    rows, shared = cache.rows, handle.family is not None
-    cross = rows.num_cross_blocks.item(row)
-    for group in cache.groups:
-        first, end = group.pick((published, used), (0, cross))
-        if first < end:
-            group.give_back(rows.tables[group.index][row, first:end], shared)
-    if cross:
-        cache.leave_encoded(handle, row)
-    leave_windows(cache, row, tip, 0, published)
 
 
 def _apply_retention(cache: Cache, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:

@@ -11,14 +11,13 @@ from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, note_sessions
 from kvpool.core.node import Node
 from kvpool.errors import OutOfBlocksError
+from kvpool.kinds.by_block import close_again, reopen
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.evict import enforce_quota
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import close_tip, split
 from kvpool.sequences.publish import track, untrack
 from kvpool.sequences.room import require
-from kvpool.sequences.states import check_state_rewind, shrink_states
-from kvpool.sequences.windows import close_windows, leave_windows, reopen_windows
 
 
 def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:
@@ -51,19 +50,19 @@ def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:
 
 
 def _prepare(cache: Cache, handle: KVCacheHandle, row: int, length: int) -> None:
-    """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
+    """Before a rewind: reads again what was passed, and makes room for the block that is cut in two."""
     rows, size = cache.rows, cache.block_size
     tip = rows.tips[row]
     assert tip is not None
-    if cache.stateful is not None:
-        check_state_rewind(cache, cache.stateful, handle, row, length)
-    reopened = reopen_windows(cache, handle, row, length)
+    for group in cache.groups:
+        group.check_rewind(rows, handle, row, length)
+    reopened = reopen(cache, handle, row, length)
     if length % size and length < tip.end * size:
         try:
             what = f"rewinding {handle.request_id!r}"
             require(cache, list(cache.per_position), handle.scope.tenant, what)
         except OutOfBlocksError:
-            close_windows(cache, row, reopened)
+            close_again(cache, row, reopened)
             raise
 
 
@@ -84,7 +83,8 @@ def _leave_published(cache: Cache, handle: KVCacheHandle, row: int, length: int)
     if new.end > blocks:
         new = split(cache, new, blocks - new.start)
     ref(cache, new)
-    leave_windows(cache, row, old, blocks, end)
+    for each in cache.by_block:
+        each.leave(cache, row, old, blocks, end)
     for group in cache.growing:
         table = rows.tables[group.index]
         if extra:
@@ -114,8 +114,7 @@ def _drop_private(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: int
     used = rows.num_blocks_of[row]
     if num_blocks >= used:
         return
-    if cache.stateful is not None:
-        num_blocks = shrink_states(cache, cache.stateful, row, num_blocks)
+    num_blocks = max(group.shrink(rows, row, num_blocks) for group in cache.groups)
     for group in cache.growing:
         table = rows.tables[group.index]
         ids = table[row, num_blocks:used]

@@ -1,7 +1,7 @@
 """One step of a whole batch: places for new tokens, and tokens that became final.
 
 These are the hot paths. They touch every sequence with array operations only; Python loops run over sequences that cross
-a block boundary in a way that needs attention (a shared block to copy, a node to open, a window that moves).
+a block boundary in a way that needs attention (a shared block to copy, a node to open, a block that nobody reads any more).
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.core.batch import SequenceBatch, prepare_steps
 from kvpool.core.cache import Cache, common_tenant
 from kvpool.core.handle import KVCacheHandle
+from kvpool.core.kind import Group
+from kvpool.core.rows import RECENT_TOKENS
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, largest
-from kvpool.pools.groups import Group
+from kvpool.kinds.by_block import slide
+from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
-from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.prefix.tree import close_tip, keep_symbols
 from kvpool.scope import MultimodalItem
-from kvpool.sequences.batch import SequenceBatch, prepare_steps
 from kvpool.sequences.publish import publish, publish_postponed, track, untrack
 from kvpool.sequences.room import require, require_each
-from kvpool.sequences.states import StatePlaces, grow_states, live_column, state_places_of, takes_block, write_states
 from kvpool.sequences.tokens import asked_positions, check_slots_out, continue_items, divide_ids, slots_between
-from kvpool.sequences.windows import slide_windows
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
 
@@ -144,12 +143,10 @@ def _needs_of_tenants(
 ) -> dict[str, list[int]]:
     """Blocks per pool that the sequences of each tenant need."""
     needs = {handle.scope.tenant: [0] * len(cache.gpu_pools) for handle in batch.handles}
-    grown = np.flatnonzero(missing)
-    takes = _takes_state(cache, batch.rows[grown])
-    for position, num_states in zip(grown.tolist(), takes.tolist(), strict=True):
-        of_tenant = needs[batch.handles[position].scope.tenant]
-        for pool, need in enumerate(cache.needs(int(missing[position]), num_states)):
-            of_tenant[pool] += need
+    tenants = [handle.scope.tenant for handle in batch.handles]
+    for tenant in needs:
+        own = np.flatnonzero(missing * np.array([each == tenant for each in tenants]))
+        needs[tenant] = _growth(cache, batch.rows[own], missing[own])
     for row, group, _ in copies:
         handle = cache.rows.handles[row]
         assert handle is not None
@@ -161,7 +158,7 @@ def blocks_needed(cache: Cache, row: int, num_tokens: int) -> tuple[int, ...]:
     """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
     rows, size = cache.rows, cache.block_size
     missing = max(0, -(-(rows.reserved_of[row] + num_tokens) // size) - rows.num_blocks_of[row])
-    needs = cache.needs(missing, int(missing > 0 and _takes_state(cache, np.array([row])).item()))
+    needs = _growth(cache, np.array([row][: missing > 0]), np.array([missing]))
     if rows.shared[row]:
         for group in cache.growing:
             ids = rows.tables[group.index][row, _first_private(cache, row) : rows.num_blocks_of[row]]
@@ -183,8 +180,8 @@ def _grow(
     """Allocates the missing blocks and copies shared ones; all or nothing."""
     rows = cache.rows
     grown = np.flatnonzero(missing)
-    takes = _takes_state(cache, batch.rows[grown])
-    needs = cache.needs(num_new, int(takes.sum()))
+    grown_rows, counts = batch.rows[grown], missing[grown]
+    needs = _growth(cache, grown_rows, counts)
     num_taken = sum(needs)
     for _, group, _ in copies:
         needs[group.pool] += 1
@@ -194,9 +191,7 @@ def _grow(
     _unshare(cache, copies)
     if not num_new:
         return
-    target_rows = grown_rows = batch.rows[grown]
-    counts = missing[grown]
-    columns = rows.num_blocks[target_rows]
+    owners, columns = grown_rows, rows.num_blocks[grown_rows]
     longest = int((columns + counts).max())
     if longest > rows.num_columns:
         rows.ensure_columns(longest)
@@ -204,21 +199,18 @@ def _grow(
         ends = np.cumsum(counts)
         offsets = np.arange(num_new) - np.repeat(ends - counts, counts)
         columns = np.repeat(columns, counts) + offsets
-        target_rows = np.repeat(target_rows, counts)
+        owners = np.repeat(owners, counts)
     for group in cache.growing:
-        if not group.keeps_state:
-            rows.tables[group.index][target_rows, columns] = group.take(num_new)
-    old = rows.num_blocks[grown_rows]
-    if cache.stateful is not None:
-        grow_states(cache, cache.stateful, grown_rows, old, old + counts, takes)
-    rows.num_blocks[grown_rows] = old + counts
+        group.grow(rows, grown_rows, counts, owners, columns)
+    rows.num_blocks[grown_rows] += counts
 
 
-def _takes_state(cache: Cache, grown: Int64Array) -> BoolArray:
-    """Which of these rows need a block for a state if their tables grow."""
-    if cache.stateful is None:
-        return np.zeros(len(grown), np.bool_)
-    return takes_block(cache, cache.stateful, grown)
+def _growth(cache: Cache, grown: Int64Array, counts: Int64Array) -> list[int]:
+    """Blocks per pool that these rows take for so many more columns each."""
+    needs = [0] * len(cache.gpu_pools)
+    for group in cache.growing if len(grown) else ():
+        needs[group.pool] += group.num_grown(cache.rows, grown, counts)
+    return needs
 
 
 def _first_private(cache: Cache, row: int) -> int:
@@ -255,7 +247,7 @@ def _shared_blocks(cache: Cache, batch: SequenceBatch) -> list[tuple[int, Group,
 
 def _unshare(cache: Cache, copies: list[tuple[int, Group, int]]) -> None:
     """Gives each row its own copy of a shared block that it is about to write."""
-    rows, size = cache.rows, cache.block_size
+    rows = cache.rows
     families: dict[int, set[int]] = {}
     for row, group, column in copies:
         table = rows.tables[group.index]
@@ -263,10 +255,7 @@ def _unshare(cache: Cache, copies: list[tuple[int, Group, int]]) -> None:
         dst = group.take(1)
         handle = rows.handles[row]
         assert handle is not None
-        used: int | None = min(rows.written_of[row] - column * size, size)
-        if group.keeps_state:
-            assert cache.stateful is not None
-            used = None if column == live_column(cache, cache.stateful, row) else 0
+        used = group.num_used(rows, row, column)
         if used is None or used > 0:
             cache.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst, used))
             cache.counters.copies_on_write += 1
@@ -300,19 +289,6 @@ def slot_mapping(cache: Cache, batch: SequenceBatch, start: Any, stop: Any, out:
     return slots_between(cache, batch, first, last, out)
 
 
-def state_places(cache: Cache, batch: SequenceBatch, start: Any, stop: Any) -> StatePlaces:
-    """Where a step reads and writes states that writes the positions start..stop of every sequence."""
-    batch.refresh()
-    if cache.stateful is None:
-        raise InvalidArgumentError("no layer of this model keeps a state")
-    first, last = asked_positions(cache, batch, start, stop)
-    step = state_places_of(cache, cache.stateful, batch, first, last)
-    if not cache.rows.num_shared:
-        return step
-    prepare_write(cache, batch)
-    return state_places_of(cache, cache.stateful, batch, first, last)
-
-
 # --- written and committed -------------------------------------------------------------------------------------------
 
 
@@ -323,9 +299,9 @@ def mark_written(cache: Cache, batch: SequenceBatch, num_tokens: int | Int64Arra
     written = rows.written[batch.selection] + num_tokens
     if (written > rows.reserved[batch.selection]).any():
         _refuse_over(cache, batch, written, "written")
-    if cache.stateful is not None:
+    for group in cache.sees_writes:
         for row, stop in zip(batch.rows.tolist(), written.tolist(), strict=True):
-            write_states(cache, cache.stateful, row, rows.written_of[row], stop)
+            group.write(rows, row, rows.written_of[row], stop)
     rows.written[batch.selection] = written
 
 
@@ -366,14 +342,14 @@ def _complete(cache: Cache, rows_done: Int64Array) -> None:
     """Publishes blocks that were just filled. Rows that grow alone have nothing to do unless somebody listens."""
     if not len(rows_done):
         return
-    if cache.windowed or cache.events.listening:
+    if cache.by_block or cache.events.listening:
         attention = rows_done
     else:
         attention = rows_done[~cache.rows.grows_alone[rows_done]]
     for row in attention.tolist():
         publish(cache, row)
-        if cache.windowed:
-            slide_windows(cache, row, cache.rows.committed_of[row])
+        if cache.by_block:
+            slide(cache, row, cache.rows.committed_of[row])
 
 
 def commit_rows(
@@ -420,8 +396,9 @@ def _commit_row(cache: Cache, row: int, start: int, end: int, known: int) -> Non
     rows, size = cache.rows, cache.block_size
     handle = rows.handles[row]
     assert handle is not None
-    if cache.stateful is not None and end > rows.written_of[row]:
-        write_states(cache, cache.stateful, row, rows.written_of[row], end)
+    if end > rows.written_of[row]:
+        for group in cache.sees_writes:
+            group.write(rows, row, rows.written_of[row], end)
     if end > known and handle.publishes:
         _stop_publishing(cache, row)
     rows.committed_of[row] = end
@@ -429,8 +406,8 @@ def _commit_row(cache: Cache, row: int, start: int, end: int, known: int) -> Non
         rows.written_of[row] = end
     if end // size > start // size:
         publish(cache, row)
-        if cache.windowed:
-            slide_windows(cache, row, end)
+        if cache.by_block:
+            slide(cache, row, end)
     if row in rows.following:
         rows.follow(row, rows.following[row])
     if handle.inflight is not None:

@@ -10,14 +10,15 @@ from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Admission, AllocStatus, Cache
 from kvpool.core.handle import KVCacheHandle, SwappedBlocks, note_sessions
+from kvpool.core.kind import Group
+from kvpool.core.match import Match
 from kvpool.core.node import Node, path_ids
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.groups import Group, StateGroup
+from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.evict import bring_up, demote, enforce_quota, make_room, num_fitting
 from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import Match, match_tokens, root_for, split
+from kvpool.prefix.tree import match_tokens, root_for, split
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import count_match
 from kvpool.sequences.allocate import enter_path
@@ -50,20 +51,7 @@ def can_swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
 
 def _held(cache: Cache, row_list: list[int]) -> list[list[Int32Array]]:
     """Per group and row: the block ids that carry data, -1 elsewhere."""
-    rows, size = cache.rows, cache.block_size
-    held: list[list[Int32Array]] = []
-    for group in cache.groups:
-        of_group = []
-        for row in row_list:
-            ids = rows.visible_blocks(group.index, row).copy()
-            written = rows.written_of[row]
-            if isinstance(group, StateGroup):
-                ids[np.arange(len(ids)) != group.column_of(ids, written)] = -1
-            elif group.grows:
-                ids[ceil_div(written, size) :] = -1
-            of_group.append(ids)
-        held.append(of_group)
-    return held
+    return [[group.written_ids(cache.rows, row) for row in row_list] for group in cache.groups]
 
 
 def _distinct_needs(cache: Cache, held: list[list[Int32Array]]) -> list[int]:
@@ -183,7 +171,7 @@ def _residents(cache: Cache, handles: Sequence[KVCacheHandle]) -> list[Match]:
     They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
     """
     matches = [_resident(cache, handle, _swapped_row(cache, handle)) for handle in handles]
-    if cache.windowed:
+    if cache.by_block:
         return matches
     group = cache.full[0]
     least = np.empty(group.on(Tier.HOST).num_blocks, np.int64)
@@ -202,7 +190,7 @@ def _residents(cache: Cache, handles: Sequence[KVCacheHandle]) -> list[Match]:
 def _resident(cache: Cache, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
     """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
     rows, size = cache.rows, cache.block_size
-    if not handle.publishes or cache.windowed:
+    if not handle.publishes or cache.by_block:
         return Match(None, [], 0)
     final = min(rows.committed_of[row], rows.known_of[row]) // size * size
     if limit is not None:
@@ -225,24 +213,6 @@ def _missing(cache: Cache, handles: Sequence[KVCacheHandle], num_resident: list[
     return wanted
 
 
-def _fresh(cache: Cache, group: Group, row: int) -> Int64Array:
-    """The columns of a row that were never written and that its window has not passed; sinks stay.
-
-    Of states only the last column counts, unless what it had was written.
-    """
-    if group.keeps_state:
-        handle, last = cache.rows.handles[row], cache.rows.num_blocks_of[row] - 1
-        assert handle is not None and handle.swapped is not None
-        live = np.flatnonzero(handle.swapped.ids[group.index] >= 0)
-        passed = max(int(live[-1]) if len(live) else -1, int(cache.rows.window_start[group.index, row]) - 1)
-        return np.arange(last, last + int(last > passed))
-    first = ceil_div(cache.rows.written_of[row], cache.block_size)
-    columns = np.arange(first, cache.rows.num_blocks_of[row])
-    if group.slides:
-        columns = columns[(columns >= cache.rows.window_start[group.index, row]) | (columns < group.sinks)]
-    return columns
-
-
 def _gpu_needs(cache: Cache, handles: Sequence[KVCacheHandle], matches: list[Match]) -> dict[str, list[int]]:
     """Blocks per pool that the requests of each tenant take. Only those of one tenant can share host blocks."""
     of_tenants: dict[str, list[int]] = {}
@@ -250,7 +220,7 @@ def _gpu_needs(cache: Cache, handles: Sequence[KVCacheHandle], matches: list[Mat
         own = [i for i, handle in enumerate(handles) if handle.scope.tenant == tenant]
         needs = _distinct_needs(cache, _missing(cache, [handles[i] for i in own], [matches[i].num_blocks for i in own]))
         for group in cache.growing:
-            needs[group.pool] += sum(len(_fresh(cache, group, handles[i].row)) for i in own)
+            needs[group.pool] += sum(len(group.fresh_columns(cache.rows, handles[i].row)) for i in own)
         of_tenants[tenant] = needs
     return of_tenants
 
@@ -333,7 +303,7 @@ def _restore_table(cache: Cache, group: Group, row: int, image: Int32Array) -> N
     back = image >= 0
     table[row, : len(image)][back] = image[back]
     if group.grows:
-        fresh = _fresh(cache, group, row)
+        fresh = group.fresh_columns(cache.rows, row)
         table[row, fresh] = group.take(len(fresh))
 
 

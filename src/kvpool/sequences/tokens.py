@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from kvpool.checks import show
+from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array
 from kvpool.pools.symbols import Fresh
 from kvpool.scope import MultimodalItem
-from kvpool.sequences.batch import SequenceBatch
 
 Piece = tuple[int, int, "Int32Array | None"]  # row, how many tokens, those of their ids that are new
 
@@ -164,14 +164,14 @@ def slots_between(
     offset = positions - column * size
     for group in cache.growing:
         of_group = slots[group.index]
-        if group.keeps_state:
+        if not group.has_slots:
             of_group[...] = -1
             continue
         blocks = rows.tables[group.index][owners, column]
         np.multiply(blocks, size, out=of_group)
         of_group += offset.astype(np.int32)
-        if group.slides:
-            hidden = group.hidden(column, rows.window_start[group.index][owners])
+        if group.by_block:
+            hidden = group.hidden(column, rows.first_held[group.index][owners])
             of_group[hidden | (blocks < 0)] = -1
     slots[len(cache.growing) :] = -1
     present = (positions < rows.present[owners]) & (positions >= rows.committed[owners])
@@ -208,7 +208,7 @@ def writable_blocks(cache: Cache, group: Any) -> BoolArray:
     published what it has not committed itself, and of a fully cached prompt the last token is computed again.
     """
     rows, size = cache.rows, cache.block_size
-    kind = rows.group(group)
+    kind = cache.group(group)
     pool = kind.gpu
     mask = np.zeros(pool.num_blocks, np.bool_)
     live = np.array([r for r in rows.live_rows() if (h := rows.handles[r]) is not None and h.swapped is None], np.int64)
@@ -218,7 +218,7 @@ def writable_blocks(cache: Cache, group: Any) -> BoolArray:
         published = np.array([tip.end for row in live.tolist() if (tip := rows.tips[row]) is not None], np.int64)
         first, last = np.maximum(rows.committed[live] // size, published), rows.num_blocks[live]
     else:
-        first, last = np.zeros(len(live), np.int64), rows.num_cross_blocks[live]
+        first, last = np.zeros(len(live), np.int64), rows.num_fixed[live]
     counts = np.maximum(last - first, 0)
     owners = np.repeat(live, counts)
     columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - first, counts)

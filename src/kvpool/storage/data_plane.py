@@ -24,14 +24,14 @@ from torch import Tensor
 
 from kvpool.checks import as_count
 from kvpool.config import GroupKind, KVCacheConfig, LayerGroup, Tier
+from kvpool.core.batch import SequenceBatch
 from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.write import read_slots, read_values, write_slots
+from kvpool.kinds import kind_of
+from kvpool.kinds.state import StatePlaces
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array
-from kvpool.pools.groups import kind_of
 from kvpool.pools.pool import CopyOp, ResizeResult
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.states import StatePlaces
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.layout import LayerCache, layout_of
 from kvpool.storage.moving import TakenBlocks, Wait, check_rows, read_out, upload, write_in

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvpool.config import KVCacheConfig, Tier
+from kvpool.core.kind import Group
+from kvpool.kinds import kind_of
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import Group, kind_of
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope

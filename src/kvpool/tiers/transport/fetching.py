@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.config.layers import Tier, ceil_div
+from kvpool.core.kind import Group
 from kvpool.pools.arrays import Int64Array
-from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Loan, Outcome
 from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.chain import TierChain, WatchedTier, call_seconds

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config.layers import ceil_div
+from kvpool.core.kind import Group
 from kvpool.pools.arrays import Int64Array
-from kvpool.pools.groups import Group
 
 NOWHERE = -1
 HERE = -2

@@ -1,11 +1,11 @@
-"""Who reads windowed blocks, one by one, and the blocks that lost their last reader.
+"""Blocks that are read one by one, not with their run: who reads them, and those that lost their last reader.
 
-A sequence reads such a block while its window covers it, so readers are counted per block, not along paths. A block that
-nobody reads any more stays cached until its pool needs it: it stands in `leftovers`, oldest first.
+A sequence reads such a block for a while, so readers are counted per block, not along paths. A block that nobody reads any
+more stays cached until its pool needs it: it stands in `leftovers`, oldest first.
 
-A prefix is found again at its end or where others branched off, and there the last window must be whole. So of the unread
-blocks those in the last window of such an end (and the sinks) are kept with their run: without them its full-attention
-blocks are worth nothing. They leave and move with the run; they go alone (`lasting`) only when no run can give way.
+A prefix is found again at its end or where others branched off, and there all that the next query reads must be present.
+So of the unread blocks those that such an end needs are kept with their run: without them its full-attention blocks are
+worth nothing. They leave and move with the run; they go alone (`lasting`) only when no run can give way.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
 from kvpool.core.cache import Cache, Leftover
+from kvpool.core.kind import ByBlock, Group
+from kvpool.core.match import Match
 from kvpool.core.node import Node, Root, path_ids
-from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.pools.groups import Group
+from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import announce_removed_block
 from kvpool.prefix.idle import add_cached, add_pinned
 from kvpool.stats import EvictionReason
 
+Held: TypeAlias = list[tuple[ByBlock, Int32Array]]  # blocks that nobody may evict for a while
+
 # --- readers ---------------------------------------------------------------------------------------------------------
 
 
-def block_of(cache: Cache, node: Node, group: Group, depth: int) -> tuple[Node, int]:
+def block_of(cache: Cache, node: Node, group: ByBlock, depth: int) -> tuple[Node, int]:
     """The run above `node` that holds the block of a group at `depth`, and its id."""
     while node.start > depth:
         node = node.parent
@@ -37,20 +41,20 @@ def block_of(cache: Cache, node: Node, group: Group, depth: int) -> tuple[Node, 
 
 
 def keep_pinned(cache: Cache, node: Node) -> None:
-    """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
+    """A pinned run came to the GPU, where its blocks read one by one are kept one by one."""
     for pin in cache.pins.values():
         kept = []
-        for group, depth in pin.windowed:
+        for group, depth in pin.blocks:
             at, block = block_of(cache, pin.node, group, depth)
             if at is not node or block >= 0:
                 kept.append((group, depth))
             if at is node and block >= 0:
                 pin_block(cache, node.root, group, block)
-        pin.windowed = kept
+        pin.blocks = kept
 
 
-def ref_blocks(cache: Cache, root: Root, group: Group, ids: Int32Array) -> None:
-    """A sequence starts reading published blocks of a windowed group."""
+def ref_blocks(cache: Cache, root: Root, group: ByBlock, ids: Int32Array) -> None:
+    """A sequence starts reading published blocks of a group read block by block."""
     pool = group.gpu
     held = ids[ids >= 0]
     before = pool.refs[held]
@@ -63,8 +67,8 @@ def ref_blocks(cache: Cache, root: Root, group: Group, ids: Int32Array) -> None:
             add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
 
 
-def unref_blocks(cache: Cache, node: Node, group: Group, first: int, last: int, ids: Int32Array) -> None:
-    """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
+def unref_blocks(cache: Cache, node: Node, group: ByBlock, first: int, last: int, ids: Int32Array) -> None:
+    """A sequence on the path to `node` stops reading published blocks `first..last` of a group read block by block."""
     pool = group.gpu
     held = ids[ids >= 0]
     left = pool.refs[held] - 1
@@ -81,7 +85,7 @@ def unref_blocks(cache: Cache, node: Node, group: Group, first: int, last: int, 
 def idle_blocks(cache: Cache, node: Node, group: Group) -> tuple[int, int]:
     """How many blocks of a group in a synced run nobody reads, and how many of those are pinned."""
     ids = node.ids[group.index]
-    if not group.slides or node.tier != GPU:
+    if not group.by_block or node.tier != GPU:
         idle = 0 if node.active else int((ids >= 0).sum())
         return idle, idle if node.pins else 0
     held = ids[ids >= 0]
@@ -89,8 +93,8 @@ def idle_blocks(cache: Cache, node: Node, group: Group) -> tuple[int, int]:
     return len(unread), sum(block in pinned for block in unread.tolist()) if pinned else 0
 
 
-def pin_block(cache: Cache, root: Root, group: Group, block: int) -> None:
-    """One pin more on a block of a windowed group."""
+def pin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
+    """One pin more on a block of a group read block by block."""
     pool = group.gpu
     pinned = cache.pinned_blocks[pool.index]
     pinned[block] = pinned.get(block, 0) + 1
@@ -98,8 +102,8 @@ def pin_block(cache: Cache, root: Root, group: Group, block: int) -> None:
         add_pinned(root, pool, 1)
 
 
-def unpin_block(cache: Cache, root: Root, group: Group, block: int) -> None:
-    """One pin less on a block of a windowed group."""
+def unpin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
+    """One pin less on a block of a group read block by block."""
     pool = group.gpu
     pinned = cache.pinned_blocks[pool.index]
     pinned[block] -= 1
@@ -113,7 +117,7 @@ def unpin_block(cache: Cache, root: Root, group: Group, block: int) -> None:
 
 
 def leave_over(cache: Cache, node: Node, group: Group, first: int, last: int) -> None:
-    """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
+    """Notes unread blocks of a group read block by block as the youngest candidates for eviction."""
     _enqueue(cache, cache.leftovers, group, Leftover(cache.tick, node, first, last))
 
 
@@ -160,56 +164,6 @@ def _unread(cache: Cache, group: Group, leftover: Leftover) -> Iterator[tuple[No
 # --- ends of runs ----------------------------------------------------------------------------------------------------
 
 
-def _needed_from(cache: Cache, node: Node, group: Group) -> int:
-    """The depth from which a group's blocks in this run must stay: a request that finds the next end of a run reads them.
-
-    The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
-    """
-    if group.keeps_state:
-        return _last_checkpoint(cache, node, group)
-    size = cache.block_size
-    last = node
-    while last.children is not None and len(last.children) == 1 and not last.num_remainders:
-        (last,) = last.children.values()
-        if group.first_read(last.start * size) >= node.end:
-            return node.end
-    cache.sync(last)
-    return group.first_read(last.start * size + len(last.tokens))
-
-
-def _last_checkpoint(cache: Cache, node: Node, group: Group) -> int:
-    """The depth of the checkpoint in this run that must stay; its end if there is none, or if requests find a later one.
-
-    It is the last one before the next end of a run. A prompt that fills its blocks ends there, and left one more, a block
-    earlier: it computes its last token when it comes again, so it needs that one, which serves longer prompts too.
-    """
-    last, kept = node, _checkpoints(cache, node, group)
-    while last.children is not None and len(last.children) == 1 and not last.num_remainders:
-        (last,) = last.children.values()
-        kept += _checkpoints(cache, last, group)
-    if not kept:
-        return node.end
-    earlier = last.end - 2
-    return min(earlier if last.children is None and earlier in kept else kept[-1], node.end)
-
-
-def _checkpoints(cache: Cache, node: Node, group: Group) -> list[int]:
-    """The depths of the checkpoints in a run."""
-    cache.sync(node)
-    depths: list[int] = (node.start + np.flatnonzero(node.ids[group.index] >= 0)).tolist()
-    return depths
-
-
-def needed_blocks(cache: Cache, node: Node, group: Group, first: int = 0) -> BoolArray:
-    """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
-    depths = np.arange(node.start + first, node.end)
-    if group.keeps_state:  # few are kept, and each was chosen
-        kept: BoolArray = (node.ids[group.index][first:] >= 0) & (depths <= _last_checkpoint(cache, node, group))
-        return kept
-    wanted: BoolArray = (depths >= _needed_from(cache, node, group)) | (depths < group.sinks)
-    return wanted & (node.ids[group.index][first:] >= 0)
-
-
 def is_usable(cache: Cache, node: Node, first: int, end: int) -> bool:
     """Whether a prompt can still end in blocks `first..end` of this run; at its end also in a lower tier's run below."""
     whole = end == node.num_blocks
@@ -217,7 +171,7 @@ def is_usable(cache: Cache, node: Node, first: int, end: int) -> bool:
         return True
     path, size = node.path(), cache.block_size
     length = node.start * size + (len(node.tokens) if whole else end * size)
-    for group in cache.windowed:
+    for group in cache.by_block:
         present = path_ids(path, node.start + end, group.index) >= 0
         length = min(length, group.longest_valid(present, length))
     return length > (node.start + first) * size
@@ -231,10 +185,9 @@ def evict_leftovers(
 ) -> int:
     """Frees at most `num_blocks` unread blocks, left until the tick `until`, that no end of a run needs."""
     freed = 0
-    waiting = [g for g in cache.windowed if g.pool == pool.index and cache.leftovers[g.index]]
+    waiting = [g for g in cache.by_block if g.pool == pool.index and cache.leftovers[g.index]]
     for group in sorted(waiting, key=lambda g: cache.leftovers[g.index][0].tick):
-        # A checkpoint inside a run is worth less than any run
-        oldest = math.inf if group.keeps_state else until
+        oldest = math.inf if group.yields_first else until
         freed += _evict_queue(cache, cache.leftovers[group.index], group, num_blocks - freed, oldest, tenant, reason)
     return freed
 
@@ -244,7 +197,7 @@ def evict_last_resort(
 ) -> int:
     """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
     freed = 0
-    for group in cache.windowed:
+    for group in cache.by_block:
         if group.pool == pool.index:
             queue = cache.lasting[group.index]
             freed += _evict_queue(cache, queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
@@ -254,7 +207,7 @@ def evict_last_resort(
 def _evict_queue(
     cache: Cache,
     queue: deque[Leftover],
-    group: Group,
+    group: ByBlock,
     num_blocks: int,
     until: float,
     tenant: str | None,
@@ -262,7 +215,7 @@ def _evict_queue(
     whole: bool = False,
 ) -> int:
     """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
-    index, sinks = group.pool, group.sinks
+    index = group.pool
     pinned = cache.pinned_blocks[index]
     kept: list[Leftover] = []
     freed = 0
@@ -273,13 +226,13 @@ def _evict_queue(
         first_needed, lasts = 0, False
         for node, depth, block in _unread(cache, group, leftover):
             if node is not run and not whole:
-                run, first_needed = node, _needed_from(cache, node, group)
+                run, first_needed = node, group.needed_from(cache, node)
             guarded = quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
             if freed == num_blocks or guarded or block in pinned:
                 kept.append(leftover)
                 if freed == num_blocks:
                     break
-            elif not whole and (depth == first_needed if group.keeps_state else depth >= first_needed or depth < sinks):
+            elif not whole and group.must_stay(depth, first_needed):
                 lasts = True
             else:
                 remove_block(cache, node, group, depth - node.start, reason)
@@ -290,8 +243,8 @@ def _evict_queue(
     return freed
 
 
-def remove_block(cache: Cache, node: Node, group: Group, index: int, reason: EvictionReason) -> None:
-    """The block at `index` of a run leaves a windowed group; the rest of the run stays."""
+def remove_block(cache: Cache, node: Node, group: ByBlock, index: int, reason: EvictionReason) -> None:
+    """The block at `index` of a run leaves a group read block by block; the rest of the run stays."""
     if cache.events.listening and node.digests:
         announce_removed_block(cache, node, group, index, reason)
     cache.counters.evictions[reason.value] += 1
@@ -305,7 +258,7 @@ def remove_block(cache: Cache, node: Node, group: Group, index: int, reason: Evi
     free_blocks(cache, node, group, gone)
 
 
-def free_blocks(cache: Cache, node: Node, group: Group, ids: Int32Array) -> None:
+def free_blocks(cache: Cache, node: Node, group: ByBlock, ids: Int32Array) -> None:
     """Frees published, unread blocks (-1: none) of a run; pinned ones only below the GPU, where their run is pinned."""
     held = ids[ids >= 0]
     pool = group.on(node.tier)
@@ -313,3 +266,40 @@ def free_blocks(cache: Cache, node: Node, group: Group, ids: Int32Array) -> None
     add_cached(node.root, pool, -len(held))
     if node.pins and node.tier != GPU:
         add_pinned(node.root, pool, -len(held))
+
+
+# --- held for a while ------------------------------------------------------------------------------------------------
+
+
+def hold_blocks(cache: Cache, path: list[Node], num_tokens: int) -> Held:
+    """Protects the blocks of these runs that a request reads which reuses `num_tokens`, until `let_go_blocks`."""
+    held: Held = []
+    for group in cache.by_block:
+        for node in path:
+            if node.tier == GPU:
+                read = group.reads(np.arange(node.start, node.end), num_tokens)
+                ids = node.ids[group.index][read]
+                ref_blocks(cache, node.root, group, ids)
+                held.append((group, ids))
+    return held
+
+
+def let_go_blocks(cache: Cache, tip: Node, held: Held) -> None:
+    """The row itself reads by now what was held for it."""
+    for group, ids in held:
+        unref_blocks(cache, tip, group, 0, 0, ids)
+
+
+def hold_source(cache: Cache, match: Match, holds: bool) -> None:
+    """Protects (`holds`) or lets go of the blocks read one by one of the block that is about to be copied."""
+    source = match.partial
+    assert source is not None
+    if source.tier != GPU:
+        return
+    index = match.num_blocks - source.start
+    for group in cache.by_block:
+        ids = source.ids[group.index][index : index + 1]
+        if holds:
+            ref_blocks(cache, source.root, group, ids)
+        else:
+            unref_blocks(cache, source, group, match.num_blocks, match.num_blocks, ids)

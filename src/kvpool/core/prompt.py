@@ -77,6 +77,11 @@ class Prompt:
         return self._items
 
     @property
+    def is_named(self) -> bool:
+        """Whether all that it stands for is named, so that others may have the same: an encoder's input may have no name."""
+        return not self._cross_tokens or self._scope.encoder != ""
+
+    @property
     def cross_tokens(self) -> int:
         """The length of its encoder's input."""
         return self._cross_tokens

@@ -116,8 +116,8 @@ class SequenceBatch:
 
     def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
         rows = self._cache.rows
-        kind = rows.group(group)
-        counts = kind.pick(rows.num_blocks, rows.num_cross_blocks)
+        kind = self._cache.group(group)
+        counts = kind.pick(rows.num_blocks, rows.num_fixed)
         columns = largest(counts[self.selection]) if len(self.rows) else 0
         table = rows.tables[group]
         if out is not None:
@@ -127,9 +127,9 @@ class SequenceBatch:
             target[...] = table[self.selection, :columns]
         else:
             target = table[self.selection, :columns]  # an array of its own, whose memory may be the table's
-        if kind.slides:
+        if kind.by_block:
             target = target if out is not None else target.copy()
-            starts = rows.window_start[group][self.selection][:, None]
+            starts = rows.first_held[group][self.selection][:, None]
             target[kind.hidden(np.arange(columns), starts)] = -1
         elif out is None:
             target.setflags(write=False)
@@ -153,14 +153,9 @@ class SequenceBatch:
     ) -> CSRTable:
         rows = self._cache.rows
         size = rows.block_size
-        kind = rows.group(group)
-        if kind.keeps_state:
-            raise InvalidArgumentError(f"the layers of group {group} keep a state: ask state_places where they are")
+        kind = self._cache.group(group)
         count = len(self.rows)
-        if kind.grows:
-            lengths = rows.reserved[self.selection]
-        else:
-            lengths = np.array([handle.encoder_tokens for handle in self.handles], np.int64)
+        lengths = kind.lengths(rows, self.selection, self.handles)
         ends = (lengths + (size - 1)) // size
         starts = np.zeros(count, np.int64)
         table = rows.tables[group]
@@ -169,8 +164,8 @@ class SequenceBatch:
         held = column < ends[:, None]
         first = np.zeros(count, np.int32)
         sizes = ends
-        if kind.slides:
-            starts = rows.window_start[group][self.selection]
+        if kind.by_block:
+            starts = rows.first_held[group][self.selection]
             held &= ~kind.hidden(column, starts[:, None])
             sizes = held.sum(axis=1)
             first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)

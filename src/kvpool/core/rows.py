@@ -11,16 +11,25 @@ multimodal items are kept as `symbols`, here and in the tree.
 from __future__ import annotations
 
 import threading
-from typing import Any, Final, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpool.checks import as_count
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, copied, put
-from kvpool.pools.groups import Group
 from kvpool.pools.symbols import Symbols
 
 RECENT_TOKENS: Final = 128
+
+
+class TableKind(Protocol):
+    """What rows ask of a layer group, whose table they keep. `Group` is one."""
+
+    grows: ClassVar[bool]
+    by_block: ClassVar[bool]
+
+    def pick(self, of_sequence: Any, of_encoder: Any) -> Any: ...
+    def visible(self, ids: Int32Array, start: int) -> Int32Array: ...
 
 
 class PathNode(Protocol):
@@ -47,7 +56,7 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def __init__(
         self,
-        groups: tuple[Group, ...],
+        groups: Sequence[TableKind],
         block_size: int,
         lock: threading.RLock,
         num_rows: int = 64,
@@ -59,7 +68,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.block_size = block_size
         self.groups = groups
         self.all_grow = all(group.grows for group in groups)
-        self.windowed = [group.slides for group in groups]
+        self.by_block = [group.by_block for group in groups]
         self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
         self.num_shared = 0  # rows flagged in `shared`
         self.moves = 0  # grows whenever blocks or lengths of a live row change other than by one decoding step
@@ -69,9 +78,11 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.num_blocks: Int64Array = np.zeros(num_rows, np.int64)
         self.known: Int64Array = np.zeros(num_rows, np.int64)  # ids known: history followed by recent
         self.num_history: Int64Array = np.zeros(num_rows, np.int64)
-        self.num_cross_blocks: Int64Array = np.zeros(num_rows, np.int64)
+        self.num_fixed: Int64Array = np.zeros(num_rows, np.int64)
         self.present: Int64Array = np.zeros(num_rows, np.int64)  # places below this have their data, written or not
-        self.window_start: Int64Array = np.zeros((num_groups, num_rows), np.int64)  # first held block after the sinks
+        self.first_held: Int64Array = np.zeros(
+            (num_groups, num_rows), np.int64
+        )  # the first block, sinks apart, that a row still reads
         self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
         self.grows_alone: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is open and takes blocks without a word
         self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
@@ -114,28 +125,24 @@ class SequenceRows(Generic[TipT, HandleT]):
     def num_rows(self) -> int:
         return len(self.handles)
 
-    def group(self, index: Any) -> Group:
-        """The layer group that a caller means."""
-        return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
-
     def live_rows(self) -> list[int]:
         return [row for row, handle in enumerate(self.handles) if handle is not None]
 
-    def new_row(self, handle: HandleT, num_blocks: int, num_cross_blocks: int = 0) -> int:
+    def new_row(self, handle: HandleT, num_blocks: int, num_fixed: int = 0) -> int:
         """A row with room for so many blocks in its tables, which the caller fills; behind them they are clear."""
         if not self._free_rows:
             self._grow_rows()
-        if num_blocks > self.num_columns or num_cross_blocks > self.num_columns:
-            self.ensure_columns(max(num_blocks, num_cross_blocks))
+        if num_blocks > self.num_columns or num_fixed > self.num_columns:
+            self.ensure_columns(max(num_blocks, num_fixed))
         row = self._free_rows.pop()
         self.handles[row] = handle
         left = self.num_blocks_of[row]  # by the sequence that had it before
         if not self.all_grow:
-            left = max(left, self.num_cross_blocks.item(row))
-            self.num_cross_blocks[row] = 0
+            left = max(left, self.num_fixed.item(row))
+            self.num_fixed[row] = num_fixed
         if left > num_blocks or not self.all_grow:
             for group, table in zip(self.groups, self.tables, strict=True):
-                table[row, group.pick(num_blocks, num_cross_blocks) : left] = -1
+                table[row, group.pick(num_blocks, num_fixed) : left] = -1
         return row
 
     def drop_row(self, row: int) -> None:
@@ -187,7 +194,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             "written",
             "committed",
             "num_blocks",
-            "num_cross_blocks",
+            "num_fixed",
             "present",
             "known",
             "num_history",
@@ -197,7 +204,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
-        self.window_start = np.concatenate([self.window_start, np.zeros_like(self.window_start)], axis=1)
+        self.first_held = np.concatenate([self.first_held, np.zeros_like(self.first_held)], axis=1)
         self.tables = [np.concatenate([table, np.full_like(table, -1)]) for table in self.tables]
         self.tips.extend([None] * old)
         self.history.extend([_NO_TOKENS] * old)
@@ -220,18 +227,18 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
-        counts = self.groups[group].pick(self.num_blocks, self.num_cross_blocks)
+        counts = self.groups[group].pick(self.num_blocks, self.num_fixed)
         return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
         """A row's block ids in one group, -1 where a block left its window. Nobody may write them."""
         table = self._unwritable[group]
-        if not self.windowed[group] and self.all_grow:
+        if not self.by_block[group] and self.all_grow:
             return table[row, : self.num_blocks_of[row]]
         ids = table[row, : len(self.all_blocks(group, row))]
-        if not self.windowed[group]:
+        if not self.by_block[group]:
             return ids
-        ids = self.groups[group].visible(ids, int(self.window_start[group, row]))
+        ids = self.groups[group].visible(ids, int(self.first_held[group, row]))
         ids.setflags(write=False)
         return ids
 

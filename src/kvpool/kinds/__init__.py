@@ -1,0 +1,39 @@
+"""Kinds of layer groups: each is one class that owns its whole life, and one entry here. See `core/kind.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvpool.compiling import tell_apart
+from kvpool.config import GroupKind, LayerGroup
+from kvpool.core.kind import ByBlock, CountedGroup, Group
+from kvpool.kinds.cross import CrossGroup
+from kvpool.kinds.full import FullGroup
+from kvpool.kinds.state import StateGroup
+from kvpool.kinds.window import ChunkedGroup, SlidingGroup
+from kvpool.pools.pool import BlockPool
+
+KINDS: dict[GroupKind, type[Group]] = {
+    GroupKind.FULL: FullGroup,
+    GroupKind.SLIDING: SlidingGroup,
+    GroupKind.CHUNKED: ChunkedGroup,
+    GroupKind.STATE: StateGroup,
+    GroupKind.CROSS: CrossGroup,
+}
+tell_apart(CountedGroup, ByBlock, *KINDS.values())
+
+
+def kind_of(spec: LayerGroup) -> type[Group]:
+    """The class of a layer group, for whoever has its description alone.
+
+    >>> from kvpool.config import KVCacheConfig, LayerSpec
+    >>> config = KVCacheConfig([LayerSpec(1, 8), LayerSpec(1, 8, window=4)], block_size=2, gpu_blocks=8)
+    >>> [kind_of(spec).by_block for spec in config.groups]
+    [False, True]
+    """
+    return KINDS[spec.kind]
+
+
+def make_groups(specs: Iterable[LayerGroup], block_size: int, pools: Sequence[list[BlockPool]]) -> tuple[Group, ...]:
+    """One object for each layer group of a model; `pools` are those of the model, each with one pool per tier."""
+    return tuple(kind_of(spec)(spec, block_size, pools[spec.pool]) for spec in specs)
