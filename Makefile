@@ -275,7 +275,8 @@ bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart); the bar of memory
 	$(PY) benchmarks/control_plane.py --quick $(ARGS)
 	$(PY) benchmarks/control_plane.py --only metadata --check $(ARGS)
-	$(PY) benchmarks/data_plane.py --quick $(ARGS)
+	$(PY) benchmarks/data_plane.py --quick --only "CPU, " $(ARGS)
+	$(PY) benchmarks/data_plane_attention.py --quick --only "cpu, prompts" $(ARGS)
 	$(PY) benchmarks/engine.py --quick --only 15M $(ARGS)
 	$(PY) benchmarks/traffic.py --quick --only plain $(ARGS)
 	$(PY) benchmarks/onboarding.py --quick $(ARGS)

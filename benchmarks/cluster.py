@@ -165,7 +165,7 @@ def cases(quick: bool) -> list[Case]:
     million, router_blocks = (20_000, 20_000) if quick else (1_000_000, 1_600_000)
     size = f"{million:,} blocks x {NODES} nodes"
     tokens = PROMPT_BLOCKS * SIZE
-    once: dict[str, Any] = {"repeats": 1, "quick_repeats": 1, "warmups": 0}
+    once: dict[str, Any] = {"repeats": 1, "warmups": 0}
     return [
         Case(f"look up {tokens} tokens, {size}", "µs", "lower", lambda: lookup(million), (50.0,)),
         Case(f"the same, announced in {TURNS} turns", "µs", "lower", lambda: lookup(million, TURNS)),

@@ -103,7 +103,6 @@ class Lines:
                 bars if self._has_bars else (),
                 PeerCase(name),
                 repeats=1,
-                quick_repeats=1,
                 warmups=0,
             )
         )

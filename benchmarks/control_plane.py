@@ -99,7 +99,7 @@ def _throughput_cases() -> list[Case]:
     released = {"num_sequences": 1024, "prompt_length": 512, "num_decoded": 208}
     long, short = {"prompt_length": 2048, "per_repeat": 100}, {"prompt_length": 128, "per_repeat": 400}
     quiet, loud = {"events": False}, {"events": True}
-    few: dict[str, Any] = {"repeats": 5, "quick_repeats": 2}
+    few: dict[str, Any] = {"repeats": 5}
     return [
         _both(
             "free 1,024 sequences of 45 blocks",
@@ -139,7 +139,7 @@ def _throughput_cases() -> list[Case]:
 
 
 def _size_cases() -> list[Case]:
-    once: dict[str, Any] = {"repeats": 1, "quick_repeats": 1, "warmups": 0}
+    once: dict[str, Any] = {"repeats": 1, "warmups": 0}
     filled = {"num_blocks": NUM_BLOCKS, "prompt_length": 2048}
     return [
         _both("metadata per cached block", "B", metadata, filled, bars=(140,), figures="metadata", **once),
@@ -168,26 +168,27 @@ def _size_cases() -> list[Case]:
     ]
 
 
-def _growth_cases() -> list[Case]:
+def _growth_cases(quick: bool) -> list[Case]:
     blocks = {"num_blocks": NUM_BLOCKS}, {"num_blocks": MILLION}
     leaves = {"fill_length": 800 * BLOCK_SIZE}, {"fill_length": 8 * BLOCK_SIZE}
     step = {"num_sequences": 256, "commit": False}
     hit = {"num_tokens": 8192, "per_repeat": 10}
     long, short = {"prompt_length": 2048, "per_repeat": 100}, {"prompt_length": 128, "per_repeat": 100}
-    same_pool = {"num_blocks": 819_200}  # 102,400 leaves of 8 blocks, or 1,024 of 800
+    same_pool = {"num_blocks": 81_920 if quick else 819_200}  # 102,400 leaves of 8 blocks, or 1,024 of 800
+    leaves_name = "10k over 100 leaves" if quick else "100k over 1k leaves"
     grown = {
         "1M over 64k blocks, decode step": partial(growth, decode, step, *blocks),
         "1M over 64k blocks, full hit of 8k": partial(growth, hit_admission, {**hit, "fill_length": 2048}, *blocks),
         "1M over 64k blocks, churn of 2k": partial(growth, churn, long, *blocks),
-        "100k over 1k leaves, full hit of 8k": partial(growth, hit_admission, {**hit, **same_pool}, *leaves),
-        "100k over 1k leaves, churn of 128": partial(growth, churn, {**short, **same_pool}, *leaves),
+        f"{leaves_name}, full hit of 8k": partial(growth, hit_admission, {**hit, **same_pool}, *leaves),
+        f"{leaves_name}, churn of 128": partial(growth, churn, {**short, **same_pool}, *leaves),
     }
     return [Case(f"growth, {name}", "x", "lower", runner, (1.3,), repeats=10) for name, runner in grown.items()]
 
 
-def cases() -> list[Case]:
+def cases(quick: bool = False) -> list[Case]:
     """All cases, in the order of the table."""
-    return [*_decode_cases(), *_admission_cases(), *_throughput_cases(), *_size_cases(), *_growth_cases()]
+    return [*_decode_cases(), *_admission_cases(), *_throughput_cases(), *_size_cases(), *_growth_cases(quick)]
 
 
 if __name__ == "__main__":
@@ -201,4 +202,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     driver = Path(__file__).parent / "peers" / "vllm_peer.py"
     vllm = PeerProcess("vllm", driver, options.vllm_python, "no --vllm-python or KVPOOL_VLLM_PYTHON was given")
-    sys.exit(harness.main(cases(), [vllm], options, {"kvpool": getattr(kvpool, "__version__", "from source")}))
+    sys.exit(
+        harness.main(cases(options.quick), [vllm], options, {"kvpool": getattr(kvpool, "__version__", "from source")})
+    )

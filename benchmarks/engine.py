@@ -84,7 +84,6 @@ def cpu_cases(quick: bool) -> list[Case]:
             peer_case=PeerCase("mixed", params, 2),
             recorded=(Recorded(CONTINUOUS, 85, "tuned", "Neoverse-N1, 1 thread", "2026-11"),),
             repeats=3,
-            quick_repeats=1,
             warmups=0,
         ),
         Case(
@@ -94,7 +93,6 @@ def cpu_cases(quick: bool) -> list[Case]:
             lambda: live_memory(small, random_prompts(24, 300, 512, 0, SMALL["vocab_size"]), 64),
             bars=(97.0,),
             repeats=1,
-            quick_repeats=1,
             warmups=0,
         ),
     ]
@@ -125,7 +123,6 @@ def real_model_cases(quick: bool) -> list[Case]:
             bars=(Times(3.0, ONE_BY_ONE), Times(1.5, STATIC), Times(3.0, CONTINUOUS)),
             peer_case=PeerCase("shared", params, 1),
             repeats=2,
-            quick_repeats=1,
             warmups=0,
         )
     ]

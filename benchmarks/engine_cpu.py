@@ -86,7 +86,7 @@ def cases(quick: bool) -> list[Case]:
 def _pair(name: str, model: str, dtype: str, prompts: Prompts, num_new: int) -> list[Case]:
     params = {"model": model, "dtype": dtype, "prompts": prompts, "num_new": num_new}
     bars: tuple[Bar, ...] = (Times(FACTOR, EAGER), Times(FACTOR, COMPILED))
-    few: dict[str, Any] = {"repeats": 3, "quick_repeats": 1, "warmups": 0}
+    few: dict[str, Any] = {"repeats": 3, "warmups": 0}
     once = {**few, "repeats": 1}
     cpu, wall = PeerCase("cpu_per_token", params), PeerCase("wall_per_token")
     return [

@@ -5,7 +5,7 @@ A benchmark is a list of `Case`s handed to `main`:
     python benchmarks/control_plane.py                    a table for people
     python benchmarks/control_plane.py --json FILE        the same numbers as JSON (- writes to stdout)
     python benchmarks/control_plane.py --check            exit status 1 where a bar is missed
-    python benchmarks/control_plane.py --quick            few repeats, for CI
+    python benchmarks/control_plane.py --quick            one repeat of each, for CI
     python benchmarks/control_plane.py --only decode      the cases whose name contains the word
 
 Times are CPU time of the measuring thread, so that a busy machine does not change them much. The garbage collector
@@ -110,7 +110,6 @@ class Case:
     recorded: tuple[Recorded, ...] = ()
     ceiling: float | None = None
     repeats: int = 20
-    quick_repeats: int = 3
     warmups: int = 1  # first repeats that are run and dropped, for kvpool and peers alike
 
 
@@ -219,7 +218,7 @@ def random_tokens(seed: int, *shape: int) -> npt.NDArray[np.int32]:
 def measure(case: Case, peers: Sequence[Peer], quick: bool = False) -> Result:
     """Runs one case: all participants are set up, then their repeats alternate."""
     result = Result(case)
-    repeats = case.quick_repeats if quick else case.repeats
+    repeats = 1 if quick else case.repeats
     try:
         runner = case.kvpool()
         alive = [peer for peer in peers if case.peer_case and _take_part(peer, result, case.peer_case)]
@@ -371,7 +370,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", metavar="FILE", help="write JSON; - for stdout, then the table goes to stderr")
     parser.add_argument("--check", action="store_true", help="exit with status 1 where a bar is missed")
-    parser.add_argument("--quick", action="store_true", help="few repeats, for CI")
+    parser.add_argument("--quick", action="store_true", help="one repeat of each, for CI")
     parser.add_argument("--only", metavar="WORD", default="", help="run only the cases whose name contains WORD")
     return parser
 

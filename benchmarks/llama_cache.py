@@ -115,7 +115,7 @@ def cases(lives: Lives) -> list[Case]:
     def case(name: str, kvpool: Callable[[], Runner], unit: str = "ms", bar: float | None = None) -> Case:
         bars = () if bar is None else (Times(bar, OWN),)
         full = name if name in (STORING, SIZE) else f"first token of {lives.num_tokens:,} tokens, {name}"
-        return Case(full, unit, "lower", kvpool, bars, PeerCase(name), repeats=5, quick_repeats=1, warmups=0)
+        return Case(full, unit, "lower", kvpool, bars, PeerCase(name), repeats=5, warmups=0)
 
     return [
         case(COMPUTED, cold(first_token)),

@@ -292,7 +292,7 @@ PEERS = [
 
 def asking(who: str, clients: int, pause: float, *bars: float) -> list[Case]:
     """A question for the prefix, and an empty one."""
-    case = partial(Case, unit="us", better="lower", repeats=2, quick_repeats=1, warmups=0)
+    case = partial(Case, unit="us", better="lower", repeats=2, warmups=0)
     prefix, nothing = (partial(questions, blocks, clients, pause) for blocks in (PREFIX_BLOCKS, 0))
     return [
         case(f"find + lease of 2,048 tokens, {who}", kvpool=prefix, bars=bars),
@@ -314,7 +314,7 @@ def cases() -> list[Case]:
         Case("copies out of the region", "GB/s", "higher", from_region, (Times(0.9, MEMCPY),), PeerCase("copies")),
         Case("copies into the region", "GB/s", "higher", to_region, (Times(0.9, MEMCPY),), PeerCase("copies")),
         Case("load with checksums", "GB/s", "higher", load, (Times(0.9, MEMCPY),), PeerCase("load")),
-        Case(f"a prompt behind {ENGINES} engines is held", "times", "lower", held, (1.0,), repeats=3, quick_repeats=1),
+        Case(f"a prompt behind {ENGINES} engines is held", "times", "lower", held, (1.0,), repeats=3),
         Case(
             f"SmolLM2, first token of {PROMPT_TOKENS} after a restart",
             "ms",
@@ -323,7 +323,6 @@ def cases() -> list[Case]:
             (Times(1.0, DISK), Times(5.0, COMPUTED)),
             PeerCase("first_token"),
             repeats=5,
-            quick_repeats=1,
         ),
     ]
 

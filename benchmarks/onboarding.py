@@ -207,7 +207,7 @@ def cases(bench: Bench) -> list[Case]:
         def runner() -> Runner:
             return lambda: [measure()]
 
-        return Case(name, unit, better, runner, (bar,), repeats=1, quick_repeats=1, warmups=0)
+        return Case(name, unit, better, runner, (bar,), repeats=1, warmups=0)
 
     prefix = f"a prefix of {bench.setting.prefix:,} tokens"
     return [

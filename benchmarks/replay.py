@@ -156,8 +156,8 @@ def evicting_admission(gap_seconds: float) -> Runner:
 def cases(traces: Path, quick: bool) -> list[Case]:
     """All cases, in the order of the table."""
     num_blocks = LARGE_BLOCKS // 100 if quick else LARGE_BLOCKS
-    once: dict[str, Any] = {"repeats": 1, "quick_repeats": 1, "warmups": 0}
-    few: dict[str, Any] = {"repeats": 5, "quick_repeats": 2}
+    once: dict[str, Any] = {"repeats": 1, "warmups": 0}
+    few: dict[str, Any] = {"repeats": 5}
     return [
         Case("conversation, lru at 10k, with load", "s", "lower", partial(one_capacity, traces, "lru"), (1.5,), **few),
         Case("conversation, adaptive at 10k", "s", "lower", partial(one_capacity, traces, "adaptive"), **few),

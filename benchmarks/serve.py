@@ -99,12 +99,12 @@ def cases(quick: bool) -> list[Case]:
     def starting(figure: str) -> Callable[[], Runner]:
         return lambda: lambda: [float(getattr(each, figure)) for each in starts(1 if quick else 3)]
 
-    once: dict[str, Any] = dict(repeats=1, quick_repeats=1, warmups=0)
+    once: dict[str, Any] = dict(repeats=1, warmups=0)
     soak_of = f"soak, {model}, {clients} clients"
     unintended, stayed = soaking(lambda found: float(found.unintended)), soaking(lambda found: float(found.stayed))
     health, grown = soaking(lambda found: found.health_ms), soaking(lambda found: found.grown_mib)
     return [
-        Case("overhead, SmolLM2-135M, 32 streams", "%", "lower", smol, (10.0,), repeats=3, quick_repeats=1, warmups=0),
+        Case("overhead, SmolLM2-135M, 32 streams", "%", "lower", smol, (10.0,), repeats=3, warmups=0),
         Case("overhead, 6-layer Llama, 32 streams", "%", "lower", small, repeats=3),
         Case("tokens a second, tiny Llama, 64 streams", "/s", "higher", tiny, (3000.0,), repeats=3),
         Case("start, SmolLM2-135M, until /ready", "CPU-s", "lower", starting("ready_seconds"), **once),
@@ -127,9 +127,9 @@ def beside_vllm(ours: KvpoolServer, options: argparse.Namespace) -> list[Case]:
         runner = partial(ours.runner, figure, **asked)
         return Case(f"{name}, {words}", unit, better, runner, bars, peer_case, warmups=0, **more)
 
-    once = dict(repeats=1, quick_repeats=1)
+    once = dict(repeats=1)
     return [
-        case("tokens_per_second", "tokens a second", "/s", "higher", Times(1.5, "vllm"), repeats=3, quick_repeats=1),
+        case("tokens_per_second", "tokens a second", "/s", "higher", Times(1.5, "vllm"), repeats=3),
         case("first_token_ms", "p50 of the first token", "ms", "lower", Times(1 / 0.7, "vllm"), **once),
         case("cpu_ms_per_token", "CPU time", "CPU-ms/tok", "lower", **once),
     ]

@@ -155,7 +155,7 @@ SOONEST = "soonest_first_token"
 
 def cases(bench: Bench) -> list[Case]:
     """Steps and runs of engines with and without compiled layers, with a goal for steps, and with little memory."""
-    once: dict[str, Any] = dict(repeats=1, quick_repeats=1, warmups=0)
+    once: dict[str, Any] = dict(repeats=1, warmups=0)
     found = []
 
     def add(name: str, unit: str, measure: Callable[[], float], *bars: float) -> None:

@@ -81,7 +81,7 @@ def make_case(*bars: Any, value: float = 1.0, log: list[str] | None = None, **op
             log.append("kvpool")
         return [value]
 
-    defaults: dict[str, Any] = dict(peer_case=PeerCase("decode"), repeats=3, quick_repeats=1, warmups=0)
+    defaults: dict[str, Any] = dict(peer_case=PeerCase("decode"), repeats=3, warmups=0)
     return Case("a case", "ms", options.pop("better", "lower"), lambda: run, bars, **{**defaults, **options})
 
 
@@ -110,7 +110,7 @@ class TestRepeats:
         result = measure(make_case(peer_case=PeerCase("decode", max_repeats=1)), [FakePeer()])
         assert {name: len(samples) for name, samples in result.samples.items()} == {"kvpool": 3, "vllm": 1}
 
-    def test_quick_runs_the_quick_repeats(self) -> None:
+    def test_quick_runs_one_repeat(self) -> None:
         log: list[str] = []
         measure(make_case(log=log), [], quick=True)
         assert log == ["kvpool"]

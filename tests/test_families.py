@@ -18,6 +18,7 @@ def tool() -> ModuleType:
     return load_tool("families")
 
 
+@pytest.mark.slow
 def test_a_family_is_equal_refused_or_not_tried(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--only", "llama,xglm,qwen4_exp_text,blt", "--json"]) == 0
     found = {each["family"]: each for each in json.loads(capsys.readouterr().out)["families"]}
@@ -27,12 +28,14 @@ def test_a_family_is_equal_refused_or_not_tried(tool: ModuleType, capsys: pytest
     assert found["blt"]["result"] == "untried"
 
 
+@pytest.mark.slow
 def test_a_model_whose_answers_are_alike_is_not_tried(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tool.tried("bert", False).result == "equal"
     monkeypatch.setattr(tool, "MOST_GROWTHS", 0)
     assert tool._heading(tool.tried("bert", False)) == "not tried: its answers to all prompts are alike"
 
 
+@pytest.mark.slow
 def test_equal_tokens_of_other_log_probabilities_are_found(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     own_answer = tool._own_answer
 

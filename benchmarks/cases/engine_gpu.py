@@ -162,7 +162,7 @@ def gpu_cases(quick: bool) -> list[Case]:
 
     params = {"make": own_model, "prompts": prompts, "num_new": num_new, "cpu": False, "peers": (STATIC,)}
     small_batch, large_batch = (functools.cache(functools.partial(steady_decode, model, batch)) for batch in (64, 256))
-    once: dict[str, Any] = dict(repeats=1, quick_repeats=1)
+    once: dict[str, Any] = dict(repeats=1)
     cold: dict[str, Any] = dict(warmups=0, **once)
     step, first_token = "decode step over its ideal, batch", "time to first token of 8k tokens, cold over cached"
     host_time = "host time per decode step outside the GPU's shadow, batch 256"
@@ -184,6 +184,5 @@ def gpu_cases(quick: bool) -> list[Case]:
             ceiling=limit,
             warmups=1,
             repeats=3,
-            quick_repeats=1,
         ),
     ]

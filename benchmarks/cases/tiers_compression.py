@@ -103,11 +103,9 @@ def compression_cases() -> list[Case]:
         for dtype in ("bfloat16", "float32"):
             title = f"compression, {name} of {dtype}, "
             cases += [
-                Case(title + "size", "%", "lower", partial(size, name, dtype), repeats=1, quick_repeats=1, warmups=0),
-                Case(
-                    title + "encode", "GB/s", "higher", partial(speed, name, dtype, False), repeats=5, quick_repeats=1
-                ),
-                Case(title + "decode", "GB/s", "higher", partial(speed, name, dtype, True), repeats=5, quick_repeats=1),
+                Case(title + "size", "%", "lower", partial(size, name, dtype), repeats=1, warmups=0),
+                Case(title + "encode", "GB/s", "higher", partial(speed, name, dtype, False), repeats=5),
+                Case(title + "decode", "GB/s", "higher", partial(speed, name, dtype, True), repeats=5),
             ]
     cases += [
         Case(f"compression, fp8 of {dtype}, error", "%", "lower", partial(error, dtype), repeats=1, warmups=0)

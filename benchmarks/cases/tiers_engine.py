@@ -97,7 +97,6 @@ def engine_cases() -> list[Case]:
             (Times(5.0, BARE),),
             PeerCase("first_token"),
             repeats=3,
-            quick_repeats=1,
         ),
         Case(
             "SmolLM2, 4 new prompts of 96, 48 new, all blocks stored on disk",
@@ -107,6 +106,5 @@ def engine_cases() -> list[Case]:
             (Times(0.95, BARE),),
             PeerCase("throughput"),
             repeats=3,
-            quick_repeats=1,
         ),
     ]
