@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,10 @@ def test_given_any_change_of_content_then_the_id_changes_and_of_names_it_does_no
         ({"bias": "all"}, "bias='all' is not served"),
         ({"lora_bias": True}, "lora_bias=True is not served"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not served"),
-        ({"target_parameters": ["experts.w"]}, "target_parameters=.* is not served"),
+        (
+            {"target_parameters": ["q_proj.weight"], "alpha_pattern": {"q_proj.weight": 2}},
+            "patterns say one thing of .*q_proj and another of its weight",
+        ),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not served"),
         ({"a_field_of_next_year": 1}, "a_field_of_next_year=1 is not served"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changed the model's own weights"),
@@ -127,11 +131,11 @@ def test_given_a_configuration_that_is_no_json_then_the_error_names_it(content: 
 # --- beside peft ---------------------------------------------------------------------------------------------------------
 
 
-def saved_by_peft(directory: Path, seed: int, **settings: Any) -> Path:
+def saved_by_peft(directory: Path, seed: int, family: str = "llama", **settings: Any) -> Path:
     """An adapter with random weights that peft itself made and saved."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(seed)
-    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(init_lora_weights=False, **settings))
+    model = peft.get_peft_model(tiny_model(family), peft.LoraConfig(init_lora_weights=False, **settings))
     model.save_pretrained(directory)
     return directory
 
@@ -175,6 +179,103 @@ def test_given_adapters_saved_by_peft_then_tokens_and_logits_are_those_of_peft(t
             torch.testing.assert_close(of_alone, logprobs, rtol=1e-4, atol=1e-4)
             mine = torch.tensor([each.logprob for each in mixed.logprobs])
             torch.testing.assert_close(mine, logprobs, rtol=1e-4, atol=1e-4)
+
+
+PEFTS_OWN = pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")  # of its own file
+EXPERTS = ["gate_up_proj", "down_proj"]
+
+
+def experts_of(family: str, folder: Path) -> dict[str, Path]:
+    """Adapters as peft writes them: for all that is linear, and for some parameters of experts."""
+    some = {"target_modules": ["o_proj"], "target_parameters": [f"experts.{name}" for name in EXPERTS]}
+    return {
+        "all": saved_by_peft(folder / "all", 1, family, r=4, lora_alpha=12, target_modules="all-linear"),
+        "some": saved_by_peft(folder / "some", 2, family, r=5, use_rslora=True, lora_alpha=6, **some),
+        "down": saved_by_peft(folder / "down", 3, family, r=17, lora_alpha=40, target_parameters=EXPERTS[1:]),
+    }
+
+
+@pytest.mark.quick("mixtral")
+@PEFTS_OWN
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"])
+def test_given_adapters_of_experts_then_a_mixed_batch_answers_as_peft_does(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    paths = experts_of(family, tmp_path)
+    with Engine(tiny_model(family), kv_blocks=64, max_adapters=3) as engine:
+        for name in ("down", "some", "all"):  # with a larger rank than the next ones, which have more targets
+            engine.load_adapter(name, paths[name])
+        running = {name: engine.submit(PROMPT, SCORED, adapter=name) for name in (None, *paths)}
+        answers = {name: one.result(60).samples[0] for name, one in running.items()}
+    for name, answer in answers.items():
+        model = tiny_model(family)
+        tokens, logprobs = said_by(model if name is None else peft.PeftModel.from_pretrained(model, paths[name]))
+        assert answer.token_ids == tokens
+        mine = torch.tensor([each.logprob for each in answer.logprobs])
+        torch.testing.assert_close(mine, logprobs, rtol=1e-4, atol=1e-4)
+    assert len({tuple(each.logprob for each in answer.logprobs) for answer in answers.values()}) == len(answers)
+
+
+@PEFTS_OWN
+def test_given_more_choices_of_experts_than_a_kernel_looks_at_then_adapters_add_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = experts_of("mixtral", tmp_path)
+    answers = []
+    for choices in (1024, 7):
+        monkeypatch.setattr("kvpool.model.expert_adapters.MOST_CHOICES", choices)
+        with Engine(tiny_model("mixtral"), kv_blocks=64, max_adapters=3, adapters=paths) as engine:
+            running = [engine.submit(PROMPT, SCORED, adapter=name) for name in (*paths, None)]
+            answers.append([one.result(60).samples[0].token_ids for one in running])
+    assert answers[0] == answers[1]
+
+
+@PEFTS_OWN
+def test_given_a_place_that_another_adapter_had_then_nothing_of_it_is_left(tmp_path: Path) -> None:
+    paths = experts_of("mixtral", tmp_path)
+    with Engine(tiny_model("mixtral"), kv_blocks=64, max_adapters=1, adapters=paths) as engine:
+        first = {name: said_by_engine(engine, name)[0] for name in paths}
+        assert {name: said_by_engine(engine, name)[0] for name in reversed(paths)} == first
+        modules = list(engine._loop.runner.model.modules())
+        assert any("forward" in vars(module) for module in modules)
+    assert not any("forward" in vars(module) for module in modules)
+
+
+@PEFTS_OWN
+def test_given_experts_that_are_not_served_then_the_error_names_them(tmp_path: Path) -> None:
+    path = experts_of("mixtral", tmp_path)["some"]
+    replaced = tiny_model("mixtral")
+    experts = replaced.model.layers[1].mlp.experts
+    experts.forward = partial(experts.forward)
+    for model, message in (
+        (tiny_model("mixtral", num_local_experts=8), r"experts.down_proj has rank 2.5; adapter_config.json says r=5"),
+        (
+            tiny_model("mixtral", intermediate_size=80),
+            r"fits not one parameter of the model's module: it has gate_up_proj",
+        ),
+        (tiny_model("llama"), r"mlp.experts.* has rank 20"),
+        (replaced, r"layers.1.mlp.experts.* has rank 20"),
+    ):
+        with Engine(model, kv_blocks=16) as engine, pytest.raises(ConfigError, match=message):
+            engine.load_adapter("a", path)
+
+
+@pytest.mark.gpu
+@PEFTS_OWN
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_given_a_gpu_then_adapters_of_experts_answer_from_graphs_as_without_and_as_on_a_cpu(
+    family: str, tmp_path: Path
+) -> None:
+    paths, answers = experts_of(family, tmp_path), []
+    for device, graphs in (("cpu", False), ("cuda", False), ("cuda", True)):
+        model = tiny_model(family).to(device)
+        with Engine(model, kv_blocks=64, max_adapters=3, adapters=paths, cuda_graphs=graphs) as engine:
+            running = [engine.submit(PROMPT, SCORED, adapter=name) for name in (None, *paths)]
+            answers.append([one.result(60).samples[0] for one in running])
+    for of_cpu, *others in zip(*answers, strict=True):
+        for other in others:
+            assert other.token_ids == of_cpu.token_ids
+            mine, wanted = ([each.logprob for each in one.logprobs] for one in (other, of_cpu))
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted), rtol=1e-3, atol=1e-3)
 
 
 def test_given_a_peft_model_then_it_is_served_with_its_active_adapter(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class EngineAdapters(StepPart):
         return adapter
 
     def _of_file(self, path: str | os.PathLike[str]) -> Adapter:
-        adapter = read_adapter(path)
+        adapter = read_adapter(path, self.stacks.parameter_sizes)
         return self.stacks.language_part(adapter) if self._language_only else adapter
 
     def _again(self, known: _Known) -> Adapter:

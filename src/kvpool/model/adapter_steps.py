@@ -17,6 +17,13 @@ class AdapterStep(NamedTuple):
     stacks: object  # of which model the adapters are
     groups: Tensor
 
+    def slots(self, num_tokens: int) -> Tensor:
+        """The slot of each token's adapter; -1 for a token without one."""
+        slots = self.groups.new_full((num_tokens + 1,), -1)  # the last one for -1, which stands for no token
+        used = self.groups[:, :1] >= 0
+        slots[self.groups[:, 1:].where(used, -1).long()] = self.groups[:, :1]
+        return slots[:-1].long()
+
     def of_some(self, num_tokens: int, tokens: Tensor) -> AdapterStep:
         """The same for a call that computes only some of `num_tokens` tokens, in this order."""
         places = self.groups.new_full((num_tokens + 1,), -1)  # the last one for -1, which stands for no token

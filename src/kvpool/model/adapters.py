@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,15 @@ from kvpool.files import parse_json, read_plain
 from kvpool.kernels.layout import LoraWeights
 from kvpool.kernels.lora import empty_weights, padded_rank, start_lora
 from kvpool.model.adapter_steps import current_step
+from kvpool.model.expert_adapters import (
+    ExpertAdapters,
+    ExpertStack,
+    Override,
+    ParameterSizes,
+    RouterProduct,
+    empty_stack,
+    parameter_sizes,
+)
 from kvpool.model.faster_layers import JoinedProduct, ProjectionPart
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -34,6 +44,7 @@ _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the weights tell
+        "target_parameters",
         *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
         *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
@@ -46,8 +57,8 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 class LoraPair(NamedTuple):
     """What an adapter adds to one projection: `scale * b @ a @ x`."""
 
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
+    a: Tensor  # [rank, in]; of experts [expert, rank, in]
+    b: Tensor  # [out, rank]; of experts [expert, out, rank]
     scale: float
 
 
@@ -55,16 +66,21 @@ class Adapter(NamedTuple):
     """An adapter in the memory of the host. Its `id` is a digest of everything that results depend on."""
 
     id: str
-    pairs: Mapping[str, LoraPair]  # by the name of the projection in the model
+    pairs: Mapping[str, LoraPair]  # by the name of the projection in the model, or of the parameter of experts
 
     @property
     def rank(self) -> int:
         """The largest rank."""
-        return max(len(pair.a) for pair in self.pairs.values())
+        return max(pair.a.shape[-2] for pair in self.pairs.values())
 
 
-def read_adapter(path: str | os.PathLike[str]) -> Adapter:
-    """Reads the directory of an adapter that peft saved. Raises ConfigError for what cannot be served."""
+def read_adapter(
+    path: str | os.PathLike[str], sizes_of: Callable[[str], Mapping[str, ParameterSizes]] = lambda name: {}
+) -> Adapter:
+    """Reads the directory of an adapter that peft saved. Raises ConfigError for what cannot be served.
+
+    `sizes_of` gives the parameters of a module of the model, if it is no linear layer: `AdapterStacks.parameter_sizes`.
+    """
     directory = Path(path).expanduser()
     config = _read_config(directory / CONFIG_FILE)
     file = directory / WEIGHTS_FILE
@@ -86,8 +102,35 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
         found.setdefault(match[1], {})[match[2]] = tensor
     if not found:
         raise ConfigError(f"{file} holds no weights")
-    pairs = {name: _pair(file, name, halves, config) for name, halves in sorted(found.items())}
+    pairs: dict[str, LoraPair] = {}
+    for name, halves in sorted(found.items()):
+        module = re.sub(r"(\.base_layer)+$", "", name)  # around a module, peft has one layer for each parameter
+        sizes = sizes_of(module)
+        if not sizes:
+            pairs[name] = _pair(file, name, halves, config)
+            if config.get("target_parameters") and pairs[name] != _pair(file, f"{name}.weight", halves, config):
+                raise ConfigError(
+                    f"{file}: patterns say one thing of {name} and another of its weight; this is not served"
+                )
+            continue
+        target = _target(file, name, halves, sizes)
+        pair = _pair(file, f"{module}.{target}", halves, config, sizes[target].num_experts)
+        key = f"{module}.{target}" if pair.a.ndim == 3 else module
+        if key in pairs:
+            raise ConfigError(f"{file} holds weights for {key} twice")
+        pairs[key] = pair
     return Adapter(_digest(pairs), pairs)
+
+
+def _target(file: Path, name: str, halves: Mapping[str, Tensor], sizes: Mapping[str, ParameterSizes]) -> str:
+    """The parameter that halves are for. Their names do not tell, but no two of a module have the same shape."""
+    shapes = {half: tuple(tensor.shape) for half, tensor in halves.items()}
+    given = (shapes["A"][1], shapes["B"][0]) if shapes.keys() == {"A", "B"} else None
+    fits = [target for target, of in sizes.items() if (of.inputs, of.outputs) == given]
+    if len(fits) != 1:
+        has = ", ".join(f"{target} ({of.inputs} inputs, {of.outputs} outputs)" for target, of in sizes.items())
+        raise ConfigError(f"{file}: {name} with {shapes} fits not one parameter of the model's module: it has {has}")
+    return fits[0]
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
@@ -116,20 +159,27 @@ def _read_config(file: Path) -> Mapping[str, Any]:
     return config
 
 
-def _pair(file: Path, name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any]) -> LoraPair:
+def _pair(
+    file: Path, name: str, halves: Mapping[str, Tensor], config: Mapping[str, Any], num_experts: int | None = None
+) -> LoraPair:
     if halves.keys() != {"A", "B"} or len(halves["A"]) != halves["B"].shape[1]:
         shapes = ", ".join(f"lora_{half} {list(tensor.shape)}" for half, tensor in halves.items())
         raise ConfigError(f"{file}: {name} needs lora_A [rank, in] and lora_B [out, rank]; it has {shapes}")
-    rank = len(halves["A"])
+    a, b = halves["A"], halves["B"]
+    rank = len(a) / (num_experts or 1)
     said, alpha = (
         _of_pattern(config.get(pattern) or {}, name, config.get(usual))
         for pattern, usual in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
     if said != rank or not isinstance(alpha, (int, float)):
         raise ConfigError(
-            f"{file}: {name} has rank {rank}; {CONFIG_FILE} says r={show(said)}, lora_alpha={show(alpha)}"
+            f"{file}: {name} has rank {rank:g}; {CONFIG_FILE} says r={show(said)}, lora_alpha={show(alpha)}"
         )
-    return LoraPair(halves["A"], halves["B"], alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if num_experts is None:
+        return LoraPair(a, b, scale)
+    a, b = a.reshape(num_experts, -1, a.shape[1]), b.reshape(len(b), -1, num_experts).permute(2, 0, 1)
+    return LoraPair(a.contiguous(), b.contiguous(), scale)
 
 
 def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
@@ -156,7 +206,7 @@ class _Product:
     module: nn.Module
     names: tuple[str, ...]  # of its parts, in the model
     weights: LoraWeights
-    hooks: tuple[Any, Any]  # before and behind a call of the module; removed with the stacks
+    hooks: tuple[Any, ...]  # before and behind a call of the module, or around it; removed with the stacks
     finish: Callable[[Tensor], None] | None = None  # adds what the adapters of the call under way add
 
 
@@ -171,19 +221,38 @@ class AdapterStacks:
         self.model = model
         self.num_slots = num_slots
         self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
         self._products: dict[nn.Module, _Product] = {}
+        self._experts: dict[nn.Module, dict[str, ExpertStack]] = {}  # by parameter
+        self._overrides: list[Override] = []  # of experts
+        self._sizes: dict[nn.Module, Mapping[str, ParameterSizes]] = {}
         self._rank = 0
         self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all stacks."""
-        return sum(part.nbytes for each in self._products.values() for part in each.weights[:4])
+        stacks = [stack for stacks in self._experts.values() for stack in stacks.values()]
+        linear = sum(part.nbytes for each in self._products.values() for part in each.weights[:4])
+        return linear + sum(part.nbytes for stack in stacks for part in stack)
+
+    def parameter_sizes(self, name: str) -> Mapping[str, ParameterSizes]:
+        """The parameters of a module that adapters may target although it is no linear layer."""
+        module = self._modules.get(name)
+        if module is None or _is_linear(module):
+            return {}
+        if module not in self._sizes:
+            self._sizes[module] = parameter_sizes(module)
+        return self._sizes[module]
+
+    def _module_of(self, name: str, pair: LoraPair) -> nn.Module | None:
+        """The module that computes what an adapter adds to."""
+        return self._modules.get(name.rpartition(".")[0] if pair.a.ndim == 3 else name)
 
     def language_part(self, adapter: Adapter) -> Adapter:
         """What an adapter adds to the language part of a model, without encoders of images and the like."""
         outside = self._outside_language()
-        pairs = {name: pair for name, pair in adapter.pairs.items() if self._modules.get(name) not in outside}
+        pairs = {name: pair for name, pair in adapter.pairs.items() if self._module_of(name, pair) not in outside}
         if not pairs:
             raise InvalidArgumentError(f"the adapter adds nothing to the language part of {type(self.model).__name__}")
         return Adapter(_digest(pairs), pairs)
@@ -200,16 +269,19 @@ class AdapterStacks:
         if any(hasattr(module, "merged_adapters") for module in self._modules.values()):
             raise InvalidArgumentError("the model has adapters of peft in its layers; load others into a model without")
         head = self.model.get_output_embeddings()
-        for name, (a, b, _) in adapter.pairs.items():
+        for name, pair in adapter.pairs.items():
+            a, b, _ = pair
+            if a.ndim == 3:  # its sizes were compared when it was read
+                continue
             module = self._modules.get(name)
             if module is None:
                 raise InvalidArgumentError(
                     f"the adapter targets {name}, which {type(self.model).__name__} does not have"
                 )
-            if module is head or not _is_linear(module):
+            if module is head or not (_is_linear(module) or self.parameter_sizes(name)):
                 raise InvalidArgumentError(
                     f"the adapter targets {name}, a {type(module).__name__}{' for the logits' * (module is head)}; served "
-                    "are linear layers that compute every token"
+                    "are linear layers that compute every token, experts of transformers' ExpertsInterface, and routers"
                 )
             needed, given = _sizes(module), (a.shape[1], b.shape[0])
             if needed != given:
@@ -225,16 +297,22 @@ class AdapterStacks:
         raises, and the stacks are as they were.
         """
         rank = max(self._rank, padded_rank(adapter.rank))
-        missing = {_whole(self._modules[name]) for name in adapter.pairs} - self._products.keys()
-        if rank == self._rank and not missing:
+        experts = [name.rpartition(".") for name, pair in adapter.pairs.items() if pair.a.ndim == 3]
+        linear = [name for name, pair in adapter.pairs.items() if pair.a.ndim == 2]
+        missing = {_whole(self._modules[name]) for name in linear} - self._products.keys()
+        targets = {(self._modules[name], target) for name, _, target in experts}
+        known = {(module, target) for module, stacks in self._experts.items() for target in stacks}
+        if rank == self._rank and not missing and targets <= known:
             return False
         if any(module._compiled_call_impl is not None for module in self.model.modules()):
             raise InvalidArgumentError("compiled layers cannot take adapters: use compile=False")
-        if missing:
-            self._check_calls(missing, probe)
+        new_experts = {module for module, _ in targets} - self._experts.keys()
+        if missing or new_experts:
+            self._check_calls(missing | new_experts, probe)
         kept = [] if rank == self._rank else list(self._products)
         try:
             made = {module: self._empty(module, rank) for module in (*kept, *missing)}
+            of_experts = {place: self._empty_experts(*place, rank) for place in {*known, *targets}}
         except torch.OutOfMemoryError as error:
             raise StorageMemoryError(
                 f"{self.model.device} has no memory for {self.num_slots} adapters of rank {rank}; lower max_adapters: {error}"
@@ -246,13 +324,37 @@ class AdapterStacks:
             new.scales.copy_(old.scales)
             new.ranks.copy_(old.ranks)
             self._products[module].weights = new
-        names = {module: name for name, module in self._modules.items()}
+        for module, target in known:
+            stack, bigger = self._experts[module][target], of_experts[module, target]
+            bigger.a[:, :, : self._rank] = stack.a
+            bigger.b[..., : self._rank] = stack.b
+            bigger.scales.copy_(stack.scales)
         for module in missing:
-            parts = tuple(names[part] for part in _parts(module))
-            hooks = module.register_forward_pre_hook(self._start), module.register_forward_hook(self._finish)
-            self._products[module] = _Product(module, parts, made[module], hooks)
+            parts = tuple(self._names[part] for part in _parts(module))
+            self._products[module] = _Product(module, parts, made[module], self._hooks(module))
+        for module in new_experts:
+            self._experts[module] = {}
+            added = ExpertAdapters(self, self._experts[module], module)
+            self._overrides.append(Override(module, added.forward))
+        for (module, target), stack in of_experts.items():
+            self._experts[module][target] = stack
         self._rank = rank
         return True
+
+    def _hooks(self, module: nn.Module) -> tuple[Any, ...]:
+        """Lets adapters add to what a module computes."""
+        if _is_linear(module) or isinstance(module, JoinedProduct):
+            return module.register_forward_pre_hook(self._start), module.register_forward_hook(self._finish)
+        return (Override(module, partial(self._route, module)),)
+
+    def _route(self, module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a router, to whose product adapters add."""
+        step = current_step()
+        if step is None or step.stacks is not self:
+            return own(*args, **kwargs)
+        weights = self._products[module].weights
+        with RouterProduct(module.weight, lambda x: start_lora(x, weights, step.groups, self._side)):
+            return own(*args, **kwargs)
 
     @torch.inference_mode()
     def fill(self, slot: int, adapter: Adapter) -> None:
@@ -272,12 +374,26 @@ class AdapterStacks:
             weights.ranks[slot] = weights.ranks.new_tensor([0 if pair is None else len(pair.a) for pair in pairs])
             weights.scales[slot] = weights.scales.new_tensor([0.0 if pair is None else pair.scale for pair in pairs])
 
+        for module, stacks in self._experts.items():
+            for target, stack in stacks.items():
+                pair = adapter.pairs.get(f"{self._names[module]}.{target}")
+                stack.scales[slot] = 0.0 if pair is None else pair.scale
+                if pair is not None:
+                    stack.a[slot].zero_()
+                    stack.b[slot].zero_()
+                    rank = pair.a.shape[1]
+                    stack.a[slot, :, :rank] = pair.a.to(stack.a.device, stack.a.dtype)
+                    stack.b[slot, ..., :rank] = pair.b.to(stack.b.device, stack.b.dtype)
+
     def close(self) -> None:
         """The model forgets the stacks."""
         for product in self._products.values():
             for hook in product.hooks:
                 hook.remove()
         self._products.clear()
+        for override in self._overrides:
+            override.remove()
+        self._experts.clear()
 
     def _empty(self, module: nn.Module, rank: int) -> LoraWeights:
         parts = [_sizes(part) for part in _parts(module)]
@@ -285,14 +401,32 @@ class AdapterStacks:
         where = {"dtype": self.model.dtype, "device": self.model.device}
         return empty_weights(self.num_slots, rank, parts[0][0], sizes, **where)
 
+    def _empty_experts(self, module: nn.Module, target: str, rank: int) -> ExpertStack:
+        sizes = self._sizes[module][target]
+        return empty_stack(self.num_slots, rank, sizes, dtype=self.model.dtype, device=self.model.device)
+
     def _check_calls(self, modules: Iterable[nn.Module], probe: Any) -> None:
-        """Raises UnsupportedModelError if a module is not called with every token of a step, as experts are not."""
+        """Raises UnsupportedModelError if a module does not get every token of a step at once, as single experts do not."""
         rows: dict[nn.Module, list[int]] = {module: [] for module in modules}
 
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
             rows[module].append(args[0][..., 0].numel())
 
-        hooks = [module.register_forward_pre_hook(note) for module in rows]
+        def note_product(module: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
+            def start(x: Tensor) -> Callable[[Tensor], None]:
+                rows[module].append(len(x))
+                return lambda out: None
+
+            with RouterProduct(module.weight, start):
+                return own(*args, **kwargs)
+
+        hooks: list[Any] = []
+        for module in rows:
+            sizes = self._sizes.get(module, {})
+            if "weight" in sizes:
+                hooks.append(Override(module, partial(note_product, module)))
+            else:
+                hooks.append(module.register_forward_pre_hook(note))
         try:
             logits, _ = probe()
         finally:
@@ -300,7 +434,7 @@ class AdapterStacks:
                 hook.remove()
         for module, counts in rows.items():
             if set(counts) != {len(logits)}:
-                name = next(name for name, each in self._modules.items() if each is _parts(module)[0])
+                name = self._names[_parts(module)[0]]
                 hint = "; language_adapters=True leaves such targets out" * (module in self._outside_language())
                 raise UnsupportedModelError(
                     f"the adapter targets {name}, which does not compute every token in one product; this is not served{hint}"
@@ -330,8 +464,8 @@ def _sizes(module: Any) -> tuple[int, int]:
     """Inputs and outputs of a linear layer."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    inputs, outputs = module.weight.shape  # Conv1D of GPT-2
-    return inputs, outputs
+    first, second = module.weight.shape
+    return (first, second) if _is_linear(module) else (second, first)  # Conv1D of GPT-2, or a router
 
 
 def _whole(module: nn.Module) -> nn.Module:

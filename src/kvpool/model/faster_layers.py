@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from kvpool.kernels.experts import expert_product
 from kvpool.kernels.layout import MOST_CHOICES
 
 _SIZES = (1e-3, 1.0, 100.0)  # of inputs; small ones reveal the epsilon
+# By name of a product, its inputs and the shares of choices that scale it, if any: what is added to it
+Added: TypeAlias = Callable[[str, Tensor, Tensor | None], Tensor | None]
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # others need scales
 
 
@@ -117,31 +119,50 @@ def has_experts(model: nn.Module) -> bool:
 def _experts(module: Any, own: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if top_k_index.numel() > MOST_CHOICES:
         return own(hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    return _few_choices(module, hidden_states, top_k_index, top_k_weights)
+    return few_choices(module, hidden_states, top_k_index, top_k_weights)
 
 
-def _few_choices(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    inner = expert_product(hidden_states, *_weights(module, first), top_k_index)
+def few_choices(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, added: Added | None = None
+) -> Tensor:
+    """What a mixture of experts gives. `added` says what is added to its products for each choice, if anything is."""
+    first = first_product(module)
+    inner = expert_product(hidden_states, *expert_weights(module, first), top_k_index)
+    if added is not None and (more := added(first, hidden_states, None)) is not None:
+        inner = inner + more
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    outer: Tensor = expert_product(inner, *_weights(module, "down_proj"), top_k_index, top_k_weights)
+    outer: Tensor = expert_product(inner, *expert_weights(module, "down_proj"), top_k_index, top_k_weights)
+    if added is not None and (more := added("down_proj", inner, top_k_weights)) is not None:
+        outer = outer + more
     return outer.view(*top_k_index.shape, -1).sum(dim=1)
 
 
-def _weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+def is_experts(module: nn.Module) -> bool:
+    """Whether `few_choices` computes what a module does. On a GPU those modules do that `fuse_experts` has found."""
+    if getattr(vars(module).get("forward"), "func", None) is _experts:
+        return True
+    return all(weight.device.type == "cpu" for weight in module.parameters()) and _is_experts(module)
+
+
+def first_product(module: Any) -> str:
+    """The name of the first of the two weights of experts."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def expert_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     """The weights [expert, out, in] and the biases of one product of experts."""
     weights = getattr(module, name)
     return weights.transpose(1, 2) if module.is_transposed else weights, getattr(module, f"{name}_bias", None)
 
 
 def _is_experts(module: Any) -> bool:
-    """Whether a module is a mixture of experts that `_few_choices` computes as well."""
+    """Whether a module is a mixture of experts that `few_choices` computes as well."""
     names = ("has_gate", "is_transposed", "_apply_gate", "num_experts", "down_proj")
     if is_hooked(module) or not all(hasattr(module, name) for name in names):
         return False
     if not all(type(weight) is nn.Parameter and weight.dtype in _PLAIN_TYPES for weight in module.parameters()):
         return False
-    _, num_outputs, _ = _weights(module, "down_proj")[0].shape
+    _, num_outputs, _ = expert_weights(module, "down_proj")[0].shape
     chosen = torch.arange(2 * min(2, module.num_experts), device=module.down_proj.device).view(2, -1)
     chosen = chosen % module.num_experts
     steps = torch.arange(2 * num_outputs, device=chosen.device, dtype=torch.float32)
@@ -149,7 +170,7 @@ def _is_experts(module: Any) -> bool:
     shares = torch.softmax(chosen.float(), dim=-1).to(inputs.dtype)
     try:
         given = module(inputs, chosen, shares)
-        wanted = _few_choices(module, inputs, chosen, shares)
+        wanted = few_choices(module, inputs, chosen, shares)
     except Exception:  # it needs other arguments
         return False
     same_shape = isinstance(given, Tensor) and given.shape == wanted.shape
