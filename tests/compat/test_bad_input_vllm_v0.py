@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_number, is_tokens, kinds_in
 
 from kvpool import LayerSpec
@@ -93,6 +94,7 @@ def test_given_the_public_names_then_each_is_called_here() -> None:
     assert {subject.name for subject in SUBJECTS} == kinds_in("vllm_v0")
 
 
+@pytest.mark.quick("BlockManager.__init__", "BlockManager.fork", "CacheEngine.copy")
 @cases(SUBJECTS, *MODULES)
 def test_given_a_wrong_value_then_it_is_named_and_nothing_changes(subject: Subject, method: str) -> None:
     check_calls(subject, method, KNOWN_FAILURES)

@@ -81,6 +81,7 @@ def requests_at_random(seed: int) -> None:
     assert cache.get_num_free_blocks() == 16
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_given_random_calls_then_every_request_reads_what_the_model_says(seed: int) -> None:
     requests_at_random(seed)

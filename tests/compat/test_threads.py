@@ -110,6 +110,7 @@ def end(cache: Any, name: str) -> None:
         cache.manager.free(cache.manager.get(name))
 
 
+@pytest.mark.quick("V0")
 @pytest.mark.parametrize("system", LIVES)
 def test_given_threads_with_requests_of_their_own_then_each_reads_what_it_wrote(
     system: str, eager_thread_switches: None
@@ -214,6 +215,7 @@ def test_given_v0s_worker_in_a_thread_of_its_own_then_it_moves_the_bytes_of_ever
             blocks.reset_prefix_cache()
 
 
+@pytest.mark.slow
 def test_given_defragmentation_in_another_thread_then_every_token_is_read_as_it_was_written(
     eager_thread_switches: None,
 ) -> None:

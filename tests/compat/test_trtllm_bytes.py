@@ -281,6 +281,7 @@ class Run:
         assert stats.free_num_blocks + stats.used_num_blocks <= stats.max_num_blocks
 
 
+@pytest.mark.quick("0-full", "0-no host")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(1))
 def test_given_random_calls_then_every_token_has_its_bytes_and_events_tell_what_is_cached(

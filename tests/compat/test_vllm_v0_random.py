@@ -135,6 +135,7 @@ class Model:
                 assert torch.equal(values, -keys)
 
 
+@pytest.mark.quick("0-True-True", "0-False-False")
 @pytest.mark.parametrize(("enable_caching", "marks"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("seed", range(2))
 def test_given_random_calls_then_every_sequence_reads_what_the_model_says(

@@ -83,6 +83,7 @@ def test_given_the_name_of_a_compressed_file_then_the_recording_is_compressed_an
     assert replay_recording(path).requests == 1
 
 
+@pytest.mark.quick("options0", "options3")
 @pytest.mark.parametrize(
     "options", [{}, {"host_blocks": None}, {"eviction_policy": "s3fifo"}, {"num_groups": 2}, {"partial_match": False}]
 )

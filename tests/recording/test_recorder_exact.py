@@ -164,6 +164,7 @@ def intervene(manager: KVCacheManager, seed: int, pins: list[Any]) -> None:
         choices[int(random.integers(len(choices)))]()
 
 
+@pytest.mark.slow
 @settings(max_examples=max(10, settings().max_examples * 2 // 5))
 @example(seed=349)  # what a session published was once removed in the order of addresses
 @given(seed=st.integers(0, 2**32))

@@ -31,6 +31,7 @@ def talk(manager: KVCacheManager, clock: Clock, rng: random.Random) -> None:
         manager.free(handle)
 
 
+@pytest.mark.quick("adaptive-None", "adaptive-6")
 @pytest.mark.parametrize("host_blocks", [None, 6])
 @pytest.mark.parametrize("policy", REMEMBERING)
 def test_given_a_policy_that_remembers_when_recordings_are_replayed_then_hits_are_equal(

@@ -161,6 +161,7 @@ def planned(plan: BatchPlan) -> list[Any]:
     ]
 
 
+@pytest.mark.quick("0", "12", "30")
 @pytest.mark.parametrize("first", range(0, len(SEEDS), 6))
 def test_given_the_same_requests_then_their_plans_are_those_of_before(first: int) -> None:
     lines = PLANS.read_text().splitlines()
