@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, Grammars
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.handover import Handovers, Prefill
+from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, not_first, not_followed, sampling_defaults
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.requests import (
@@ -106,9 +107,13 @@ class Engine:
         self.shape, self._loop, inbox, self._prompts, self._tiers, self._pictures, self._forgetting = parts
         self.plane = self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
-        self._publisher = self._start_publishing(chosen.publish)
-        self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
-        self._closing = threading.Lock()
+        self._closing, self._opened = threading.Lock(), ExitStack()  # closed in the opposite order
+        self._publisher: EventPublisher | None = None
+        try:
+            self._open(self._loop, chosen)
+        except BaseException:
+            self._opened.close()
+            raise
         self._thread = EngineThread(self._loop, inbox)  # which does not hold the engine
         self._requests = self._make_requests()
         self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
@@ -116,19 +121,19 @@ class Engine:
 
     __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
 
-    def _start_publishing(self, endpoint: str | None) -> EventPublisher | None:
-        """Starts to announce what is cached. If the port is taken, it closes everything and raises."""
-        if endpoint is None:
-            return None
-        try:
-            publisher = EventPublisher(self.manager, endpoint)
-        except BaseException:
-            if self._tiers is not None:
-                self._tiers.close()
-            self.plane.close()
-            raise
-        weakref.finalize(self, publisher.close).atexit = False
-        return publisher
+    def _open(self, loop: EngineLoop, chosen: EngineSettings) -> None:
+        """Notes what `close` closes, and begins to announce and to record what is cached."""
+        self._opened.callback(lambda: loop.runner.adapters.close())
+        self._opened.callback(lambda: loop.runner.close())
+        self._opened.callback(self.plane.close)
+        if self._tiers is not None:
+            self._opened.callback(self._tiers.close)
+        if chosen.publish is not None:
+            self._publisher = EventPublisher(self.manager, chosen.publish)  # raises if the port is taken
+            self._opened.callback(self._publisher.close)
+            weakref.finalize(self, self._publisher.close).atexit = False
+        if chosen.record is not None:
+            self._opened.callback(TraceRecorder(chosen.record).attach(self.manager).close)
 
     @property
     def is_closed(self) -> bool:
@@ -602,17 +607,8 @@ class Engine:
             raise SequenceStateError("a callback is part of a step and cannot close its engine; use another thread")
         self._thread.close()
         with self._closing:
-            if self._recorder is not None:
-                self._recorder.close()
-                self._recorder = None
-            if self._publisher is not None:
-                self._publisher.close()
-                self._publisher = None
-            if self._tiers is not None:
-                self._tiers.close()
-            self.plane.close()
-            self._loop.runner.close()
-            self._loop.runner.adapters.close()
+            self._opened.close()
+            self._publisher = None
 
     def __enter__(self) -> Engine:
         return self
