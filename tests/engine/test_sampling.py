@@ -16,7 +16,6 @@ from kvpool.engine.sampling import (  # noqa: E402
     StepSampler,
     TokenCounts,
     _Rows,
-    logprob_of,
     sample,
     seed_of,
     uniforms_for,
@@ -212,10 +211,11 @@ def test_given_logprobs_of_a_step_then_each_sample_gets_its_own_and_as_many_best
     expected = logits.log_softmax(-1)
     for row, num_top in ((0, 3), (1, 1), (1, 0)):
         token = int(sampled.tokens[row])
-        found = logprob_of(sampled, row, token, num_top)
+        (found,) = sampled.entries(np.array([row]), [token], num_top)
         assert (found.token, found.logprob) == (token, pytest.approx(expected[row, token].item()))
         assert [each for each, _ in found.top] == expected[row].topk(num_top).indices.tolist()
         assert [value for _, value in found.top] == pytest.approx(expected[row].topk(num_top).values.tolist())
+    assert sampled.entries(np.array([0]), [3], None) == []  # nobody asked
 
 
 def test_given_no_best_ones_or_more_than_there_are_tokens_then_logprobs_are_those_of_what_there_is() -> None:

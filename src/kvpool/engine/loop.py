@@ -21,9 +21,8 @@ from torch import Tensor
 from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.generation import Generation
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.sampling import Sampled, StepSampler, logprob_of
+from kvpool.engine.sampling import Sampled, StepSampler
 from kvpool.engine.scheduled_requests import ScheduledRequests
-from kvpool.engine.scoring import TokenLogprob
 from kvpool.engine.speculation import num_accepted
 from kvpool.engine.step_part import StepInputs, StepPart, StepParts
 from kvpool.errors import KVPoolError, OutOfBlocksError, StepError, UnknownRequestError
@@ -99,7 +98,7 @@ class EngineLoop:
         self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
         self._requests = requests
         self._flying: deque[_Launched] = deque()
-        self._broken: list[Generation] = []  # requests whose grammar failed in this step
+        self._broken: list[Generation] = []  # requests that failed in this step
         self._copies = _PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
         self._num_graphs = -1  # when the last step was over
@@ -250,10 +249,10 @@ class EngineLoop:
         self._remember(plan, sampled.tokens)
         if self.runner.device.type == "cpu":
             return _Launched(plan, began, sampled)
-        parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
+        on_host = sampled.to_host()
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, began, Sampled(*parts), ready)
+        return _Launched(plan, began, on_host, ready)
 
     def _logits(self, plan: BatchPlan) -> Tensor:
         """Runs the model. Returns the logits that tokens are sampled from."""
@@ -380,13 +379,9 @@ class EngineLoop:
         samples_at: Int64Array,
     ) -> bool:
         """Gives a sample its new tokens. True: its text is complete, and the scheduler does not know it yet."""
-        logprobs: list[TokenLogprob] = []
-        if generation.params.logprobs is not None:
-            num_top = generation.params.logprobs
-            places = zip(samples_at.tolist(), tokens, strict=True)
-            logprobs = [logprob_of(sampled, at, token, num_top) for at, token in places]
         try:
-            is_complete = generation.push(sequence.index, tokens, logprobs)
+            asked = generation.params.logprobs
+            is_complete = generation.push(sequence.index, tokens, sampled.entries(samples_at, tokens, asked))
         except StepError:
             self._broken.append(generation)
             return False

@@ -37,6 +37,27 @@ class Sampled(NamedTuple):
     top_logprobs: Tensor | None = None  # [rows, the largest number that a row asks for]
     top_tokens: Tensor | None = None
 
+    def to_host(self) -> Sampled:
+        """A copy for the host. It is complete once the device has done the copy."""
+        return Sampled(*(None if part is None else part.to("cpu", non_blocking=True) for part in self))  # type: ignore[arg-type]
+
+    def entries(self, rows: Int64Array, tokens: Sequence[int], num_top: int | None) -> list[TokenLogprob]:
+        """The log probabilities of these tokens, one of each row, and of the `num_top` best ones; None: nobody asked.
+
+        The tensors are on the host.
+        """
+        if num_top is None:
+            return []
+        assert self.logprobs is not None
+        entries = []
+        for row, token in zip(rows.tolist(), tokens, strict=True):
+            top: tuple[tuple[int, float], ...] = ()
+            if num_top and self.top_tokens is not None and self.top_logprobs is not None:
+                best = self.top_tokens[row, :num_top].tolist(), self.top_logprobs[row, :num_top].tolist()
+                top = tuple(zip(*best, strict=True))
+            entries.append(TokenLogprob(token, float(self.logprobs[row]), top))
+        return entries
+
 
 class SamplingRows:
     """The parameters of a batch's rows as tensors. They are made when the batch changes, and used for many steps.
@@ -379,13 +400,3 @@ class StepSampler(StepPart):
         if rows.source is not None:
             positions = positions[rows.source]
         return positions + 1 - rows.prompt_lengths
-
-
-def logprob_of(sampled: Sampled, at: int, token: int, num_top: int) -> TokenLogprob:
-    """The log probabilities of sample `at` with this token, and of the `num_top` best tokens. Tensors are on the host."""
-    assert sampled.logprobs is not None
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top and sampled.top_tokens is not None and sampled.top_logprobs is not None:
-        tokens, values = sampled.top_tokens[at, :num_top].tolist(), sampled.top_logprobs[at, :num_top].tolist()
-        top = tuple(zip(tokens, values, strict=True))
-    return TokenLogprob(token, float(sampled.logprobs[at]), top)

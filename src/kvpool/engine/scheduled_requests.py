@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import TypeVar
 
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.generation import Generation
 from kvpool.engine.step_part import StepPart
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import Request, ScheduledSequence, Scheduler
+
+_T = TypeVar("_T")
 
 
 class ScheduledRequests(StepPart):
@@ -42,7 +44,7 @@ class ScheduledRequests(StepPart):
             arrival = self._scheduler.clock() if request.arrival is None else request.arrival
             self._waiting.append((generation, replace(request, arrival=arrival)))
         else:
-            self._add(generation, request)
+            self._schedule(generation, request, lambda: self._scheduler.add(request))
 
     def tend(self) -> None:
         """Hands over requests whose adapter finds a place now, and those whose deadline has passed: they end unused."""
@@ -67,7 +69,7 @@ class ScheduledRequests(StepPart):
             self._waiting.remove(each)
             try:
                 self._scheduler.add(each[1])
-                self.register(*each)
+                self.generations[generation.id] = generation
             except KVPoolError as error:
                 generation.end(error)
 
@@ -75,32 +77,21 @@ class ScheduledRequests(StepPart):
         """Hands a request to the scheduler that goes on from a sequence of the same scope; whether they share blocks."""
         if request.scope.adapter:
             self._adapters.place(request.scope.adapter)  # it is there: the parent uses it
-        with self._using_adapter(request):
-            shares = self._scheduler.fork(parent, request)
-        self.register(generation, request)
-        return shares
+        return self._schedule(generation, request, lambda: self._scheduler.fork(parent, request))
 
-    def _add(self, generation: Generation, request: Request) -> None:
-        with self._using_adapter(request):
-            self._scheduler.add(request)
-        self.register(generation, request)
-
-    @contextmanager
-    def _using_adapter(self, request: Request) -> Iterator[None]:
-        """Notes that a request uses its adapter, which has its place, unless the scheduler refuses the request."""
+    def _schedule(self, generation: Generation, request: Request, call: Callable[[], _T]) -> _T:
+        """Hands a request to the scheduler. If that refuses it, its adapter, which has its place, has one user less."""
         adapter_id = request.scope.adapter
         try:
-            yield
+            answer = call()
         except BaseException:
             if adapter_id:
                 self._adapters.let_go(adapter_id)
             raise
         if adapter_id:
             self._placed[request.id] = adapter_id
-
-    def register(self, generation: Generation, request: Request) -> None:
-        """Adds a request that the scheduler has already."""
         self.generations[request.id] = generation
+        return answer
 
     def includes(self, generation: Generation) -> bool:
         """Whether this request is ours and not over. Ids alone do not tell: another engine may have one of the same id."""
