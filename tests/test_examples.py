@@ -101,6 +101,9 @@ def test_given_the_examples_then_each_has_a_line_that_would_be_wrong_if_it_were(
     assert sorted(EXPECTED) == EXAMPLES
 
 
+@pytest.mark.quick(
+    "quickstart.py", "async_requests.py", "custom_policy.py", "own_engine.py", "own_tier.py", "cluster.py"
+)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "vllm_connector.py"])
 def test_given_an_example_when_it_runs_then_it_shows_what_it_promises(
     name: str, request: pytest.FixtureRequest

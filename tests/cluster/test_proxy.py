@@ -539,6 +539,7 @@ def test_given_a_client_that_leaves_before_anything_came_then_its_server_notices
     fleet.until(lambda: sum(server.num_left for server in fleet.servers) == before + 1)
 
 
+@pytest.mark.slow
 def test_given_a_server_that_answers_nobody_then_its_request_goes_elsewhere(strict: Fleet) -> None:
     prompt = list(range(500, 540))
     _, first = strict.ask(prompt)

@@ -237,6 +237,7 @@ def test_given_shared_blocks_then_can_append_slots_counts_at_least_what_appendin
 # --- allocators -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("1-1-NaiveBlockAllocator")
 @both_allocators
 @pytest.mark.parametrize("num_blocks", [1, 1024])
 @pytest.mark.parametrize("size", [1, 16])

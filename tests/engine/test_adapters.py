@@ -232,6 +232,7 @@ def test_given_samples_and_forks_then_they_have_the_adapter_of_their_request(ada
         assert parent.result(60).token_ids + forked.result(60).token_ids == adapters.expected("wide")
 
 
+@pytest.mark.slow
 def test_given_graphs_then_a_mixed_batch_runs_from_them_also_after_another_adapter_was_loaded(
     adapters: Adapters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_given_a_greedy_choice_then_the_text_is_valid_too(engine: Engine) -> Non
     Person.model_validate_json(answer.text)
 
 
+@pytest.mark.slow
 def test_given_no_schema_then_the_answer_is_an_object() -> None:
     bias = {4: -100.0, ord("}") - 30: 4.0}
     with make_engine(kv_blocks=1024) as engine:  # room for all of them at once
@@ -113,6 +114,7 @@ def test_given_a_bias_towards_a_forbidden_token_then_it_stays_forbidden(engine: 
     Person.model_validate_json(answer.text)
 
 
+@pytest.mark.slow
 def test_given_requests_without_a_form_in_the_batch_then_their_tokens_are_the_same_as_alone(engine: Engine) -> None:
     plain = SamplingParams(30, temperature=1.0, seed=5, ignore_eos=True)
     (alone,) = engine.generate(["Another one"], plain)
@@ -240,6 +242,7 @@ def test_given_rules_then_the_answer_is_one_of_those_that_they_allow(engine: Eng
         engine.grammar("start: begin")
 
 
+@pytest.mark.quick("False-True-RuntimeError: no more")
 @pytest.mark.parametrize(("raises", "words"), [(True, "RuntimeError: no more"), (False, "no token of the vocabulary")])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_given_a_grammar_that_fails_then_its_request_ends_and_others_go_on(

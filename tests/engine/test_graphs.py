@@ -127,6 +127,7 @@ def test_given_a_model_that_cannot_be_captured_then_its_steps_run_as_they_are_an
     assert tokens(engine) == expected
 
 
+@pytest.mark.slow
 def test_given_a_model_whose_steps_with_prompts_cannot_be_captured_then_those_that_decode_still_are(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_given_graphs_are_required_then_a_model_that_cannot_be_captured_is_refus
             runner.warm_up()
 
 
+@pytest.mark.slow
 def test_given_attention_that_captures_decoding_only_then_prompts_run_as_they_are_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -180,6 +182,7 @@ def test_given_an_engine_then_it_says_how_many_graphs_it_has() -> None:
     )  # their memory is given back
 
 
+@pytest.mark.slow
 def test_given_lists_that_outgrow_their_buffers_then_the_graph_is_captured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -295,6 +298,7 @@ def test_given_a_start_then_the_largest_graphs_are_captured_and_the_others_while
         assert (runner.graphs.sizes, runner.mixed_graphs.sizes) == ([1, 2, 4, 8], [64, 100])
 
 
+@pytest.mark.slow
 def test_given_requests_before_all_graphs_are_there_then_steps_capture_what_they_need() -> None:
     assert tokens(engine_with_graphs(all_graphs=False)) == plain()
 
@@ -332,6 +336,7 @@ def test_given_no_memory_for_more_graphs_then_the_engine_goes_on_with_those_it_h
     engine.close()
 
 
+@pytest.mark.slow
 def test_given_a_capture_that_fails_later_then_its_step_runs_as_it_is_and_graphs_stay(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -69,6 +69,7 @@ def alone(family: str = "llama") -> list[int]:
         return engine.generate([PROMPT], GREEDY)[0].token_ids
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_a_prompt_computed_elsewhere_when_prefetched_then_only_its_end_is_computed_and_the_answer_is_the_same(
     family: str,

@@ -41,6 +41,7 @@ def test_given_values_with_an_outlier_then_rotated_ones_lose_less_than_half_as_m
     assert error(rotation(64)) < 0.5 * error(torch.eye(64))
 
 
+@pytest.mark.quick("llama-both0")
 @pytest.mark.parametrize("both", [(True, False), (True, True)])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_rotated_keys_and_values_that_lose_nothing_then_the_answers_are_the_same(
@@ -85,6 +86,7 @@ def test_given_integers_then_rotated_keys_are_stored_in_8_bits_beside_values(
     assert (values - plain_v).abs().mean() < loss * plain_v.abs().mean()
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_given_a_disk_with_blocks_that_are_not_rotated_then_an_engine_that_rotates_does_not_find_them(
     kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

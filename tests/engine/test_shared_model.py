@@ -58,6 +58,7 @@ def engine(model: Any) -> Iterator[Engine]:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("sdpa")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_given_an_owner_who_sets_attention_then_answers_stay_right_before_and_after(
     model: Any, engine: Engine, attention: str
@@ -123,6 +124,7 @@ def test_given_attention_that_does_not_reach_the_engine_then_a_step_fails_with_t
 # --- as found --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("<lambda>0")
 @pytest.mark.parametrize(
     "make", [lambda: tiny_model("llama"), lambda: tiny_model("gemma3_text"), lambda: tiny_model("qwen3_next")]
 )
@@ -326,6 +328,7 @@ def test_given_weights_that_are_nan_then_the_message_says_so_and_names_one(model
         Engine(model, kv_blocks=64)
 
 
+@pytest.mark.quick("pixel_values-images=", "assistant_model-draft_tokens")
 @pytest.mark.parametrize(
     ("option", "remedy"),
     [

@@ -93,6 +93,7 @@ def test_given_damaged_files_then_a_restarted_engine_answers_right(
             assert_right(engine)
 
 
+@pytest.mark.slow
 def test_given_files_damaged_under_a_running_engine_then_it_answers_right(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +112,7 @@ def test_given_whole_values_then_everything_comes_from_them(
         assert assert_right(engine) >= ALL_CACHED
 
 
+@pytest.mark.slow
 def test_given_a_directory_that_cannot_be_written_to_then_it_is_read_and_stores_are_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +133,7 @@ def test_given_a_directory_that_cannot_be_written_to_then_it_is_read_and_stores_
         assert stats.tiers[0].stats.refused > 0
 
 
+@pytest.mark.slow
 def test_given_a_disk_that_takes_all_the_time_it_is_given_then_no_request_waits_past_the_deadline(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ class Waiting(MemoryTier):
         return found
 
 
+@pytest.mark.quick("prefix", "session")
 @pytest.mark.parametrize("what", INVALIDATIONS)
 def test_given_a_load_on_its_way_when_it_is_invalidated_then_it_is_dropped(what: str) -> None:
     invalidate, options = INVALIDATIONS[what]

@@ -113,6 +113,7 @@ def test_given_memory_that_the_device_cannot_write_to_yet_then_blocks_are_stored
         assert assert_right(engine) >= ALL_CACHED
 
 
+@pytest.mark.slow
 def test_given_memory_of_another_node_that_is_not_locked_then_what_waits_for_it_is_not_stored_and_nothing_leaks(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +189,7 @@ def test_given_a_node_that_hangs_then_requests_are_answered(
         assert_right(engine)
 
 
+@pytest.mark.slow
 def test_given_retention_then_the_node_learns_of_priorities_their_times_and_depths(node: NodeProcess) -> None:
     retention = Retention([TokenRange(0, 16, priority=90), TokenRange(16, 32, priority=90, duration=60.0)])
     with make_engine(remote=f"node:{node.directory}?timeout=30", tier_timeout=60.0) as engine:
@@ -199,6 +201,7 @@ def test_given_retention_then_the_node_learns_of_priorities_their_times_and_dept
     assert found == {depth: ranges[depth]._replace(depth=depth) for depth in range(len(found))}
 
 
+@pytest.mark.slow
 def test_given_a_pool_of_transformers_then_the_next_one_starts_warm(node: NodeProcess) -> None:
     model, prompt = tiny_model("llama"), torch.arange(1, 42).unsqueeze(0)
 

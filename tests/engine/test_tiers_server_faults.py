@@ -91,6 +91,7 @@ def test_given_a_server_that_is_killed_then_requests_are_answered(
         assert_right(engine)
 
 
+@pytest.mark.slow
 def test_given_a_server_that_hangs_then_requests_are_answered_and_go_on_when_it_comes_back(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

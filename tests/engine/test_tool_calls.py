@@ -66,6 +66,7 @@ def hints_in(engine: Engine) -> set[int]:
     }
 
 
+@pytest.mark.quick("options0-marks0-expected0", "options2-marks2-expected2")
 @pytest.mark.parametrize(
     ("options", "marks", "expected"),
     [

@@ -213,6 +213,7 @@ def test_given_weights_that_changed_then_nothing_of_the_old_ones_is_reused() -> 
             run(model, prompt, cache)
 
 
+@pytest.mark.slow
 def test_given_other_active_adapters_then_nothing_of_the_ones_before_is_reused() -> None:
     peft = pytest.importorskip("peft")
     model, prompt = tiny_model("llama"), random_prompt(30)

@@ -86,6 +86,7 @@ class Broken(MemoryTier):
 # --- warm ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_a_disk_then_a_pool_of_tomorrow_starts_warm_and_gives_the_same_tokens(
     family: str, tmp_path: Path
@@ -144,6 +145,7 @@ def test_given_beams_guesses_or_chunks_then_what_was_stored_is_right(options: di
 # --- never wrong ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("raises")
 @pytest.mark.parametrize("how", ["raises", "loses the first", "hangs"])
 def test_given_a_tier_that_fails_then_it_is_a_miss(how: str) -> None:
     model = tiny_model("llama")

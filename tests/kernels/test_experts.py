@@ -43,6 +43,7 @@ def test_given_choices_then_the_reference_multiplies_each_token_by_the_weights_o
     torch.testing.assert_close(expert_product(x, weights, bias, experts, scales), scaled)
 
 
+@pytest.mark.quick("False-33-3-2-cpu-dtype0", "True-1-8-2-cpu-dtype0")
 @pytest.mark.parametrize(("device", "dtype"), TYPES)
 @pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), SIZES)
 @pytest.mark.parametrize("is_transposed", [False, True])

@@ -85,6 +85,7 @@ def test_given_adapters_in_slots_then_the_reference_adds_their_products_and_leav
     assert torch.equal(out[[1, 4]], expected[[1, 4]])
 
 
+@pytest.mark.quick("odd-16-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize(

@@ -46,6 +46,17 @@ def interpreter_cases() -> list[Case]:
     return cases
 
 
+@pytest.mark.quick(
+    "plain",
+    "8 query heads each",
+    "blocks of 12",
+    "window 23",
+    "chunk 24",
+    "soft cap and window",
+    "sink logits and window",
+    "cross",
+    "stored as fp8_e4m3",
+)
 @interpreted
 @pytest.mark.parametrize("case", interpreter_cases(), ids=lambda case: case.name)
 def test_given_the_interpreter_then_the_output_is_that_of_the_reference(case: Case) -> None:

@@ -356,6 +356,7 @@ def test_given_a_loop_that_ends_with_waiters_then_the_next_loop_starts_clean() -
     run(later(), cache)
 
 
+@pytest.mark.quick("0", "4", "8")
 @pytest.mark.parametrize("seed", range(12))
 def test_given_a_storm_of_cancellations_at_random_moments_then_nothing_leaks(seed: int) -> None:
     rng = random.Random(seed)

@@ -121,6 +121,7 @@ def for_the_manager() -> tuple[KVCacheManager, Any, dict[str, Any]]:
     return manager, manager, good_arguments(manager)
 
 
+@pytest.mark.quick("allocate")
 @pytest.mark.parametrize("name", public_methods(KVCacheManager))
 def test_the_manager_refuses_wrong_values(name: str) -> None:
     assert not complaints_about(for_the_manager, name)
@@ -131,6 +132,7 @@ def for_the_cache() -> tuple[KVCacheManager, Any, dict[str, Any]]:
     return manager, manager.cache, good_arguments(manager)
 
 
+@pytest.mark.quick("count_loaded")
 @pytest.mark.parametrize("name", public_methods(CacheUpkeep))
 def test_the_cache_of_a_manager_refuses_wrong_values(name: str) -> None:
     assert not complaints_about(for_the_cache, name)
@@ -203,11 +205,13 @@ def for_the_scheduler() -> tuple[KVCacheManager, Any, dict[str, Any]]:
     return manager, scheduler, {**good, "request_id": "r", "drafts": [1], "plan": scheduler.step(), "seconds": 0.5}
 
 
+@pytest.mark.quick("abandon", "landed")
 @pytest.mark.parametrize("name", public_methods(Scheduler))
 def test_the_scheduler_refuses_wrong_values(name: str) -> None:
     assert not complaints_about(for_the_scheduler, name)
 
 
+@pytest.mark.quick("id")
 @pytest.mark.parametrize("field", [p.name for p in parameters(Request)])
 def test_a_request_refuses_wrong_values(field: str) -> None:
     """What is accepted can be planned."""

@@ -154,6 +154,7 @@ def said_by_engine(engine: Engine, name: str | None = None) -> tuple[list[int], 
     return sample.token_ids, torch.tensor([each.logprob for each in sample.logprobs])
 
 
+@pytest.mark.slow
 def test_given_adapters_saved_by_peft_then_tokens_and_logits_are_those_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     paths = {

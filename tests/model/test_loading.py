@@ -268,6 +268,7 @@ def gguf_file(tmp_path: Path) -> Path:
     return tmp_path / "tiny.gguf"
 
 
+@pytest.mark.slow
 def test_a_gguf_file_gives_the_model_that_was_written(gguf_file: Path, cache: Path) -> None:
     written = write_tiny_llama(gguf_file)
     model, _, info = load_model(gguf_file, device="cpu")

@@ -141,6 +141,7 @@ def test_a_model_that_slides_without_saying_so_fails_the_self_check() -> None:
         inspect_model(model)
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("window", [5, WINDOW, 300, 4096])
 def test_a_window_off_by_one_fails_the_self_check_however_long_it_is(
     window: int, monkeypatch: pytest.MonkeyPatch

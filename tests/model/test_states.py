@@ -265,6 +265,7 @@ def test_a_hybrid_model_passes_the_self_check(family: str) -> None:
         assert shape.layer_specs() == [layer for layer in described if isinstance(layer, LayerSpec)]
 
 
+@pytest.mark.quick("bamba")
 @pytest.mark.parametrize("family", ["bamba", "mamba", "qwen3_next", "zaya"], indirect=True)
 def test_a_state_that_is_lost_fails_the_self_check(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(self: SlotStates, values: torch.Tensor) -> None:

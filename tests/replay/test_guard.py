@@ -14,6 +14,7 @@ import guard
 from cases.guard_workloads import WORKLOADS, workload
 
 
+@pytest.mark.quick("chat", "agents", "fashions")
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_made_up_traffic_is_a_tree_of_prompts_in_the_order_of_time_and_the_same_again(name: str) -> None:
     trace = workload(name, 64, 3, 150)

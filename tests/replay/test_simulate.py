@@ -140,6 +140,7 @@ def test_given_a_lower_tier_then_what_leaves_the_gpu_hits_there(chat_trace: Trac
     assert sum(both.hit_blocks_by_tier.values()) == both.hit_blocks
 
 
+@pytest.mark.slow
 def test_given_a_host_that_is_written_through_then_nobody_waits_for_a_copy_and_as_much_is_found(
     chat_trace: Trace,
 ) -> None:

@@ -45,6 +45,7 @@ def test_given_strict_order_when_a_large_request_does_not_fit_then_small_ones_do
     assert admitted == ["a", "large", "small"]
 
 
+@pytest.mark.quick("1-layers0")
 @pytest.mark.parametrize("layers", [[FULL], [FULL, SLIDING]])
 @pytest.mark.parametrize("n", [1, 3])
 def test_given_guaranteed_capacity_then_nobody_is_ever_preempted_or_stalled(layers: list[object], n: int) -> None:

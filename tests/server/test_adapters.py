@@ -43,6 +43,7 @@ def client(live: Live) -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.slow
 def test_given_an_adapter_as_the_model_then_the_answer_is_the_engines_with_it(client: Any, engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
     answers = {}

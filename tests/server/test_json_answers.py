@@ -117,6 +117,7 @@ def test_given_a_form_that_cannot_be_kept_then_status_400_says_why(
     assert refused.value.param.startswith("response_format")
 
 
+@pytest.mark.quick("form3-(x|yz)!", "form4-0|1")
 @pytest.mark.parametrize(
     ("form", "pattern"),
     [

@@ -46,6 +46,7 @@ def test_given_tools_of_a_response_then_the_template_sees_them(client: Any) -> N
     assert told.tools[0].name == "w33"
 
 
+@pytest.mark.slow
 def test_given_instructions_then_they_are_the_system_message(client: Any) -> None:
     answer = client.responses.create(model="tiny", input=TURNS, instructions="w3", max_output_tokens=3, temperature=0)
     messages = [{"role": "system", "content": "w3"}, *TURNS]

@@ -41,6 +41,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_given_what_is_wrong_then_it_is_said_without_torch() -> None:
     calls = {
         "there is no file or directory /no/such/model": ["serve", "--port", "0", "/no/such/model"],

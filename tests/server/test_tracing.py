@@ -95,6 +95,7 @@ def test_given_a_request_then_its_span_tells_where_the_time_went(traced: Any, sp
     assert not any("w5" in str(value) for span in found.values() for value in span.attributes.values())
 
 
+@pytest.mark.slow
 def test_given_a_request_that_is_refused_by_the_engine_then_its_span_is_an_error(traced: Any, spans: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         traced.completions.create(model="tiny", prompt=[5] * 600)

@@ -60,6 +60,7 @@ def answers(seed: int, num_operations: int) -> str:
     return seen.letters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "num_operations"), [(23, 24), *(pytest.param(seed, 60, marks=SLOW) for seed in (23, 28, 44, 62))]
 )

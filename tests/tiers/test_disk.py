@@ -314,6 +314,7 @@ def in_another_process(code: str, directory: Path) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_given_a_directory_in_use_when_another_process_wants_to_write_then_it_is_told_who_does(tmp_path: Path) -> None:
     code = "import sys; from kvpool.tiers import DiskTier; DiskTier(sys.argv[1], 2**20)"
     with DiskTier(tmp_path, 2**20) as tier:

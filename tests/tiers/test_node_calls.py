@@ -92,6 +92,7 @@ def is_free(server: NodeServer) -> bool:
     return len(clients) <= 2 and not any(client["leased"] or client["reserved_bytes"] for client in clients)
 
 
+@pytest.mark.quick("lost-False")
 @pytest.mark.parametrize(("error", "is_done"), [("lost", False), ("late", True)])
 def test_given_each_message_is_lost_once_then_what_the_tier_said_holds_and_nobody_keeps_anything(
     error: str, is_done: bool

@@ -152,6 +152,7 @@ def test_given_a_store_that_is_killed_then_calls_end_and_it_is_found_again(
         assert load(tier, [1]) == ([Outcome.OK], [value(1)])
 
 
+@pytest.mark.slow
 def test_given_a_paused_store_then_the_call_ends_at_its_deadline_and_later_ones_cost_nothing(tmp_path: Path) -> None:
     server = MotoServer(tmp_path)
     with running(server), fresh(server, pause=3600) as tier:
