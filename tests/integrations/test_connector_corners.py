@@ -60,7 +60,7 @@ def begin_load(toy: ToyEngine, request: ToyRequest) -> Gate:
     assert toy.look_up(request) == 16
     toy.scheduler.order_load(request, [PAGES], 16)
     toy._step_loads(set())
-    until(lambda: gate.num_waiting == 1)
+    until(lambda: gate.num_waiting >= 1)
     return gate
 
 
@@ -197,7 +197,7 @@ def test_given_as_many_loads_that_hang_as_there_are_threads_then_the_next_one_fa
         assert toy.look_up(request) == 16
         toy.scheduler.order_load(request, [[5 * number + page for page in PAGES]], 16)
     until(lambda: bool(over.update(toy._step_loads(set())) or len(over) == 2))
-    assert gate.num_waiting == 2
+    assert gate.num_waiting == 4, "each load comes in two parts"
     assert toy.look_up(requests[2]) == 16
     toy.scheduler.order_load(requests[2], [[20, 21, 22, 23, 24]], 16)
     failed: set[int] = set()
@@ -220,7 +220,7 @@ def test_given_a_prefix_that_is_on_its_way_from_a_tier_then_others_wait_for_it_a
     assert toy.look_up(salted) == 0
     end_load(toy, "b", gate)
     assert toy.scheduler.look_up(longer, 0) == 16
-    assert gate.num_waiting == 1
+    assert gate.num_waiting == 2, "the two parts of one load"
 
 
 def test_given_a_prefix_that_never_comes_from_a_tier_then_others_do_not_wait_for_it_for_ever(
@@ -305,7 +305,7 @@ def test_given_an_engine_that_ends_while_a_tier_still_stores_then_everything_is_
     toy = engine(disk=str(tmp_path))
     gate = Gate(toy.workers[0]._tiers.watched[0].tier, "_store")
     toy.serve(ToyRequest("a", PROMPT))
-    until(lambda: gate.num_waiting == 1)
+    until(lambda: gate.num_waiting >= 1)
     threading.Timer(0.05, gate.opens.set).start()
     toy.close()
     assert engine(disk=str(tmp_path)).serve(ToyRequest("b", PROMPT)) == 16

@@ -21,6 +21,8 @@ from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.connector.write_back import EngineCache
 from kvpool.tiers import Fingerprint, Shard
+from kvpool.tiers.transport.deciding import Decider, LoadDecision
+from kvpool.tiers.transport.prefix_options import Option
 
 BLOCK = 4
 PAGE_BYTES = 32
@@ -79,6 +81,13 @@ def content(tokens: Sequence[int], rank: int = 0, salt: str = "") -> bytes:
     return hashlib.sha256(message).digest()
 
 
+class AlwaysLoads(Decider):
+    """Loads what tiers have, however long that takes."""
+
+    def decide(self, options: Sequence[Option], first: int, block_size: int) -> LoadDecision:
+        return LoadDecision(options[-1] if options else None, "always")
+
+
 class ToyEngine:
     """Serves one request at a time; `pages` are reused at once, so that nothing is found in them by luck."""
 
@@ -119,6 +128,10 @@ class ToyEngine:
             step_pages=step_pages,
             clock=clock,
         )
+        for worker in self.workers:
+            worker._part_blocks = 2
+        if settings.has_tiers:  # it computes nothing, so a load would never be faster
+            self.scheduler.host._loader.decider = AlwaysLoads(2)
         self.num_pages = num_pages
         self.computed = 0  # tokens
         self._at = 0

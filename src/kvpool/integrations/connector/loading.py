@@ -3,6 +3,9 @@
 All loads run outside of steps: the others go on meanwhile, and only there every version of vLLM computes the right thing
 after one failed. Background threads ask the tiers. A block counts as found if every worker finds its part of it. If layers
 keep states, only lengths count behind which there is a checkpoint.
+
+Blocks that a tier has are computed nevertheless where that was faster so far, from the order of a load to its report and from
+the first step of a prompt to its first token.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from kvpool.integrations.connector.settings import ConnectorSettings, open_worke
 from kvpool.manager import KVCacheManager
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
-from kvpool.tiers.transport.prefix_options import NOWHERE
+from kvpool.tiers.transport.deciding import Decider
+from kvpool.tiers.transport.prefix_options import NOWHERE, Option
 from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 
@@ -45,6 +49,11 @@ class _LoadJob:
     num_present: int
     last: int
     digests: list[bytes]  # of the blocks from tiers
+    holders: list[int]  # the tier of each of them
+    began: float
+
+
+_PROBE_BLOCKS = 16  # are loaded now and then from a tier that was slower than computing, to measure it again
 
 
 class Loader:
@@ -59,8 +68,11 @@ class Loader:
         *,
         has_states: bool,
         events: BlockEvents | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = LoadStats()
+        self.decider = Decider(0 if lookups is None else lookups.num_tiers, clock)
+        self._clock = clock
         self._has_states = has_states
         self._make_room = make_room  # frees rows that are held and not needed; False if there were none
         self._manager = manager
@@ -90,9 +102,28 @@ class Loader:
             if self._events is not None and not tracked.was_looked_up:
                 self._tell(tracked, here, num_below, last)
             if num_below > here:
+                num_below = self._worth(tracked, here, num_below)
+            if num_below > here:
                 num_below = self._with_room(tracked, num_blocks, num_below)
                 num_blocks, tracked.uses_tiers = max(num_blocks, num_below), num_below > num_blocks
         return max(0, num_blocks - first) * self._block_size
+
+    def _worth(self, tracked: TrackedRequest, here: int, below: int) -> int:
+        """Up to which of the blocks here..below, which tiers have, a load is expected to save time."""
+        if tracked.worth is None or tracked.worth[:2] != (here, below):
+            tracked.worth = here, below, self._decided(_holders(tracked, here, below), here)
+        return tracked.worth[2]
+
+    def _decided(self, holders: list[int], here: int) -> int:
+        num_tiers, options = len(self.decider.speeds), list[Option]()
+        for last in range(max(holders) if self._has_states else 0, num_tiers):
+            some = holders[: next((number for number, tier in enumerate(holders) if tier > last), None)]
+            if some and (not options or here + len(some) > options[-1].num_blocks):
+                options.append(Option(here + len(some), tuple(some.count(tier) for tier in range(num_tiers))))
+        decision = self.decider.decide(options, here, self._block_size)
+        if decision.option is not None:
+            return decision.option.num_blocks
+        return here + (min(len(holders), _PROBE_BLOCKS) if decision.probe and not self._has_states else 0)
 
     def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
         """Whether a load for another request brings this block to the host, so that it is not loaded twice."""
@@ -139,11 +170,11 @@ class Loader:
         rows = [] if handle is None else handle.block_ids()[first:last].tolist()
         digests = tracked.tier_digests(num_present, last) if tracked.uses_tiers and handle is not None else []
         tracked.num_loading += 1
-        self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests)
+        holders = _holders(tracked, num_present, last) if digests else []
+        self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests, holders, self._clock())
         if digests and self._lookups is not None:
             self._in_flight.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
-        holders = (tracked.lookup.value if tracked.uses_tiers and tracked.lookup is not None else None) or []
-        in_first = holders[num_present - tracked.asked_from : last - tracked.asked_from].count(0)
+        in_first = holders.count(0)
         tracked.hits = num_present - first, in_first, last - num_present - in_first
         request_id, present = tracked.request.request_id, num_present - first
         wanted = [of_group[first:last] for of_group in pages]
@@ -188,12 +219,20 @@ class Loader:
         if came < wanted:
             done.tracked.has_lost = True
             done.tracked.lookup = None
+        elif len({*done.holders}) == 1:  # what several tiers brought says nothing of one of them
+            self.decider.observe_load(done.holders[0], len(done.holders), self._clock() - done.began)
         return True
 
     @property
     def num_jobs(self) -> int:
         """Loads in flight."""
         return len(self._jobs)
+
+
+def _holders(tracked: TrackedRequest, first: int, last: int) -> list[int]:
+    """The tier that has each of these blocks, as the look-up said."""
+    found = (tracked.lookup.value if tracked.lookup is not None else None) or []
+    return found[first - tracked.asked_from : last - tracked.asked_from]
 
 
 # --- looking ---------------------------------------------------------------------------------------------------------
@@ -244,6 +283,11 @@ class TierLookups:
             holders = common
         finally:
             lookup.end(holders)
+
+    @property
+    def num_tiers(self) -> int:
+        """Tiers of each worker."""
+        return len(self._chains[0])
 
     def tiers(self) -> list[KeyedTier]:
         """The tiers of the first worker."""

@@ -34,7 +34,8 @@ from kvpool.tiers.transport.threads import Pending, ThreadPool
 
 IDLE_WAIT = 0.01  # seconds that an empty step waits for a load, because the engine would run the next one at once
 CLOSE_SECONDS = 10.0
-_FETCH_THREADS = 2
+_FETCH_THREADS = 4
+_PART_BYTES = 64 * 2**20  # of a load that a thread fetches at a time, if there are others
 _STAGING_BLOCKS = 64
 _STAGING_BYTES = 256 * 2**20
 _COUNT_SECONDS = 1.0
@@ -43,11 +44,35 @@ _LOOK_AGAIN = 0.0002
 _log = logging.getLogger("kvpool")
 
 
-class _TierLoad(NamedTuple):
-    """A load whose rows come from tiers: `rows` will say how many of the first ones are there."""
+class _TierLoad:
+    """A load whose rows come from tiers in parts, at the same time: `rows` will say how many of the first ones are there."""
 
-    load: Load
-    rows: Pending[int]
+    def __init__(self, load: Load, part_blocks: int, due: float, on_end: Callable[[], None]) -> None:
+        self.load = load
+        self.rows = Pending[int](due, on_end=on_end)
+        total = len(load.digests)
+        # A checkpoint is of use behind all blocks only, so its load is not divided.
+        size = total if load.checkpoint is not None else part_blocks
+        self.parts = [(at, min(at + size, total)) for at in range(0, total, max(1, size))]
+        self._came: list[int | None] = [None] * len(self.parts)
+        self._lock = threading.Lock()
+
+    def end(self, part: int, came: int) -> None:
+        """So many of the first blocks of a part have come. With the last part, all is over."""
+        with self._lock:
+            self._came[part] = came
+            if None in self._came:
+                return
+        num_there = 0
+        for (first, last), number in zip(self.parts, self._came, strict=True):
+            num_there += number or 0
+            if number != last - first:
+                break
+        self.end_all(num_there)
+
+    def end_all(self, num_there: int = 0) -> None:
+        """So many of the blocks from tiers have come."""
+        self.rows.end(self.load.num_present + num_there if self.load.rows else 0)
 
 
 class _Copied(NamedTuple):
@@ -90,6 +115,10 @@ class WorkerSide:
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
         self._threads = ThreadPool("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
         self._fetches: list[_TierLoad] = []
+        self._part_blocks = max(1, _PART_BYTES // pages.row_bytes)
+        self._spilling = ThreadPool("spill", max_waiting=4096)
+        self._num_spilling = 0
+        self._spilled: deque[Spill] = deque()  # whose rows were copied
         self._due: list[Store] = []  # of the step before, which has written their pages
         self._loading: deque[_Copied] = deque()
         self._storing: deque[_Copied] = deque()
@@ -181,6 +210,10 @@ class WorkerSide:
         self._end_copies()
         if is_idle and not self._loaded and not any(fetch.rows.has_ended for fetch in self._fetches):
             self._wait()
+        while self._spilled:
+            self._num_spilling -= 1
+            spill = self._spilled.popleft()
+            self._done(spill.job, len(spill.rows))
         over: list[_TierLoad] = []
         in_flight: list[_TierLoad] = []
         for fetch in self._fetches:
@@ -202,7 +235,7 @@ class WorkerSide:
             while not self._loading[0].is_over() and time.monotonic() < due:
                 time.sleep(_LOOK_AGAIN)
             self._end_copies()
-        elif self._fetches:
+        elif self._fetches or (self._num_spilling and not self._spilled):
             self._ended.wait(IDLE_WAIT)
 
     def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
@@ -274,9 +307,24 @@ class WorkerSide:
     # --- tiers -------------------------------------------------------------------------------------------------------
 
     def _spill(self, spill: Spill) -> None:
-        """Copies the rows at once, so that the host can reuse them. If too much waits for a tier, it gets nothing."""
-        assert self._storer is not None
-        self._done(spill.job, len(spill.rows))
+        """Has the rows copied in the background; then the host can reuse them. If too much waits, tiers get nothing."""
+        self._num_spilling += 1
+        over = partial(self._end_spill, spill)
+        if not self._spilling.submit(partial(self._copy_spill, spill), over):
+            over()
+
+    def _end_spill(self, spill: Spill) -> None:
+        self._spilled.append(spill)
+        self._ended.set()
+
+    def _copy_spill(self, spill: Spill) -> None:
+        """Runs in a thread, because a step must not wait for it."""
+        try:
+            self._copy_rows(spill)
+        finally:
+            self._end_spill(spill)
+
+    def _copy_rows(self, spill: Spill) -> None:
         self._spill_rows(self._space.keys(spill.digests), spill.rows, self._host)
         if self._states is not None:
             keys = self._space.keys(spill.checkpoint_digests, CHECKPOINTS)
@@ -297,18 +345,23 @@ class WorkerSide:
             self._storer.store([keys[index] for index in chosen], staged, stage, lambda: None)
 
     def _begin(self, load: Load) -> None:
-        fetch = _TierLoad(load, Pending(time.monotonic() + self._settings.timeout, on_end=self._ended.set))
+        due = time.monotonic() + self._settings.timeout
+        fetch = _TierLoad(load, self._part_blocks, due, self._ended.set)
         self._fetches.append(fetch)
-        begin, drop = partial(self._fetch, fetch), partial(self._end, fetch)
-        if self._threads.is_stuck or not load.digests or not self._threads.submit(begin, drop):
-            drop()
+        if not fetch.parts:
+            fetch.end_all()
+        for number in range(len(fetch.parts)):
+            begin, drop = partial(self._fetch, fetch, number), partial(fetch.end, number, 0)
+            if self._threads.is_stuck or not self._threads.submit(begin, drop):
+                drop()
 
-    def _fetch(self, fetch: _TierLoad) -> None:
-        """Fills each row from the first tier that has it. Runs in a thread of the pool."""
+    def _fetch(self, fetch: _TierLoad, part: int) -> None:
+        """Fills each row of a part from the first tier that has it. Runs in a thread of the pool."""
         load, came = fetch.load, 0
+        first, last = fetch.parts[part]
         try:
-            keys = self._space.keys(load.digests)
-            rows = [self._host.array[row] for row in load.rows[load.num_present :]]
+            keys = self._space.keys(load.digests[first:last])
+            rows = [self._host.array[row] for row in load.rows[load.num_present :][first:last]]
             if load.checkpoint is not None:
                 assert self._states is not None
                 keys = keys + self._space.keys(load.digests[-1:], CHECKPOINTS)
@@ -317,10 +370,7 @@ class WorkerSide:
             if load.checkpoint is not None:
                 came = len(load.digests) if came == len(keys) else 0
         finally:
-            self._end(fetch, came)
-
-    def _end(self, fetch: _TierLoad, came: int = 0) -> None:
-        fetch.rows.end(fetch.load.num_present + came if fetch.load.rows else 0)
+            fetch.end(part, came)
 
     def _warn(self, what: str) -> None:
         self._quiet.warning("kvpool connector: %s; the engine computes them again", what)
@@ -328,6 +378,8 @@ class WorkerSide:
     def close(self) -> None:
         """Stores what waits, within some seconds, and closes the tiers."""
         self._threads.stop(1.0)
+        self._spilling.flush(CLOSE_SECONDS)
+        self._spilling.stop(1.0)
         if self._storer is not None:
             self._storer.close(CLOSE_SECONDS)
         self._tiers.close()

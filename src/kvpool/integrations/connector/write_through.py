@@ -72,7 +72,12 @@ class WriteThrough:
         spills = settings.has_tiers and not settings.read_only
         common: dict[str, Any] = dict(has_states=has_states, events=self._events)
         self._saver = Saver(self.manager, block_size, num_rows, new_job, has_tiers=spills, **common)
-        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, **common)
+        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, clock=clock, **common)
+        self._block_size = block_size
+        self._now = clock
+        self._beginning: dict[
+            str, tuple[TrackedRequest, int]
+        ] = {}  # no first token yet; tokens of the prompt to compute
         self._pins = PromptPins(self.manager, block_size)
 
     @property
@@ -104,7 +109,18 @@ class WriteThrough:
         self._loader.order(tracked, pages, num_tokens, self._new_job(), orders, state_pages)
 
     def taken(self, tracked: TrackedRequest | None, pages: Sequence[Sequence[int]], num_found: int = 0) -> None:
-        """Nothing to do: what the engine does with its pages changes nothing on the host."""
+        """If it computes the request for the first time, the time until its first token is measured."""
+        if self._lookups is not None and tracked is not None and tracked.began is None:
+            tracked.began = self._now()
+            to_compute = tracked.num_prompt - num_found * self._block_size
+            self._beginning[tracked.request.request_id] = tracked, to_compute
+
+    def _measure(self) -> None:
+        """Learns from requests that have their first token how long prompts take."""
+        for name, (tracked, num_tokens) in list(self._beginning.items()):
+            if tracked.num_ids > tracked.num_prompt and tracked.began is not None:
+                del self._beginning[name]
+                self._loader.decider.observe_prompt(num_tokens, self._now() - tracked.began)
 
     def fills(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The planned step computes a request up to `num_tokens`."""
@@ -118,6 +134,8 @@ class WriteThrough:
     def order(self, num_requests: int, orders: Orders) -> None:
         """Orders stores of what the step fills."""
         self._clock.go_on()
+        if self._beginning:
+            self._measure()
         self._saver.order(orders)
         self._pins.apply()
 
@@ -129,6 +147,8 @@ class WriteThrough:
     def finish(self, tracked: TrackedRequest) -> None:
         """The engine is done with a request."""
         self._saver.finish(tracked)
+        self._measure()
+        self._beginning.pop(tracked.request.request_id, None)
         if tracked.options.pin is not None and tracked.is_known:
             self._pins.add(tracked)
 

@@ -1,0 +1,141 @@
+"""What a tier has is loaded where that is faster than computing it, and no step waits for what goes to a tier."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from toy import BLOCK, PROMPT, ToyEngine, ToyRequest
+
+from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider
+
+LONG = list(range(200, 200 + 41 * BLOCK + 1))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def restarted(engine: Any, tmp_path: Path, clock: Clock, tokens: list[int]) -> tuple[ToyEngine, Decider]:
+    """An engine whose disk has a prompt and whose host has not; it decides by what it measures."""
+    options = dict(host_blocks=64, num_pages=128, disk=str(tmp_path / "disk"), disk_bytes="16MB", clock=clock)
+    first = engine(**options)
+    first.serve(ToyRequest("before", tokens))
+    first.close()
+    second = engine(**options)
+    decider = second.scheduler.host._loader.decider = Decider(1, clock)
+    return second, decider
+
+
+def test_given_a_tier_that_is_slower_than_computing_then_its_blocks_are_computed(
+    engine: Any, tmp_path: Path, clock: Clock
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    decider.observe_prompt(16, 0.1)
+    decider.observe_load(0, 4, 0.2)
+    assert toy.serve(ToyRequest("a", PROMPT)) == 0
+
+
+def test_given_a_tier_that_is_faster_than_computing_then_its_blocks_are_loaded(
+    engine: Any, tmp_path: Path, clock: Clock
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    decider.observe_prompt(16, 0.3)
+    decider.observe_load(0, 4, 0.2)
+    assert toy.serve(ToyRequest("a", PROMPT)) == 16
+
+
+def test_given_a_tier_that_was_never_measured_then_its_blocks_are_loaded_and_measured(
+    engine: Any, tmp_path: Path, clock: Clock
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    decider.observe_prompt(16, 0.001)
+    assert toy.serve(ToyRequest("a", PROMPT)) == 16
+    assert decider.speeds[0].count == 1
+
+
+def test_given_a_slow_tier_then_a_few_blocks_measure_it_again_after_a_while(
+    engine: Any, tmp_path: Path, clock: Clock
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, LONG)
+    decider.observe_prompt(len(LONG), 0.1)
+    decider.observe_load(0, 41, 0.2)
+    assert toy.look_up(ToyRequest("a", LONG)) == 0
+    clock.now += PROBE_SECONDS
+    assert toy.serve(ToyRequest("b", LONG)) == 16 * BLOCK
+    assert decider.speeds[0].count == 2
+
+
+def test_given_a_request_that_asks_again_then_the_answer_is_the_same(engine: Any, tmp_path: Path, clock: Clock) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    decider.observe_prompt(16, 0.3)
+    decider.observe_load(0, 4, 0.2)
+    request = ToyRequest("a", PROMPT)
+    assert toy.look_up(request) == 16
+    decider.observe_load(0, 4, 20.0)  # another request's load was slow meanwhile
+    assert toy.look_up(request) == 16
+
+
+def test_given_a_first_token_then_the_time_of_its_prompt_is_known(engine: Any, tmp_path: Path, clock: Clock) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    request = ToyRequest("a", list(range(500, 518)))
+    assert toy.look_up(request) == 0
+    toy.scheduler.follow("a", [[1, 2, 3, 4, 5]], 18, num_computed=0)
+    toy.scheduler.orders(is_idle=False)
+    assert decider.compute_seconds(18) is None
+    clock.now += 0.5
+    request.all_token_ids.append(7)
+    toy.scheduler.orders(is_idle=False)
+    assert decider.compute_seconds(18) == pytest.approx(0.5)
+
+
+def test_given_a_request_with_one_token_then_its_prompt_is_measured_when_it_ends(
+    engine: Any, tmp_path: Path, clock: Clock
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    request = ToyRequest("a", list(range(500, 518)))
+    toy.look_up(request)
+    toy.scheduler.follow("a", [[1, 2, 3, 4, 5]], 18, num_computed=8)
+    clock.now += 0.5
+    request.all_token_ids.append(7)
+    toy.scheduler.finish("a")
+    assert decider.compute_seconds(10) == pytest.approx(0.5)
+
+
+def test_given_rows_for_a_tier_then_no_step_waits_until_they_are_copied(engine: Any, tmp_path: Path) -> None:
+    toy = engine(disk=str(tmp_path / "disk"), disk_bytes="16MB")
+    host, may_copy = toy.workers[0]._host, threading.Event()
+    gather = host.gather
+
+    def slow(*arguments: Any) -> None:
+        assert may_copy.wait(20)
+        gather(*arguments)
+
+    host.gather = slow
+    idle, toy.idle = toy.idle, lambda: None
+    toy.serve(ToyRequest("a", PROMPT))
+    for _ in range(5):
+        toy._step_loads(set())
+    assert toy.scheduler.has_waiting  # the rows are held
+    assert toy.look_up(ToyRequest("b", PROMPT)) == 16
+    may_copy.set()
+    idle()
+    assert not toy.scheduler.has_waiting
+    again = engine(disk=str(tmp_path / "other"), disk_bytes="16MB")
+    assert again.serve(ToyRequest("c", PROMPT)) == 0
+    toy.close()
+    assert engine(disk=str(tmp_path / "disk"), disk_bytes="16MB").serve(ToyRequest("d", PROMPT)) == 16
