@@ -76,6 +76,9 @@ class SmallTiles(TritonBackend):
         return super().tile_shape(spec, short=short)._replace(keys=16)
 
 
+@pytest.mark.quick(
+    "plain", "window 23", "sink tokens", "soft cap and window", "stored as int4", "drafts", "chunk behind a prefix"
+)
 @interpreted
 @pytest.mark.parametrize("case", interpreter_cases(), ids=lambda case: case.name)
 def test_given_items_of_several_rounds_then_the_output_is_that_of_the_reference(case: Case) -> None:
@@ -109,6 +112,7 @@ def test_given_work_items_then_the_kernels_compute_what_their_references_do(
     torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @interpreted
 def test_given_buffers_when_batches_change_then_one_plan_after_another_is_right() -> None:
     backend = TritonBackend(CPU)
@@ -127,6 +131,7 @@ def test_given_buffers_when_batches_change_then_one_plan_after_another_is_right(
     assert len(addresses) == 1
 
 
+@pytest.mark.quick("window")
 @interpreted
 @pytest.mark.parametrize("kind", [spec(), spec(window=20, sink_logits=True)], ids=["plain", "window"])
 def test_given_kernels_that_are_compiled_ahead_then_nothing_is_computed(kind: AttentionSpec) -> None:
@@ -182,6 +187,7 @@ def test_given_sequences_that_grow_then_their_keys_are_divided_as_from_the_begin
             assert torch.equal(kept.launches[0].tiles, fresh.launches[0].tiles)
 
 
+@pytest.mark.quick("3")
 @interpreted
 @pytest.mark.parametrize("most", [3, 12])
 def test_given_buffers_for_drafts_then_sequences_may_have_several_queries(most: int) -> None:
@@ -196,6 +202,7 @@ def test_given_buffers_for_drafts_then_sequences_may_have_several_queries(most: 
     built.check(out[:9])
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("options", [{}, {"window": 20, "sink_tokens": 3}, {"sink_logits": True}], ids=str)
 def test_given_buffers_for_mixed_steps_then_decode_and_chunks_are_right_and_the_rows_behind_are_zero(
@@ -236,6 +243,7 @@ def test_given_buffers_beside_larger_ones_then_they_share_the_memory_of_partial_
     assert memory(other) != memory(large)[:1]
 
 
+@pytest.mark.quick("6")
 @interpreted
 @pytest.mark.parametrize("heads", [4, 6])
 def test_given_buffers_for_many_sequences_then_several_heads_are_merged_together(
