@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 INSTEAD = {
     "tensor_parallel": "a model that needs several GPUs runs in vLLM or SGLang with kvpool's connector",
     "data_parallel": "kvpool route in front of a kvpool serve for each GPU, or --ray with --replicas",
+    "beams": "kvpool.engine.beam_search(engine, prompt, width) gives the same results",
     "draft": "draft_tokens guesses from the text before; vLLM and SGLang run draft models",
 }
 
