@@ -47,9 +47,10 @@ def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its
         rows.set_token_ids(row, tokens_of(1, 2, 3), 2)
         rows.set_shared(row, is_shared)
         rows.known[row] = rows.num_history[row] = 0
-        epoch = rows.epoch
+        moves = rows.moves
         drop(row)
-        assert rows.epoch > epoch  # batches with this row look at it again
+        assert rows.moves > moves  # batches with this row look at it again
+        assert rows.serials[row] == -1
         again = add(rows, 1)
         assert again == row
         assert (rows.tables[0][row, 1:] == -1).all()
@@ -65,14 +66,13 @@ def test_more_sequences_than_rows_make_the_arrays_grow_and_keep_their_contents()
     rows = make_rows(FULL, SLIDING, num_rows=2, num_columns=3)
     rows.reserved[add(rows)] = 11
     rows.tables[1][0, 2] = 9
-    epoch = rows.epoch
     added = [add(rows) for _ in range(6)]
     assert added == [1, 2, 3, 4, 5, 6]
     assert rows.num_rows == 8
     assert (int(rows.reserved[0]), int(rows.tables[1][0, 2])) == (11, 9)
     assert rows.first_held.shape == (2, 8)
     assert (rows.tables[0][2:] == -1).all()
-    assert rows.epoch > epoch  # batches look at their rows again
+    assert rows.serials.tolist() == [-1] * 8
 
 
 def test_longer_sequences_make_the_tables_wider_and_keep_their_contents() -> None:

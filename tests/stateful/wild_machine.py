@@ -400,8 +400,17 @@ class WildMachine:
             for h in self.manager.handles
         ]
         cached = {}
-        for node, values, _ in read_tree(self.manager, self.histories):
-            of_node = (node.tier, node.priority, node.expires_at, node.sessions, bool(node.pins), node.last_access)
+        runs = read_tree(self.manager, self.histories)
+        uses = {use: place for place, use in enumerate(sorted({node.last_access for node, _, _ in runs}))}
+        for node, values, _ in runs:
+            of_node = (
+                node.tier,
+                node.priority,
+                node.expires_at,
+                node.sessions,
+                bool(node.pins),
+                uses[node.last_access],
+            )
             columns = [ids.tolist() for ids in (*node.ids, *(node.host_copy or ()))]
             ends = values[-1:] if node.is_remainder else values[self.size - 1 :: self.size]
             for index, end in enumerate(ends.tolist()):

@@ -100,7 +100,15 @@ class Seen:
         pool = pools[at % len(pools)]
         block = inspect.block(at % pool.num_blocks, pool=pool.index, tier=pool.tier)
         nodes = [(n.hint, n.hits, n.turn, n.fan_out, n.priority_until) for n in all_nodes(machine.cache)]
-        now = books, machine.manager.stats(), inspect.runs(), inspect.snapshot(), block, nodes, self._told
+        now = (
+            books,
+            machine.manager.stats(),
+            inspect.runs(),
+            inspect.snapshot()._replace(tick=0),
+            block,
+            nodes,
+            self._told,
+        )
         self._digest.update(repr(_listed(now)).encode())
         self.letters += self._digest.hexdigest()[0]
         self._told.clear()

@@ -49,7 +49,8 @@ class SequenceBatch:
     """
 
     __slots__ = (
-        "_epoch",
+        "_checked",
+        "_serials",
         "_cache",
         "handles",
         "last_slots",
@@ -71,7 +72,8 @@ class SequenceBatch:
         self.selection: Any = self.rows
         if len(self.rows) and (np.diff(self.rows) == 1).all():
             self.selection = slice(int(self.rows[0]), int(self.rows[-1]) + 1)
-        self._epoch = cache.rows.epoch
+        self._serials = cache.rows.serials[self.rows]
+        self._checked = cache.rows.moves  # when these were looked at last
         # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
         self.last_slots: Int32Array | None = None
         self.moves = -1
@@ -91,11 +93,12 @@ class SequenceBatch:
 
     def refresh(self) -> None:
         """Checks that all sequences still live on the GPU (only after something ended or moved)."""
-        epoch = self._cache.rows.epoch
-        if epoch != self._epoch:
-            for handle in self.handles:
-                self._cache.row_of(handle)
-            self._epoch = epoch
+        rows = self._cache.rows
+        if rows.moves != self._checked:
+            if (rows.serials[self.rows] != self._serials).any():
+                for handle in self.handles:
+                    self._cache.row_of(handle)  # raises for the one that ended
+            self._checked = rows.moves
 
     def lengths(self) -> Int64Array:
         """Reserved tokens of each sequence (a copy)."""

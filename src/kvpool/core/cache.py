@@ -101,9 +101,8 @@ def make_pools(config: KVCacheConfig) -> list[list[BlockPool]]:
 class Cache:
     """Everything that is known. Whoever reads or changes it holds the manager's lock.
 
-    Whoever begins an operation moves `tick` on and reads the clock into `now`, which then stand still until its end.
-    `version` grows at the end of every operation that may have changed something (see `Guard`): what was found in the cache
-    holds while it stays the same.
+    Whoever begins an operation reads the clock into `now`, which stands still until its end. `tick` grows at the end of every
+    operation that may have changed something (see `Guard`): what was found in the cache holds while it stays the same.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Cache:
         self.clock = clock
         self.now = clock()
         self.tick = 0
-        self.version = 0
         self.counters = Counters()
         self.events = events
         self.failures: deque[tuple[str, Exception]] = deque(maxlen=64)  # of a user's code, for the log after the lock
@@ -170,7 +168,7 @@ class Cache:
         # What was found last for a prompt, and when: the next question is often about the same one
         self.last_prompt: Any = None
         self.last_match: Any = None
-        self.last_version = -1
+        self.last_tick = -1
         # Who goes, when, and where to
         usable = [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
         first_lost = max(usable, default=0) if config.offload_on_evict else 0

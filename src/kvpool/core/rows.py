@@ -69,9 +69,8 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.groups = groups
         self.all_grow = all(group.grows for group in groups)
         self.by_block = [group.by_block for group in groups]
-        self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
         self.num_shared = 0  # rows flagged in `shared`
-        self.moves = 0  # grows whenever blocks or lengths of a live row change other than by one decoding step
+        self.moves = 0  # grows whenever a row ends, or its blocks or lengths change other than by one decoding step
         self.reserved: Int64Array = np.zeros(num_rows, np.int64)
         self.written: Int64Array = np.zeros(num_rows, np.int64)
         self.committed: Int64Array = np.zeros(num_rows, np.int64)
@@ -80,6 +79,8 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.num_history: Int64Array = np.zeros(num_rows, np.int64)
         self.num_fixed: Int64Array = np.zeros(num_rows, np.int64)
         self.present: Int64Array = np.zeros(num_rows, np.int64)  # places below this have their data, written or not
+        # `KVCacheHandle.serial` of the sequence whose blocks are in a row; -1 if it holds none on the GPU
+        self.serials: Int64Array = np.full(num_rows, -1, np.int64)
         self.first_held: Int64Array = np.zeros(
             (num_groups, num_rows), np.int64
         )  # the first block, sinks apart, that a row still reads
@@ -111,6 +112,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.num_history_of = self.num_history.data
         self.present_of = self.present.data
         self.grows_alone_of = self.grows_alone.data
+        self.serials_of = self.serials.data
         self._view_tables()
 
     def _view_tables(self) -> None:
@@ -156,7 +158,8 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.history[row] = _NO_TOKENS
         self.history_start[row] = 0
         self._free_rows.append(row)
-        self.epoch += 1
+        self.serials_of[row] = -1
+        self.moves += 1
 
     def drop_rows(self, rows: Int64Array) -> None:
         """`drop_row` for many rows of sequences without forks: none of them is flagged as shared."""
@@ -167,7 +170,8 @@ class SequenceRows(Generic[TipT, HandleT]):
             history[row] = _NO_TOKENS
             history_start[row] = 0
         self._free_rows += free
-        self.epoch += 1
+        self.serials[rows] = -1
+        self.moves += 1
 
     def has_open_tip(self, row: int) -> bool:
         """Whether a row's tip is an open node of its own."""
@@ -206,12 +210,12 @@ class SequenceRows(Generic[TipT, HandleT]):
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.first_held = np.concatenate([self.first_held, np.zeros_like(self.first_held)], axis=1)
         self.tables = [np.concatenate([table, np.full_like(table, -1)]) for table in self.tables]
+        self.serials = np.concatenate([self.serials, np.full_like(self.serials, -1)])
         self.tips.extend([None] * old)
         self.history.extend([_NO_TOKENS] * old)
         self.history_start.extend([0] * old)
         self.handles.extend([None] * old)
         self._view_arrays()
-        self.epoch += 1
 
     def ensure_columns(self, num_blocks: int) -> None:
         """Widens the tables so that a sequence of `num_blocks` fits."""

@@ -64,7 +64,6 @@ class Guard:
         """Takes the lock; the outermost operation first does what is due."""
         self.lock.acquire()
         cache = self.cache
-        cache.tick += 1
         self._depth += 1
         if self._depth > 1:  # an operation inside another one happens at the same moment
             return
@@ -72,7 +71,7 @@ class Guard:
             cache.now = now = cache.clock()
             self.num_expired = 0
             if self.calendar.next <= now:
-                cache.version += 1
+                cache.tick += 1
                 self.num_expired = expire(cache)
         except BaseException:
             self._depth = 0
@@ -83,14 +82,14 @@ class Guard:
         """Gives the lock back. What was found in the cache before holds no longer, unless the operation was refused."""
         cache = self.cache
         if raised is None or not issubclass(raised, KVPoolError):
-            cache.version += 1
+            cache.tick += 1
         if self._depth > 1:
             self._depth -= 1
             self.lock.release()
             return
         try:
             if self.host_copies.waiting:
-                cache.version += 1
+                cache.tick += 1
                 copy_ahead(cache)
             pool = self.first_pool
             used = pool.num_blocks - pool.num_free - pool.num_cached
@@ -111,7 +110,6 @@ class Guard:
     def go_on(self) -> None:
         """Begins the next part of an operation that does several in one: it has its own tick and finds the cache anew."""
         self.cache.tick += 1
-        self.cache.version += 1
 
     # --- who listens -------------------------------------------------------------------------------------------------
 
@@ -228,7 +226,7 @@ class Query:
         guard = self.guard
         guard.__enter__()
         if guard._depth > 1:  # in the middle of another operation: what was found before it may be gone
-            guard.cache.version += 1
+            guard.cache.tick += 1
 
     def __exit__(self, *exc_info: object) -> None:
         self.guard.__exit__(KVPoolError)  # as an operation that was refused: nothing changed

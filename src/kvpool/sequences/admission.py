@@ -36,8 +36,8 @@ class PrefixMatch(NamedTuple):
 
 def find_match(cache: Cache, prompt: Prompt) -> Match:
     """What a prompt would reuse now. Asked again about the same prompt, it walks the tree only if something changed."""
-    version = cache.version
-    if cache.last_prompt is prompt and cache.last_version == version:
+    tick = cache.tick
+    if cache.last_prompt is prompt and cache.last_tick == tick:
         last: Match = cache.last_match
         return last
     tokens, items, fresh = prompt._tokens, prompt._items, None
@@ -49,7 +49,7 @@ def find_match(cache: Cache, prompt: Prompt) -> Match:
         match = best_match(cache, tokens, prompt._scope)
     match.tokens, match.fresh = tokens, fresh
     if prompt._outlives_call:
-        cache.last_prompt, cache.last_match, cache.last_version = prompt, match, version
+        cache.last_prompt, cache.last_match, cache.last_tick = prompt, match, tick
     return match
 
 

@@ -62,7 +62,7 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
         for pool in cache.gpu_pools:
             make_room(cache, pool, plan.needs[pool.index], handle.scope.tenant)
     row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_fixed)
-    rows.tips[row] = tip
+    rows.tips[row], rows.serials_of[row] = tip, handle.serial
     _fill_tables(cache, row, tip, plan, taken)
     if held:
         let_go_blocks(cache, tip, held)
@@ -247,6 +247,7 @@ def _share_row(cache: Cache, source: int, child: KVCacheHandle) -> None:
         array = getattr(rows, name)
         array[row] = array[source]
     rows.first_held[:, row] = rows.first_held[:, source]
+    rows.serials_of[row] = child.serial
     rows.share_token_ids(source, row)
     tip = rows.tips[row] = rows.tips[source]
     assert tip is not None and child.family is not None

@@ -111,7 +111,7 @@ def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: SwappedBlo
     rows.present_of[row] = 0
     rows.following.pop(row, None)
     rows.set_shared(row, False)
-    rows.epoch += 1
+    rows.serials_of[row] = -1
     rows.moves += 1
     handle.swapped = blocks
     handle.stats.swaps += 1
@@ -328,7 +328,7 @@ def _join_families(cache: Cache, handles: Sequence[KVCacheHandle], wanted: list[
 
 def _return_to_gpu(cache: Cache, handle: KVCacheHandle, row: int) -> None:
     release_host(cache, handle)
-    cache.rows.epoch += 1
+    cache.rows.serials_of[row] = handle.serial
     cache.rows.moves += 1
     if handle.family is not None:
         cache.rows.set_shared(row, True)
