@@ -59,7 +59,7 @@ class KVCacheBlockPool:
         self.memory = group.pool
         self.layers = group.layers
         self.num_layers = len(group.layers)
-        self.kv_factor = 1 if group.attention.k_only else 2
+        self.kv_factor = len(group.attention.parts)  # K and V, or one of them
         self.num_kv_heads = group.attention.kv_heads
         self.size_per_head = group.attention.head_dim
         self.tokens_per_block = group.block_size

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from kvpool.checks import check_bool, check_int, show
 from kvpool.errors import ConfigError, InvalidArgumentError
@@ -133,6 +133,20 @@ def ceil_div(numerator: Any, denominator: Any) -> Any:
     return -(-numerator // denominator)
 
 
+class TokenPart(NamedTuple):
+    """One tensor of what a layer stores of each token."""
+
+    name: str
+    dtype: DType
+    heads: int
+    width: int  # elements of a head
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one token, scales included."""
+        return self.heads * self.dtype.row_bytes(self.width)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One attention layer, as the cache sees it.
@@ -198,10 +212,19 @@ class LayerSpec:
         return 0 if self.k_only else self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
+    def parts(self) -> tuple[TokenPart, ...]:
+        """What the layer stores of each token, in the order in which it lies in a block: layouts ask for nothing else.
+
+        >>> [(part.name, part.dtype.value, part.bytes) for part in LayerSpec(2, 64, "int4").parts]  # scales included
+        [('k', 'int8', 132), ('v', 'int4', 72)]
+        """
+        keys = TokenPart("k", self.dtype.of_keys, self.kv_heads, self.head_dim)
+        return (keys,) if self.k_only else (keys, TokenPart("v", self.dtype, self.kv_heads, self.value_dim))
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in this layer, scales included."""
-        v_bytes = 0 if self.k_only else self.dtype.row_bytes(self.value_dim)
-        return self.kv_heads * (self.dtype.of_keys.row_bytes(self.head_dim) + v_bytes)
+        return sum(part.bytes for part in self.parts)
 
     @property
     def group_key(self) -> tuple[Any, ...]:

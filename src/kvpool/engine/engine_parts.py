@@ -130,7 +130,7 @@ def _open_tiers(model_tiers: ModelTiers, model: Any, config: KVCacheConfig) -> O
 def _warn_of_loss(layers: Sequence[LayerSpec | StateSpec]) -> None:
     """Names types of keys and values that change answers of real models more than int8 does."""
     attention = [layer for layer in layers if isinstance(layer, LayerSpec)]
-    stored = {layer.dtype.of_keys if layer.k_only else layer.dtype for layer in attention}
+    stored = {layer.parts[-1].dtype for layer in attention}  # that of values, where there are any
     for dtype in sorted(stored & {DType.INT4, DType.FP8_E4M3, DType.FP8_E5M2}):
         log.warning(
             f"keys and values in {dtype.value} change answers, more than in int8: docs/engine.md#types-of-keys-and-values"

@@ -48,16 +48,12 @@ class GroupLayout:
         self.factors = factors or {}
         self.block_size = group.block_size
         self.block_bytes = group.block_bytes
-        spec = group.attention
-        sides = {"k": (spec.dtype.of_keys, spec.head_dim), "v": (spec.dtype, spec.value_dim)}
-        if spec.k_only:
-            del sides["v"]
         shapes, scale_shapes = [], []
-        for name, (dtype, dim) in sides.items():
+        for name, dtype, heads, width in group.attention.parts:
             stored = TORCH_DTYPES[dtype]
-            shapes.append((name, stored, ceil_div(dim * dtype.bits, 8 * stored.itemsize)))
+            shapes.append((name, stored, heads, ceil_div(width * dtype.bits, 8 * stored.itemsize)))
             scales = ("scale", "zero")[: dtype.scale_bytes // 2]
-            scale_shapes += [(f"{name}_{scale}", torch.float16, 0) for scale in scales]
+            scale_shapes += [(f"{name}_{scale}", torch.float16, heads, 0) for scale in scales]
         if scale_shapes and self.block_bytes % 2:
             raise ConfigError(
                 f"blocks of layer group {group.index} take {self.block_bytes} bytes: their float16 scales would start at "
@@ -67,12 +63,11 @@ class GroupLayout:
         behind = sum(part.token_bytes for part in elements) * self.block_size * len(group.layers)
         self.parts = (*elements, *self._place(scale_shapes, behind))
 
-    def _place(self, shapes: list[tuple[str, torch.dtype, int]], start: int) -> list[Part]:
+    def _place(self, shapes: list[tuple[str, torch.dtype, int, int]], start: int) -> list[Part]:
         """Parts one after the other from byte `start`, layer by layer."""
-        heads = self.group.attention.kv_heads
-        sizes = [heads * max(width, 1) * dtype.itemsize * self.block_size for _, dtype, width in shapes]
+        sizes = [heads * max(width, 1) * dtype.itemsize * self.block_size for _, dtype, heads, width in shapes]
         offsets = [start + sum(sizes[:i]) for i in range(len(sizes))]
-        return [Part(*shape[:2], heads, shape[2], at, sum(sizes)) for shape, at in zip(shapes, offsets, strict=True)]
+        return [Part(*shape, at, sum(sizes)) for shape, at in zip(shapes, offsets, strict=True)]
 
     def layer_cache(self, data: Tensor, index: int) -> LayerCache:
         """Layer number `index` of the group, as views into the bytes of a store, uint8 [block, byte]."""
