@@ -87,6 +87,7 @@ class TinyModel:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
+@pytest.mark.quick("full-4", "window-16", "window and sinks-4", "chunk-1")
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
 def test_given_chunked_prefill_and_decode_in_one_batch_then_every_step_is_right(

@@ -192,6 +192,7 @@ def test_chunks_of_a_state_space_model_are_its_tokens_one_by_one() -> None:
         torch.testing.assert_close(states.stored[row.targets], singly.stored[row.targets], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick("no bias-3-4-elsewhere-cpu", "bias-4-2-in place-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [IN_PLACE, ELSEWHERE], ids=["in place", "elsewhere"])
 @pytest.mark.parametrize(("inputs", "taps"), [(4, 4), (3, 4), (4, 2)])
@@ -202,6 +203,7 @@ def test_the_kernel_convolves_one_token(inputs: int, taps: int, bias: Any, targe
     assert_same(convolve_one_triton, convolve_one_reference, arguments, device)
 
 
+@pytest.mark.quick("[33, 1, 32]-one begins-elsewhere-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [IN_PLACE, ELSEWHERE], ids=["in place", "elsewhere"])
 @pytest.mark.parametrize("sources", [IN_PLACE, [4, -1, 2]], ids=["all go on", "one begins"])
@@ -216,6 +218,7 @@ def test_the_kernel_convolves_packed_sequences(
         assert_same(convolve_triton, convolve_reference, arguments, device)
 
 
+@pytest.mark.quick("a decay for each head-16-8-in place-cpu", "for each key-16-8-elsewhere-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [IN_PLACE, ELSEWHERE], ids=["in place", "elsewhere"])
 @pytest.mark.parametrize(("keys", "values"), [(16, 8), (12, 72)])
@@ -232,6 +235,7 @@ def test_the_kernel_applies_the_delta_rule(
         assert_same(delta_rule_one_triton, delta_rule_one_reference, [q, k, v, decay, beta, states, normalize], device)
 
 
+@pytest.mark.quick("Mamba 1-in place-cpu", "Mamba 1, less of it-elsewhere-cpu", "Mamba 2-in place-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [IN_PLACE, ELSEWHERE], ids=["in place", "elsewhere"])
 @pytest.mark.parametrize(
@@ -281,6 +285,7 @@ def test_steps_move_states_on_up_to_their_ends_and_drafts_change_none() -> None:
     assert torch.equal(states.stored[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
 
 
+@pytest.mark.quick("in place-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("targets", [(4, 1, 0), (5, 2, 0)], ids=["in place", "elsewhere"])
 def test_the_kernels_compute_tokens_step_by_step(targets: tuple[int, ...], device: str) -> None:

@@ -41,6 +41,7 @@ def served(manager: KVCacheManager, number: int, prompt: list[int]) -> int:
     return handle.num_cached_blocks
 
 
+@pytest.mark.quick("adaptive", "lru", "priority")
 @pytest.mark.parametrize("policy", policy_names())
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), host_blocks=st.integers(1, 3), num_blocks=st.integers(24, 64))

@@ -53,6 +53,9 @@ def check_step(before: Blocks, after: Blocks, own: int) -> None:
         assert not lost or not there or max(lost) <= min(there), f"{tier.name}: {max(lost)} left, {min(there)} is there"
 
 
+@pytest.mark.quick(
+    "back-adaptive-host", "back-priority-host and disk", "through-adaptive-disk", "through-priority-host"
+)
 @pytest.mark.parametrize(
     "tiers",
     [{"host_blocks": 10}, {"host_blocks": 10, "disk_blocks": 12}, {"disk_blocks": 12}],
