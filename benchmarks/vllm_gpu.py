@@ -290,7 +290,7 @@ def restart(folder: Path) -> dict[str, Any]:
     """The first token of a long prompt: computed, from every place that keeps it, and in a new engine from what is below."""
     seen: dict[str, Any] = {"bytes": 131_072 * LONG, "GB/s": {"link": link_speed(), "disk": disk_speed(folder)}}
     with ExitStack() as stack:
-        places = {
+        places: dict[str, dict[str, Any]] = {
             "disk": {"disk": str(folder / "disk"), "disk_bytes": 16 * GIB},
             "node": {"remote": node(stack, folder)},
         }
