@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import kvpool.replay.policies  # noqa: F401  # known by name, also where this file is run
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Retention, ReuseHint, Tier, TokenRange
 from kvpool.eviction import AdaptivePolicy, policy_names
 from kvpool.eviction.run import Queue

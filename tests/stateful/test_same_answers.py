@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from wild_runs import LOOK_EVERY, Seen, run
 
+import kvpool.replay.policies  # noqa: F401  # known by name, also where this file is run
+
 ANSWERS = Path(__file__).with_name("same_answers.txt")
 NUM_OPERATIONS = 80
 SEEDS = range(1000, 1060)
