@@ -11,9 +11,8 @@ from kvpool.compiling import mypyc_attr
 from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.core.handle import KVCacheHandle, Rows
-from kvpool.core.match import AdmissionPlan
 from kvpool.core.node import Node, path_ids
-from kvpool.core.prompt import Prompt
+from kvpool.core.prompt import AdmissionPlan, Prompt
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
 

@@ -13,8 +13,8 @@ from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows
 from kvpool.core.kind import ByBlock
-from kvpool.core.match import AdmissionPlan
 from kvpool.core.node import Node, path_ids
+from kvpool.core.prompt import AdmissionPlan
 from kvpool.errors import SequenceStateError
 from kvpool.pools.arrays import BoolArray, Int64Array
 from kvpool.prefix.announcer import announce_blocks

@@ -12,9 +12,8 @@ from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows
 from kvpool.core.kind import CountedGroup
-from kvpool.core.match import AdmissionPlan
 from kvpool.core.node import Node
-from kvpool.core.prompt import Prompt
+from kvpool.core.prompt import AdmissionPlan, Prompt
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.pool import BlockPool
 from kvpool.scope import ReuseScope

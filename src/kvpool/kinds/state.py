@@ -10,9 +10,8 @@ from kvpool.compiling import mypyc_attr
 from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows
-from kvpool.core.match import AdmissionPlan
 from kvpool.core.node import Node
-from kvpool.core.prompt import Prompt
+from kvpool.core.prompt import AdmissionPlan, Prompt
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kinds.by_block import BlockwiseGroup
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array

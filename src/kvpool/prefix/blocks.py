@@ -19,8 +19,8 @@ import numpy as np
 
 from kvpool.core.cache import Cache, Leftover
 from kvpool.core.kind import ByBlock, Group
-from kvpool.core.match import Match
 from kvpool.core.node import Node, Root, path_ids
+from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import announce_removed_block

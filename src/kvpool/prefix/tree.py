@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
-from kvpool.core.match import Match
 from kvpool.core.node import NEVER, Logits, Node, Root, numbers_in_tree
+from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array, as_bytes, copied
 from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.scope import ReuseScope

@@ -9,9 +9,8 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.core.cache import Admission, AllocStatus, Cache
 from kvpool.core.kind import ByBlock
-from kvpool.core.match import AdmissionPlan, Match
 from kvpool.core.node import path_ids
-from kvpool.core.prompt import Prompt
+from kvpool.core.prompt import AdmissionPlan, Match, Prompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU
 from kvpool.prefix.tree import find_logits, match_tokens
@@ -51,11 +50,6 @@ def find_match(cache: Cache, prompt: Prompt) -> Match:
     if prompt._outlives_call:
         cache.last_prompt, cache.last_match, cache.last_tick = prompt, match, tick
     return match
-
-
-def forget_match(cache: Cache) -> None:
-    """Drops what was found last, and with it the tokens of its prompt: it was admitted."""
-    cache.last_prompt = cache.last_match = None
 
 
 def best_match(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> Match:

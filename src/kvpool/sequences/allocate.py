@@ -8,9 +8,8 @@ from typing import Final
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
 from kvpool.core.handle import GivenHandle, KVCacheHandle, note_sessions
-from kvpool.core.match import AdmissionPlan, Match
 from kvpool.core.node import Node, path_ids
-from kvpool.core.prompt import Prompt
+from kvpool.core.prompt import AdmissionPlan, Match, Prompt
 from kvpool.pools.arrays import copied, put
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
@@ -19,7 +18,7 @@ from kvpool.prefix.evict import bring_up, make_room, spare, spare_no_more
 from kvpool.prefix.readers import ref
 from kvpool.prefix.tree import close_tip, keep_symbols, root_for, split
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import find_match, forget_match, plan_admission
+from kvpool.sequences.admission import find_match, plan_admission
 from kvpool.sequences.publish import track, track_block
 
 INHERITED = (  # what a fork has in common with its parent
@@ -96,7 +95,7 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
             keep_symbols(cache, found.fresh)
     cache.counters.requests += not handle.is_lease
     cache.requests[handle.request_id] = handle
-    forget_match(cache)
+    cache.last_prompt = cache.last_match = None  # it was admitted: nobody need keep its tokens
     return found
 
 

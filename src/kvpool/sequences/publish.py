@@ -6,8 +6,8 @@ import numpy as np
 
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.match import Match
 from kvpool.core.node import NEVER, Node
+from kvpool.core.prompt import Match
 from kvpool.core.retention import Retention
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU

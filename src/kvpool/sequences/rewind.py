@@ -13,11 +13,10 @@ from kvpool.core.node import Node
 from kvpool.errors import OutOfBlocksError
 from kvpool.kinds.by_block import close_again, reopen
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
-from kvpool.prefix.evict import enforce_quota
+from kvpool.prefix.evict import enforce_quota, require
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import close_tip, split
 from kvpool.sequences.publish import track, untrack
-from kvpool.sequences.room import require
 
 
 def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:

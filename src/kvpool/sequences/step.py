@@ -19,10 +19,10 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kinds.by_block import slide
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
+from kvpool.prefix.evict import require, require_each
 from kvpool.prefix.tree import close_tip, keep_symbols
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.publish import publish, publish_postponed, track, untrack
-from kvpool.sequences.room import require, require_each
 from kvpool.sequences.tokens import asked_positions, check_slots_out, continue_items, divide_ids, slots_between
 
 _any = np.logical_or.reduce  # array.any() without its wrapper

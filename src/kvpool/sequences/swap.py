@@ -11,12 +11,12 @@ from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Admission, AllocStatus, Cache
 from kvpool.core.handle import KVCacheHandle, SwappedBlocks, note_sessions
 from kvpool.core.kind import Group
-from kvpool.core.match import Match
 from kvpool.core.node import Node, path_ids
+from kvpool.core.prompt import Match
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
-from kvpool.prefix.evict import bring_up, demote, enforce_quota, make_room, num_fitting
+from kvpool.prefix.evict import bring_up, demote, enforce_quota, make_room, make_room_for_each, num_fitting
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import match_tokens, root_for, split
 from kvpool.scope import ReuseScope
@@ -24,7 +24,6 @@ from kvpool.sequences.admission import count_match
 from kvpool.sequences.allocate import enter_path
 from kvpool.sequences.publish import publish, track, untrack
 from kvpool.sequences.release import release_gpu, release_host
-from kvpool.sequences.room import make_room_for_each
 
 # --- out -------------------------------------------------------------------------------------------------------------
 
