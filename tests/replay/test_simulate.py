@@ -172,7 +172,9 @@ def test_given_prompts_larger_than_the_gpu_then_lower_tiers_keep_their_blocks_in
     trace, sizes = builder.build(), {"capacity": 1, "host": 4, "disk": 0}
     optimum = run_one(trace, ReplayConfig(OPTIMUM, **sizes))
     assert optimum.hit_blocks_by_tier == {"GPU": 0, "HOST": 7}
-    assert replay(trace, ReplayConfig("lru", **sizes)).hit_blocks == 4, "one cache of five blocks would find three"
+    assert replay(trace, ReplayConfig("lru", **sizes)).hit_blocks == 7, (
+        "the GPU is enlarged to four: eight places for seven"
+    )
 
 
 def test_given_larger_blocks_then_only_whole_ones_hit() -> None:

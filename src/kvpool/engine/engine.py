@@ -107,7 +107,8 @@ class Engine:
         self.shape, self._loop, inbox, self._prompts, self._tiers, self._pictures, self._forgetting = parts
         self.plane = self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
-        self._closing, self._opened = threading.Lock(), ExitStack()  # closed in the opposite order
+        self._closing = threading.Lock()
+        self._opened = ExitStack()  # closed in the opposite order
         self._publisher: EventPublisher | None = None
         try:
             self._open(self._loop, chosen)
