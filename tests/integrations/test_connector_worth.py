@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest
 
+from kvpool.integrations.connector.reports import REPEATS
 from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider
 
 LONG = list(range(200, 200 + 41 * BLOCK + 1))
@@ -30,13 +31,15 @@ def clock() -> Clock:
     return Clock()
 
 
-def restarted(engine: Any, tmp_path: Path, clock: Clock, tokens: list[int]) -> tuple[ToyEngine, Decider]:
+def restarted(
+    engine: Any, tmp_path: Path, clock: Clock, tokens: list[int], **changed: Any
+) -> tuple[ToyEngine, Decider]:
     """An engine whose disk has a prompt and whose host has not; it decides by what it measures."""
     options = dict(host_blocks=64, num_pages=128, disk=str(tmp_path / "disk"), disk_bytes="16MB", clock=clock)
     first = engine(**options)
     first.serve(ToyRequest("before", tokens))
     first.close()
-    second = engine(**options)
+    second = engine(**{**options, **changed})
     decider = second.scheduler.host._loader.decider = Decider(1, clock)
     return second, decider
 
@@ -48,6 +51,19 @@ def test_given_a_tier_that_is_slower_than_computing_then_its_blocks_are_computed
     decider.observe_prompt(16, 0.1)
     decider.observe_load(0, 4, 0.2)
     assert toy.serve(ToyRequest("a", PROMPT)) == 0
+    assert toy.scheduler.stats()["slower"] == 1
+
+
+def test_given_prompts_that_are_never_found_because_of_a_slow_tier_then_the_warning_says_so(
+    engine: Any, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT, host_blocks=2)
+    decider.observe_prompt(16, 0.1)
+    decider.observe_load(0, 4, 0.2)
+    for number in range(REPEATS + 1):
+        toy.serve(ToyRequest(str(number), PROMPT))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvpool"]
+    assert "prompts computed what a tier had, because it was slower than computing" in line
 
 
 def test_given_a_tier_that_is_faster_than_computing_then_its_blocks_are_loaded(

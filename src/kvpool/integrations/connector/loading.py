@@ -39,6 +39,7 @@ class LoadStats:
     from_host: int = 0
     from_tiers: int = 0
     failed: int = 0  # blocks that were promised and could not be loaded; the engine computes them again
+    slower: int = 0  # requests that computed what a tier had, because that was faster so far
 
 
 @dataclass
@@ -123,6 +124,7 @@ class Loader:
         decision = self.decider.decide(options, here, self._block_size)
         if decision.option is not None:
             return decision.option.num_blocks
+        self.stats.slower += 1
         return here + (min(len(holders), _PROBE_BLOCKS) if decision.probe and not self._has_states else 0)
 
     def _arrives(self, tracked: TrackedRequest, block: int) -> bool:

@@ -199,6 +199,8 @@ class NoHitWarning:
 
     def _reason(self) -> str:
         counts = self._counts()
+        if counts["slower"]:
+            return f"{counts['slower']} prompts computed what a tier had, because it was slower than computing"
         said = f"{REPEATS} prompts began like earlier ones, and nothing was ever found for them: "
         said += f"{counts['stored']} blocks were stored, {counts['no_room']} had no room on a host of {self._num_rows} blocks"
         if counts["no_room"] or counts["stored"]:
@@ -223,6 +225,7 @@ COUNTS = {
     "from_host": "blocks that were loaded from the host",
     "from_tiers": "blocks that were loaded from the tiers below the host",
     "failed": "blocks that were promised and could not be loaded; the engine computed them again",
+    "slower": "requests that computed blocks that a tier had, because that was faster so far",
     "tier_load_failures": "values that a tier could not bring, was late with, or that were damaged",
     "tier_store_failures": "values that a tier could not store, or not in time",
 }
