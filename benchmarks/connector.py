@@ -39,6 +39,7 @@ def request(number: int, prompt: Sequence[int]) -> Any:
         prompt_embeds=None,
         kv_transfer_params=None,
         block_hashes=[],
+        num_prompt_tokens=len(prompt),
     )
 
 
