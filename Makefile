@@ -71,7 +71,7 @@ demo-once: $(VENV)/.stamp-demo ## the same without the server at the end
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
 	@$(PY) examples/demos/tour.py $(ARGS)
 
-test: $(VENV)/.stamp-dev ## the tests of a change, on several cores: five minutes on two
+test: $(VENV)/.stamp-dev ## the tests of a change, on several cores: seven minutes on two
 	@$(PY) tools/compile_c.py --again
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 

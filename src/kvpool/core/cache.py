@@ -170,8 +170,7 @@ class Cache:
         self.last_match: Any = None
         self.last_tick = -1
         # Who goes, when, and where to
-        usable = [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
-        first_lost = max(usable, default=0) if config.offload_on_evict else 0
+        first_lost = max(self._usable_tiers(), default=0) if config.offload_on_evict else 0
         self.orders = EvictionOrders(new_policy, self.num_tiers, self.failures, config.block_depth_cost, first_lost)
         self.calendar = Calendar()
         self.lower_tier: list[Tier | None] = []
@@ -192,9 +191,13 @@ class Cache:
     def _pool_indices(self) -> range:
         return range(len(self.pools))
 
+    def _usable_tiers(self) -> list[Tier]:
+        """Those that have blocks in every pool."""
+        return [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
+
     def find_lower_tiers(self) -> None:
         """Where evicted runs go from each tier: the next one that has blocks in every pool. Call again after a resize."""
-        usable = [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
+        usable = self._usable_tiers()
         self.lower_tier = [next((below for below in usable if below > tier), None) for tier in LOCAL_TIERS]
 
     def sync(self, node: Node) -> None:

@@ -76,11 +76,8 @@ def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     swapped = [SwappedBlocks([]) for _ in handles]
     moved = 0
     for group, of_group in zip(cache.groups, held, strict=True):
-        src = _distinct(of_group)
-        dst, images = _copy_ids(cache, group, of_group, src, Tier.HOST)
-        moved += len(src)
-        if len(src):
-            cache.copies.append(CopyOp(CopyKind.SWAP_OUT, group.index, Tier.GPU, Tier.HOST, src, dst))
+        num_copied, images = _copy(cache, group, of_group, CopyKind.SWAP_OUT)
+        moved += num_copied
         for blocks, image in zip(swapped, images, strict=True):
             blocks.ids.append(image)
     for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
@@ -117,12 +114,13 @@ def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: SwappedBlo
     enforce_quota(cache, root)
 
 
-def _copy_ids(
-    cache: Cache, group: Group, of_group: list[Int32Array], src: Int32Array, tier: Tier
-) -> tuple[Int32Array, list[Int32Array]]:
-    """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
-    pool = group.on(tier)
+def _copy(cache: Cache, group: Group, of_group: list[Int32Array], kind: CopyKind) -> tuple[int, list[Int32Array]]:
+    """Plans copies of all blocks of some rows to the other tier; returns how many, and each row's blocks there."""
+    source, target = (Tier.GPU, Tier.HOST) if kind is CopyKind.SWAP_OUT else (Tier.HOST, Tier.GPU)
+    src, pool = _distinct(of_group), group.on(target)
     dst = pool.take(len(src))
+    if len(src):
+        cache.copies.append(CopyOp(kind, group.index, source, target, src, dst))
     images = []
     for ids in of_group:
         image = np.full(len(ids), -1, np.int32)
@@ -131,9 +129,9 @@ def _copy_ids(
         images.append(image)
     holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
     np.add.at(pool.refs, holders, 1)
-    if tier == Tier.GPU:
+    if target == Tier.GPU:
         group.mark_single_owner(dst)
-    return dst, images
+    return len(src), images
 
 
 # --- in --------------------------------------------------------------------------------------------------------------
@@ -269,11 +267,8 @@ def swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     wanted = _missing(cache, handles, [m.num_blocks for m in matches])
     moved = 0
     for group, of_group in zip(cache.groups, wanted, strict=True):
-        src = _distinct(of_group)
-        dst, images = _copy_ids(cache, group, of_group, src, Tier.GPU)
-        moved += len(src)
-        if len(src):
-            cache.copies.append(CopyOp(CopyKind.SWAP_IN, group.index, Tier.HOST, Tier.GPU, src, dst))
+        num_copied, images = _copy(cache, group, of_group, CopyKind.SWAP_IN)
+        moved += num_copied
         for row, image in zip(row_list, images, strict=True):
             _restore_table(cache, group, row, image)
     _join_families(cache, handles, wanted)

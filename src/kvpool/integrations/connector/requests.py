@@ -211,10 +211,9 @@ class TrackedRequest:
     lookup: Pending[list[int]] | None = None  # which tier has each block from `asked_from` on; None: not asked
     asked_from: int = 0
     uses_tiers: bool = False  # the last look-up promised blocks that tiers bring
-    worth: tuple[int, int, int] | None = (
-        None  # of the blocks from..to that tiers have, those up to here are worth a load
-    )
-    began: float | None = None  # when it was first computed
+    # (first, last, end): of the blocks first..last that tiers have, those before `end` are worth a load
+    worth: tuple[int, int, int] | None = None
+    began: float | None = None  # when its first step was planned
     num_loading: int = 0  # loads that no worker has reported yet
     has_lost: bool = False  # a load failed: tiers are not asked again
     hits: tuple[int, int, int] = (0, 0, 0)  # of the last load: from the host, the first tier, others

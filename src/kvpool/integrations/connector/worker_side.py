@@ -320,15 +320,12 @@ class WorkerSide:
     def _copy_spill(self, spill: Spill) -> None:
         """Runs in a thread, because a step must not wait for it."""
         try:
-            self._copy_rows(spill)
+            self._spill_rows(self._space.keys(spill.digests), spill.rows, self._host)
+            if self._states is not None:
+                keys = self._space.keys(spill.checkpoint_digests, CHECKPOINTS)
+                self._spill_rows(keys, spill.checkpoint_rows, self._state_host)
         finally:
             self._end_spill(spill)
-
-    def _copy_rows(self, spill: Spill) -> None:
-        self._spill_rows(self._space.keys(spill.digests), spill.rows, self._host)
-        if self._states is not None:
-            keys = self._space.keys(spill.checkpoint_digests, CHECKPOINTS)
-            self._spill_rows(keys, spill.checkpoint_rows, self._state_host)
 
     def _spill_rows(self, keys: Sequence[bytes], rows: Sequence[int], host: HostRows) -> None:
         assert self._storer is not None

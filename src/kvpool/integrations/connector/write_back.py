@@ -97,7 +97,7 @@ class WriteBack:
 
     # --- loads -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int | None:
+    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int:
         """How many tokens after the engine's own can be loaded. Orders stores of what leaves when the engine takes pages."""
         first = tracked.num_local = num_computed // tracked.block_size
         last = (tracked.num_ids - 1) // tracked.block_size  # one token must be computed

@@ -75,9 +75,8 @@ class WriteThrough:
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, clock=clock, **common)
         self._block_size = block_size
         self._now = clock
-        self._beginning: dict[
-            str, tuple[TrackedRequest, int]
-        ] = {}  # no first token yet; tokens of the prompt to compute
+        # Requests without a first token, and how many tokens of their prompts they compute
+        self._beginning: dict[str, tuple[TrackedRequest, int]] = {}
         self._pins = PromptPins(self.manager, block_size)
 
     @property
