@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("torch")
@@ -30,6 +32,11 @@ def pages_on(device: str, layers: dict[str, torch.Tensor], groups: list[list[str
     return (EnginePages if device == "cpu" else LinkedPages)(layers, 6, groups)
 
 
+def wait_for(is_over: Callable[[], bool]) -> None:
+    while not is_over():
+        pass
+
+
 def bytes_of(layers: dict[str, torch.Tensor]) -> HostRows:
     """All pages, one row for each."""
     pages = EnginePages({name: layer.cpu() for name, layer in layers.items()}, 6)
@@ -53,9 +60,10 @@ def test_given_a_layout_then_pages_come_back_bit_for_bit(layout: str, device: st
     host = HostRows(4, pages.row_bytes, pages.gpu)
     moves = [Move([[1, 5]], [3, 0]), Move([[2]], [1])]
     pages.read(moves, host)
+    pages.fence()
     for layer in layers.values():
         layer.zero_()
-    pages.write(moves, host)
+    wait_for(pages.write(moves, host))
     now = bytes_of(layers)
     assert [(half.array[n] == now.array[n]).all() for n in (1, 2, 5)] == [True] * 3
     assert not now.array[[0, 3, 4]].any()
@@ -82,9 +90,7 @@ def test_given_layers_side_by_side_in_each_page_then_they_move_together_and_rows
         pages = pages_on(device, {str(n): memory[n] for n in range(3)})
         assert len(pages.parts) == number
         host = HostRows(4, pages.row_bytes, pages.gpu)
-        is_over = pages.read([Move([[1, 5, 2]], [3, 0, 1])], host)
-        while not is_over():
-            pass
+        wait_for(pages.read([Move([[1, 5, 2]], [3, 0, 1])], host))
         rows.append((host.array[[3, 0, 1]].tobytes(), pages.layout))
     assert rows[0] == rows[1]
 
@@ -99,8 +105,9 @@ def test_given_latents_beside_an_indexers_keys_then_a_block_of_both_moves_in_one
     assert [(part.start, part.width) for part in pages.parts] == [(0, memory.shape[1])]
     host = HostRows(2, pages.row_bytes, pages.gpu)
     pages.read([Move([[4, 2]], [1, 0])], host)
+    pages.fence()
     memory.zero_()
-    pages.write([Move([[4, 2]], [1, 0])], host)
+    wait_for(pages.write([Move([[4, 2]], [1, 0])], host))
     assert torch.equal(memory[[2, 4]], before[[2, 4]])
     assert not memory[[0, 1, 3, 5]].any()
 
@@ -127,9 +134,10 @@ def test_given_two_groups_that_share_memory_then_a_row_holds_both_and_pages_that
     host = HostRows(2, pages.row_bytes, pages.gpu)
     assert pages.row_bytes == 16
     pages.read([Move([[1, 2], [3, 4]], [0, 1])], host)
+    pages.fence()
     before = memory.clone()
     memory[:] = 0
-    pages.write([Move([[1, 2], [NO_PAGE, 4]], [0, 1])], host)
+    wait_for(pages.write([Move([[1, 2], [NO_PAGE, 4]], [0, 1])], host))
     assert torch.equal(memory[[1, 2, 4]], before[[1, 2, 4]])
     assert not memory[[0, 3, 5]].any()
     assert pages.layout != EnginePages(layers, 6).layout
@@ -153,15 +161,14 @@ def test_given_pages_that_the_gpu_still_uses_then_rows_come_behind_that() -> Non
     host = HostRows(600, pages.row_bytes, pages.gpu)
     moves = [Move([list(range(600))], list(range(600)))]
     pages.read(moves, host)
+    pages.fence()
     for _ in range(3):
         busy(layers["a"])
         before = layers["b"].clone()
         for layer in layers.values():
             layer.zero_()
-        pages.begin_step()
-        is_over = pages.write(moves, host)
-        while not is_over():
-            pass
+        pages.begin_step(fences_loads=True)
+        wait_for(pages.write(moves, host))
         found = {name: layer.clone() for name, layer in layers.items()}
         assert torch.equal(before, right["b"])
         assert all(torch.equal(found[name], right[name]) for name in found)
@@ -175,13 +182,11 @@ def test_given_work_that_the_step_orders_then_a_load_does_not_wait_for_it() -> N
     pages = LinkedPages(layers, 64)
     host = HostRows(64, pages.row_bytes, pages.gpu)
     host.array[:] = 7
-    pages.begin_step()
+    pages.begin_step(fences_loads=True)
     for _ in range(20):
         busy(layers["a"])
     step = torch.cuda.current_stream().record_event()
-    is_over = pages.write([Move([list(range(64))], list(range(64)))], host)
-    while not is_over():
-        pass
+    wait_for(pages.write([Move([list(range(64))], list(range(64)))], host))
     assert not step.query()
     assert (layers["a"].view(torch.uint8) == 7).all()
 
@@ -199,6 +204,5 @@ def test_given_a_fence_then_the_rows_hold_what_the_pages_held_before_it() -> Non
         pages.fence()
         for layer in layers.values():
             layer.fill_(-1.0)  # the engine gave the pages to somebody else
-        while not is_over():
-            pass
+        wait_for(is_over)
         assert (host.array.view("float32") == value).all()
