@@ -10,7 +10,11 @@ from torch import Tensor
 
 from kvpool.attention import AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.attention.torch_backend import TorchBackend
+from kvpool.engine import Engine
 from kvpool.engine.graphs import CaptureError, RecordedStep
+from kvpool.engine.runner import ModelRunner
+from kvpool.engine.step_part import StepParts
+from kvpool.engine.warm_up import WarmUp
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 
@@ -81,3 +85,10 @@ class ReplanningBackend(TorchBackend):
 
     def run(self, q: Tensor, cache: Any, plan: AttentionPlan, **options: Any) -> Tensor:
         return super().run(q, cache, plan.buffers.newest if isinstance(plan, _PlanInBuffers) else plan, **options)
+
+
+def use_runner(engine: Engine, runner: ModelRunner) -> None:
+    """Has an engine that has not run yet run its steps by another runner, which may have graphs."""
+    loop = engine._loop
+    engine._warm_up = WarmUp(runner, engine._thread._inbox, {})
+    loop.runner, loop.parts = runner, StepParts([*loop.parts.all, engine._warm_up])

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from fake_graphs import FakeRecorder, ReplanningBackend, use_runner  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams, graphs  # noqa: E402
@@ -51,7 +51,7 @@ def engine_with_graphs(
     runner.warm_up()
     while all_graphs and runner.captures_more:
         runner.capture_next()
-    engine._loop.runner = runner
+    use_runner(engine, runner)
     return engine
 
 

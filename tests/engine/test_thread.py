@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kvpool.engine import thread as thread_module  # noqa: E402
-from kvpool.engine.inbox import Inbox  # noqa: E402
-from kvpool.engine.thread import EngineThread  # noqa: E402
+from kvpool.engine.thread import EngineThread, Inbox  # noqa: E402
 from kvpool.errors import KVPoolError  # noqa: E402
 
 

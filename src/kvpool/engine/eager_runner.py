@@ -90,6 +90,7 @@ class EagerRunner:
         self._rotations = [_rotations(kind.spec, self.device) for kind in self.kinds]
         self._kernels: list[Future[None]] = []  # that are being compiled
         self._hidden_source: torch.nn.Module | None = None
+        self.num_detours = 0  # how often something was done that later steps do not repeat, such as capturing a graph
 
     def _run_plan(self, plan: BatchPlan, inputs: StepInputs) -> Tensor:
         """The logits of a step."""

@@ -104,7 +104,9 @@ class Engine:
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         with_text = self.tokenizer, self.processor
         parts = assemble(self.model, chosen, limits, model_tiers, *with_text, self._start)
-        self.shape, self._loop, inbox, self._prompts, self._tiers, self._pictures, self._forgetting = parts
+        self.shape, self._loop, inbox, self._prompts, self._tiers, self._pictures, self._forgetting, self._warm_up = (
+            parts
+        )
         self.plane = self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
         self._closing = threading.Lock()
@@ -595,12 +597,15 @@ class Engine:
 
         Without `wait`, the engine does it while it is idle. Meanwhile, no thread may wait for the whole device.
         """
-        if as_flag(wait, "wait"):
-            self._thread.ask(self._loop.layers.begin)
-            self._loop.layers.wait()  # here, so that requests go on
-            self._thread.ask(self._loop.finish_start)
+        warm_up, wait = self._warm_up, as_flag(wait, "wait")
+        if warm_up is None:
+            return
+        if wait:
+            self._thread.ask(warm_up.begin)
+            warm_up.wait()  # here, so that requests go on
+            self._thread.ask(warm_up.finish)
         else:
-            self._thread.ask(partial(setattr, self._loop, "captures_when_idle", True))
+            self._thread.ask(partial(setattr, warm_up, "when_idle", True))
 
     def close(self) -> None:
         """Ends every request and gives the memory back. A callback cannot call it, because it runs in the engine's thread."""

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 from kvpool.attention import create_backend
 from kvpool.config import DType, KVCacheConfig, LayerSpec, StateSpec
 from kvpool.engine.adapters import EngineAdapters
-from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.eager_runner import rotates
 from kvpool.engine.forgetting import Forgetting, WeightsWatch
-from kvpool.engine.inbox import Inbox
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import StepPictures
 from kvpool.engine.prompt_parts import PromptPooling, PromptScoring
@@ -24,7 +22,9 @@ from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.speculation import PromptLookup
 from kvpool.engine.starting import Start
 from kvpool.engine.step_part import StepPart
+from kvpool.engine.thread import Inbox
 from kvpool.engine.tier_link import TierLink
+from kvpool.engine.warm_up import WarmUp
 from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.faster_layers import fuse_experts, fuse_norms, join_projections
@@ -48,6 +48,7 @@ class Parts(NamedTuple):
     tiers: TierLink | None
     pictures: StepPictures | None  # None: the model reads text only
     forgetting: Forgetting
+    warm_up: WarmUp | None  # None: steps are as fast as they will be
 
 
 def assemble(
@@ -85,6 +86,7 @@ def assemble(
         encoded = None if pictures is None else pictures.cache
         forgetting = Forgetting(manager, encoded, None if tiers is None else tiers.invalidator)
         watch = WeightsWatch(SharedWeights(model), scheduler, forgetting)  # now: joining products has moved some
+        warm_up = WarmUp(runner, inbox, start.seconds) if runner.can_get_faster else None
         ready.adapters.num_users = lambda adapter_id: (
             requests.num_users(adapter_id) + sum(request.scope.adapter == adapter_id for request in loop.held)
         )
@@ -93,14 +95,13 @@ def assemble(
             requests,
             runner,
             ready.shape.vocab_size,
-            BackgroundLayers(runner, inbox, start.seconds),
-            parts=_step_parts(ready, settings, scheduler, requests, tiers, pictures, watch),
+            parts=_step_parts(ready, settings, scheduler, requests, tiers, pictures, watch, warm_up),
             overlap=where.type == "cuda" and not settings.draft_tokens
             if settings.overlap is None
             else settings.overlap,
         )
     prompts = Prompts(tokenizer, processor, ready.shape.vocab_size, ready.encoder)
-    return Parts(ready.shape, loop, inbox, prompts, tiers, pictures, forgetting)
+    return Parts(ready.shape, loop, inbox, prompts, tiers, pictures, forgetting, warm_up)
 
 
 def _step_parts(
@@ -111,11 +112,12 @@ def _step_parts(
     tiers: TierLink | None,
     pictures: StepPictures | None,
     watch: WeightsWatch,
+    warm_up: WarmUp | None,
 ) -> list[StepPart]:
     """What takes part in steps, in the order in which each moment asks them. The only list of them."""
     of_requests = requests.generations
     parts: list[StepPart] = [watch, ready.adapters, PromptScoring(of_requests), PromptPooling(of_requests)]
-    parts += [part for part in (tiers, requests, pictures) if part is not None]
+    parts += [part for part in (tiers, requests, pictures, warm_up) if part is not None]
     if settings.draft_tokens:
         parts.append(PromptLookup(scheduler, of_requests, settings.draft_tokens))
     return parts

@@ -324,6 +324,7 @@ class StepGraphs(ABC):
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
         captured = _Captured(recorded, token_ids, positions, slots, keep, inputs, adapters, buffers, plans)
         self._captured[size, adapted] = captured
+        runner.num_detours += 1
         self._seconds += time.perf_counter() - began
         self._num_bytes += self._recorder.num_bytes() - before
         return captured

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.engine.generation import Generation
-from kvpool.engine.inbox import Inbox
+from kvpool.engine.thread import Inbox
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import BatchPlan, Request, ScheduledSequence, Scheduler

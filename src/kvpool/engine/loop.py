@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.engine.background_layers import BackgroundLayers
 from kvpool.engine.generation import Generation
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler
@@ -84,7 +83,6 @@ class EngineLoop:
         requests: ScheduledRequests,
         runner: ModelRunner,
         vocabulary: int,
-        layers: BackgroundLayers,
         *,
         parts: Sequence[StepPart],
         overlap: bool,
@@ -101,10 +99,8 @@ class EngineLoop:
         self._broken: list[Generation] = []  # requests that failed in this step
         self._copies = _PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
-        self._num_graphs = -1  # when the last step was over
+        self._num_detours = -1  # of the runner, when the last step was over
         self.overlap = overlap
-        self.captures_when_idle = False  # CUDA graphs, before a step needs them
-        self.layers = layers  # if they are to be compiled
 
     @property
     def has_work(self) -> bool:
@@ -126,26 +122,14 @@ class EngineLoop:
             tend()
 
     @property
-    def _captures_more(self) -> bool:
-        """Whether graphs are left to capture: none until layers are compiled, because all are captured again then."""
-        return not self.layers.are_left and self.runner.captures_more
-
-    @property
     def has_idle_work(self) -> bool:
         """Whether something is left to do while no request is there."""
-        return self.captures_when_idle and (self.layers.can_begin or self._captures_more)
+        return any(has_idle_work() for has_idle_work in self.parts.has_idle_work)
 
     def use_idle_time(self) -> None:
-        """Begins to compile layers, or captures one more CUDA graph, which takes about a tenth of a second."""
-        self.layers.begin()
-        if self._captures_more:
-            self.runner.capture_next()
-
-    def finish_start(self) -> None:
-        """Has steps run by compiled layers, if they are to, and captures all CUDA graphs that are left."""
-        self.layers.finish()
-        while self._captures_more:
-            self.use_idle_time()
+        """Does a bit of that."""
+        for use_idle_time in self.parts.use_idle_time:
+            use_idle_time()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -190,7 +174,6 @@ class EngineLoop:
             fail(error)
         self._flying.clear()
         self._copies.clear()
-        self.layers.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -304,21 +287,16 @@ class EngineLoop:
             tokens, counts, samples_at = self._chosen(launched)
             result = self.scheduler.complete(plan, tokens, counts)
             self._hand_out(launched, tokens, counts, samples_at, result.forks)
-            self.layers.begin()  # now: it would have slowed the first token down
         for done in result.finished:
             self._end(done)
 
     def _seconds(self, launched: _Launched) -> float | None:
-        """How long a step took: since it began, or since the one before it was over.
-
-        None if it says nothing of others like it, as of a step during which a graph was captured.
-        """
+        """How long a step took: since it began, or since the one before it was over; None if others take another time."""
         now = time.perf_counter()
-        num_graphs = self.runner.captured.num_graphs
-        captured, self._num_graphs = num_graphs != self._num_graphs, num_graphs
+        num_detours = self.runner.num_detours
+        is_direct, self._num_detours = num_detours == self._num_detours, num_detours
         since, self._last_finish = max(launched.began, self._last_finish), now
-        is_usual = launched.sampled is not None and not launched.plan.copies and not captured
-        return now - since if is_usual else None
+        return now - since if is_direct and launched.sampled is not None and not launched.plan.copies else None
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
         """The tokens for `complete`, how many of each sampling row, and which sample each of them is."""

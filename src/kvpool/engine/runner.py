@@ -225,6 +225,15 @@ class ModelRunner(EagerRunner):
             log.error("steps run without CUDA graphs: %s", error)
             self._drop_graphs()
 
+    def stay_plain(self) -> None:
+        """Steps go on by plain layers, because the others could not be compiled."""
+        self._uncompiled = None
+
+    @property
+    def can_get_faster(self) -> bool:
+        """Whether layers are still to be compiled, or graphs may still be captured."""
+        return self.is_uncompiled or bool(self._all_graphs())
+
     def _all_graphs(self) -> list[StepGraphs]:
         return [graphs for graphs in (self.graphs, self.mixed_graphs) if graphs is not None]
 

@@ -72,6 +72,15 @@ class StepPart:
     def fail(self, error: KVPoolError) -> None:
         """The engine ends: so does every request that waits."""
 
+    # --- while no request is there
+
+    def has_idle_work(self) -> bool:
+        """Whether `use_idle_time` has something to do."""
+        return False
+
+    def use_idle_time(self) -> None:
+        """Does a bit of work, so short that a request that comes meanwhile can wait for it."""
+
     # --- steps
 
     def planning(self) -> None:
@@ -101,6 +110,8 @@ class StepParts:
     """The parts of an engine, by moment: of each moment only the methods of the parts that override it."""
 
     def __init__(self, parts: Sequence[StepPart]) -> None:
+        self.all = parts
+
         def of(moment: str) -> list[Callable[..., Any]]:
             return [
                 getattr(part, moment) for part in parts if getattr(type(part), moment) is not getattr(StepPart, moment)
@@ -112,6 +123,8 @@ class StepParts:
         self.tend = of("tend")
         self.release = of("release")
         self.fail = of("fail")
+        self.has_idle_work = of("has_idle_work")
+        self.use_idle_time = of("use_idle_time")
         self.planning = of("planning")
         self.before = of("before")
         self.entered = of("entered")

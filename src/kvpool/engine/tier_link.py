@@ -23,9 +23,9 @@ from functools import partial
 from kvpool.config import Tier
 from kvpool.engine.generation import Generation
 from kvpool.engine.handover import Collector, Handovers
-from kvpool.engine.inbox import Inbox
 from kvpool.engine.scheduled_requests import ScheduledRequests
 from kvpool.engine.step_part import StepPart
+from kvpool.engine.thread import Inbox
 from kvpool.errors import KVPoolError
 from kvpool.quiet import QuietErrors
 from kvpool.scheduling import BatchPlan, Request, ScheduledSequence, Scheduler

@@ -11,11 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from fake_graphs import FakeRecorder, ReplanningBackend, use_runner  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.background_layers import BackgroundLayers  # noqa: E402
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.errors import KVPoolError  # noqa: E402
 
@@ -120,7 +119,8 @@ def test_given_a_compiler_that_fails_then_plain_layers_go_on_and_the_log_and_war
 
 def test_given_an_engine_that_closes_then_its_thread_ends_before_the_next_attention(compiler: Compiler) -> None:
     with make_engine() as engine:
-        compiler.may_go = engine._loop.layers._stopped
+        assert engine._warm_up is not None
+        compiler.may_go = engine._warm_up._stopped
         tokens(engine)
         assert compiler.began.wait(TIMEOUT)
     assert compiler.callers == ["kvpool-layers"]  # one layer of two
@@ -142,8 +142,7 @@ def engine_with_graphs(recorder: FakeRecorder) -> Engine:
         recorder=recorder,
     )
     runner.warm_up()
-    engine._loop.runner = runner
-    engine._loop.layers = BackgroundLayers(runner, engine._thread._inbox, {})
+    use_runner(engine, runner)
     return engine
 
 
