@@ -125,7 +125,7 @@ async def _serve(row: dict[str, Any], folder: str, begun: float) -> None:
     engine.shutdown()
 
 
-def _say(what: dict[str, float]) -> None:
+def _say(what: dict[str, Any]) -> None:
     print("\n" + json.dumps(what), flush=True)
 
 
@@ -154,20 +154,19 @@ async def _traffic(engine: Any, seed: int) -> dict[str, float]:
     }
 
 
-async def _prompts(engine: Any, seed: int) -> dict[str, float]:
-    """First tokens of long prompts: as they come, again, and when vLLM has forgotten them. Medians."""
+async def _prompts(engine: Any, seed: int) -> dict[str, list[float]]:
+    """First tokens of long prompts: as they come, again, and when vLLM has forgotten them."""
     rng = random.Random(seed)
     prompts = [_tokens(rng, LONG) for _ in range(LONG_PROMPTS)]
     await _request(engine, f"warm {seed}", _tokens(random.Random(-seed), LONG), 2, [], [])
-    seen: dict[str, float] = {}
+    seen: dict[str, list[float]] = {}
     for name in ("first", "again", "forgotten"):
         if name == "forgotten":
             await asyncio.sleep(2.0)  # the last blocks are on their way to the host and the disk
             await engine.reset_prefix_cache()
-        firsts: list[float] = []
+        seen[name] = []
         for number, prompt in enumerate(prompts):
-            await _request(engine, f"{seed} {name} {number}", prompt, 2, firsts, [])
-        seen[name] = statistics.median(firsts)
+            await _request(engine, f"{seed} {name} {number}", prompt, 2, seen[name], [])
     return seen
 
 
@@ -240,16 +239,16 @@ class Engine:
             env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         )
 
-    def answer(self) -> dict[str, float]:
+    def answer(self) -> dict[str, Any]:
         """The next line of JSON; an engine that ended raises its last words."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
-                said: dict[str, float] = json.loads(line)
+                said: dict[str, Any] = json.loads(line)
                 return said
         raise SystemExit(f"{self.name} ended:\n{self.log.read_text()[-6000:]}")
 
-    def run(self, kind: str, seed: int) -> dict[str, float]:
+    def run(self, kind: str, seed: int) -> dict[str, Any]:
         """One run of the traffic, or of long prompts."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([kind, seed]) + "\n")
@@ -289,12 +288,13 @@ def measure(group: str, repeats: int, folder: Path, kept: dict[str, Any], rows: 
 def restart(folder: Path) -> dict[str, Any]:
     """The first token of a long prompt: computed, from every place that keeps it, and in a new engine from what is below."""
     seen: dict[str, Any] = {"bytes": 131_072 * LONG, "GB/s": {"link": link_speed(), "disk": disk_speed(folder)}}
+    print(seen, flush=True)
     with ExitStack() as stack:
         places: dict[str, dict[str, Any]] = {
             "disk": {"disk": str(folder / "disk"), "disk_bytes": 16 * GIB},
             "node": {"remote": node(stack, folder)},
         }
-        if shutil.which("redis-server"):
+        if shutil.which("redis-server") and find_spec("glide_sync"):
             places["redis"] = {"remote": redis(stack, folder)}
         for place, below in places.items():
             extra = {**below, "model_id": "random weights of one seed", "timeout": 10.0}
@@ -306,7 +306,8 @@ def restart(folder: Path) -> dict[str, Any]:
                     seen[f"{place}, {life}"] = engine.run("prompts", 7)
                 finally:
                     engine.close()
-                print(f"{place}, {life}", seen[f"{place}, {life}"], flush=True)
+                for name, firsts in seen[f"{place}, {life}"].items():
+                    print(f"{place}, {life}, {name}:", *(f"{seconds:.3f}" for seconds in firsts), flush=True)
                 with suppress(OSError):  # only root may; without it the disk is the system's memory
                     Path("/proc/sys/vm/drop_caches").write_text("3")
     return seen
