@@ -144,32 +144,12 @@ def test_given_any_kind_when_a_fork_shares_blocks_then_the_last_one_to_let_go_fr
     group = make_group(spec, 4)
     before = group.gpu.num_free
     ids = group.take(3)
-    group.share(ids)
-    group.give_back(ids, shared=True)
+    group.ref(ids)
+    group.unref(ids, shared=True)
     assert group.gpu.num_free == before - 3
-    group.give_back(ids, shared=True)
+    assert group.gpu.refs[ids].tolist() == [group.single_owner] * 3  # as when they were taken
+    group.unref(ids, shared=True)
     assert group.gpu.num_free == before
-    assert not group.gpu.refs.any()
-
-
-@pytest.mark.parametrize("spec", KINDS, ids=lambda spec: spec.kind.value)
-def test_given_any_kind_when_holders_were_counted_one_by_one_then_a_single_one_is_noted_as_by_take(
-    spec: LayerSpec,
-) -> None:
-    group = make_group(spec, 4)
-    taken, counted = group.take(1), group.gpu.take(2)
-    group.gpu.refs[counted] = (1, 2)
-    group.mark_single_owner(counted)
-    assert group.gpu.refs[counted].tolist() == [group.gpu.refs[taken[0]], 2]
-    group.own(int(counted[1]))
-    assert group.gpu.refs[counted[1]] == group.gpu.refs[taken[0]]
-
-
-def test_given_a_full_group_when_a_shared_block_is_published_then_it_counts_nobody_any_more() -> None:
-    group = make_group(LayerSpec(1, 8), 4)
-    ids = group.take(2)
-    group.share(ids)
-    group.publish(ids)
     assert not group.gpu.refs.any()
 
 

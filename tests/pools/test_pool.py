@@ -51,38 +51,38 @@ def test_the_ids_handed_out_are_a_copy() -> None:
 
 def test_counted_blocks_are_free_again_when_their_last_holder_lets_go() -> None:
     pool = BlockPool(0, Tier.GPU, 4)
-    ids = pool.take_counted(2)
-    pool.acquire(ids[:1])
-    pool.release(ids)
+    ids = pool.take(2, refs=1)
+    pool.ref(ids[:1])
+    pool.unref(ids)
     assert (pool.num_free, pool.refs.tolist()) == (3, [1, 0, 0, 0])
-    pool.release(ids[:1])
+    pool.unref(ids[:1])
     assert pool.num_free == 4
 
 
 def test_releasing_a_counted_block_without_holder_is_an_error_and_changes_nothing() -> None:
     pool = BlockPool(0, Tier.GPU, 4)
-    ids = pool.take_counted(1)
-    pool.release(ids)
+    ids = pool.take(1, refs=1)
+    pool.unref(ids)
     with pytest.raises(InvalidArgumentError, match=r"blocks \[0\] of pool 0 on GPU"):
-        pool.release(ids)
+        pool.unref(ids)
     assert (pool.num_free, pool.refs.tolist()) == (4, [0, 0, 0, 0])
-    held = pool.take_counted(2)
+    held = pool.take(2, refs=1)
     with pytest.raises(InvalidArgumentError, match=r"blocks \[3\] of pool 0"):
-        pool.release(ids_of(*held, 3))
+        pool.unref(ids_of(*held, 3))
     assert (pool.num_free, pool.refs.tolist()) == (2, [1, 1, 0, 0])
 
 
 def test_a_shared_block_is_free_again_when_the_last_of_its_sequences_lets_go() -> None:
     pool = BlockPool(0, Tier.GPU, 4)
     ids = pool.take(2)
-    pool.share(ids)
-    pool.share(ids[:1])
+    pool.ref(ids)
+    pool.ref(ids[:1])
     assert pool.refs.tolist() == [3, 2, 0, 0]
-    pool.unshare(ids)
+    pool.unref(ids, single_owner=0)
     assert (pool.refs.tolist(), pool.num_free) == ([2, 0, 0, 0], 2)  # one owner needs no count
-    pool.unshare(ids)
+    pool.unref(ids, single_owner=0)
     assert (pool.refs.tolist(), pool.num_free) == ([0, 0, 0, 0], 3)
-    pool.unshare(ids[:1])
+    pool.unref(ids[:1], single_owner=0)
     assert pool.num_free == 4
 
 
@@ -112,10 +112,10 @@ def test_a_grown_pool_hands_out_its_old_free_ids_first() -> None:
 
 def test_a_cut_pool_forgets_the_ids_above_its_end() -> None:
     pool = BlockPool(0, Tier.GPU, 6)
-    ids = pool.take_counted(2)
+    ids = pool.take(2, refs=1)
     pool.resize(3)
     assert (pool.num_blocks, pool.num_free, pool.refs.tolist()) == (3, 1, [1, 1, 0])
-    pool.release(ids)
+    pool.unref(ids)
     assert sorted(pool.free_ids().tolist()) == [0, 1, 2]
 
 

@@ -216,7 +216,7 @@ class KVCacheAllocator:
             return self._lend(layer_idx, tier, pool) if pool.num_free else None
 
     def _lend(self, layer_idx: int, tier: Tier, pool: BlockPool) -> KVCacheBlock:
-        block_id = int(pool.take_counted(1)[0])
+        block_id = int(pool.take(1, refs=1)[0])
         parts = tuple(tensor[block_id] for tensor in _tensors(self._stores[tier].layer_cache(0, layer_idx)))
         for part in parts:  # whatever its last user left
             part.zero_()
@@ -238,7 +238,7 @@ class KVCacheAllocator:
                 raise InvalidArgumentError(f"{block} is not one of this allocator: it was freed, or another made it")
             if not block.ref_count or block.release():
                 del self._lent[key]
-                self._pools[block.layer_idx, block.tier].release(np.array([block.block_id], np.int32))
+                self._pools[block.layer_idx, block.tier].unref(np.array([block.block_id], np.int32))
                 block._clear()
 
     def get_num_free_gpu_blocks(self) -> int:

@@ -21,12 +21,13 @@ TheCache: TypeAlias = Any  # a `Cache`, whose module imports this one
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Group(ABC):
+class Group:
     """The blocks of one layer group, and what happens to them in the life of a sequence.
 
-    As it stands here, every query reads every block. A kind of one's own is a class below this one, or below `ByBlock`, in a
-    file of its own, and an entry in `kinds.KINDS`. It says how blocks of a single owner are counted, what the next query
-    reads, and what differs from admission to the end.
+    As it stands here, it is full attention: every query reads every block. Blocks are written by one sequence and read along
+    paths of the tree, so a single owner is not counted: counting starts when forks share a block. A kind of one's own is a
+    class below this one, or below `ByBlock`, in a file of its own, and an entry in `kinds.KINDS`. It says whether a single
+    owner is counted, what the next query reads, and what differs from admission to the end.
     """
 
     grows: ClassVar[bool] = True  # its blocks follow the tokens of the sequence, and enter the prefix tree
@@ -34,7 +35,7 @@ class Group(ABC):
     has_holes: ClassVar[bool] = False  # only some columns of a table have a block
     has_slots: ClassVar[bool] = True  # each position of the sequence has a place of its own, which steps write
     sees_writes: ClassVar[bool] = False  # it is told what every step wrote: `write`
-    single_owner: ClassVar[int] = 1  # what `refs` says of a private block that one sequence holds
+    single_owner: ClassVar[int] = 0  # what `refs` says of a private block that one sequence holds
 
     def __init__(self, spec: LayerGroup, block_size: int, tiers: list[BlockPool]) -> None:
         self.spec = spec
@@ -56,28 +57,20 @@ class Group(ABC):
 
     # --- private blocks ----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def take(self, num_blocks: int) -> Int32Array:
         """New GPU blocks for one sequence."""
+        return self.gpu.take(num_blocks, self.single_owner)
 
-    @abstractmethod
-    def give_back(self, ids: Int32Array, shared: bool) -> None:
-        """A sequence lets go of private GPU blocks; `shared` says whether forks may hold them too. -1 is no block."""
-
-    @abstractmethod
-    def share(self, ids: Int32Array) -> None:
+    def ref(self, ids: Int32Array) -> None:
         """One more sequence holds private GPU blocks. -1 is no block."""
+        self.gpu.ref(ids[ids >= 0])
 
-    def own(self, block: int) -> None:
-        """A GPU block that was taken from the pool is one sequence's own."""
-        self.gpu.refs[block] = self.single_owner
-
-    def mark_single_owner(self, ids: Int32Array) -> None:
-        """All holders of these GPU blocks were counted; a single one is noted as this kind does it."""
-        self.gpu.refs[ids[self.gpu.refs[ids] == 1]] = self.single_owner
-
-    def publish(self, ids: Int32Array) -> None:  # noqa: B027 - most kinds go on counting as before
-        """Private GPU blocks enter the tree."""
+    def unref(self, ids: Int32Array, shared: bool) -> None:
+        """A sequence lets go of private GPU blocks; `shared` says whether forks may hold them too. -1 is no block."""
+        if shared or self.single_owner:
+            self.gpu.unref(ids[ids >= 0], self.single_owner)
+        else:
+            self.gpu.give(ids)
 
     # --- what a query reads ------------------------------------------------------------------------------------------
 
@@ -162,7 +155,7 @@ class Group(ABC):
         """How many tokens of a private block hold data that a copy of it needs; None: all of it."""
         return min(rows.written_of[row] - column * self.block_size, self.block_size)
 
-    def write(self, rows: Rows, row: int, start: int, stop: int) -> None:  # noqa: B027 - see `sees_writes`
+    def write(self, rows: Rows, row: int, start: int, stop: int) -> None:
         """One step wrote tokens `start..stop` of a row."""
 
     def step_end(self, cache: TheCache, handle: KVCacheHandle, start: int, stop: int) -> int:
@@ -178,7 +171,7 @@ class Group(ABC):
         own, theirs = table[row, first : child.end], child.ids[self.index]
         doubled = own[own != theirs]
         if len(doubled):
-            self.give_back(doubled, shared)
+            self.unref(doubled, shared)
             cache.counters.blocks_merged += len(doubled)
             table[row, first : child.end] = theirs
         return child.end
@@ -189,17 +182,17 @@ class Group(ABC):
         table = rows.tables[self.index]
         first, used = self.pick((tip.end, rows.num_blocks_of[source]), (0, rows.num_fixed.item(source)))
         table[row, :used] = table[source, :used]
-        self.share(table[row, first:used])
+        self.ref(table[row, first:used])
 
     def end(self, cache: TheCache, handle: KVCacheHandle, row: int, tip: Node, published: int, used: int) -> None:
         """A row lets go of its blocks: those between `published` and `used` are private."""
         if published < used:
-            self.give_back(cache.rows.tables[self.index][row, published:used], handle.family is not None)
+            self.unref(cache.rows.tables[self.index][row, published:used], handle.family is not None)
 
-    def silence(self, handle: KVCacheHandle) -> None:  # noqa: B027 - what most kinds share lies in the tree
+    def silence(self, handle: KVCacheHandle) -> None:
         """Nobody may share blocks with this sequence from now on."""
 
-    def check_rewind(self, rows: Rows, handle: KVCacheHandle, row: int, length: int) -> None:  # noqa: B027
+    def check_rewind(self, rows: Rows, handle: KVCacheHandle, row: int, length: int) -> None:
         """Refuses to go back to where the sequence cannot go on."""
 
     def shrink(self, rows: Rows, row: int, num_blocks: int) -> int:
@@ -227,24 +220,11 @@ class Group(ABC):
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class CountedGroup(Group):
-    """A private block says how many sequences hold it, also when it is one; tables may have holes (-1)."""
-
-    def take(self, num_blocks: int) -> Int32Array:
-        return self.gpu.take_counted(num_blocks)
-
-    def give_back(self, ids: Int32Array, shared: bool) -> None:
-        self.gpu.release(ids[ids >= 0])
-
-    def share(self, ids: Int32Array) -> None:
-        self.gpu.acquire(ids[ids >= 0])
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ByBlock(CountedGroup):
+class ByBlock(Group, ABC):
     """A group whose published blocks are read one by one: what the rest of the core asks of it. See `kinds/by_block.py`."""
 
     by_block: ClassVar[bool] = True
+    single_owner: ClassVar[int] = 1
     yields_first: ClassVar[bool] = False  # blocks that no end of a run needs go before any run, however old that is
 
     @abstractmethod

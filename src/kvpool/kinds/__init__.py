@@ -6,21 +6,20 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.compiling import tell_apart
 from kvpool.config import GroupKind, LayerGroup
-from kvpool.core.kind import ByBlock, CountedGroup, Group
+from kvpool.core.kind import ByBlock, Group
 from kvpool.kinds.cross import CrossGroup
-from kvpool.kinds.full import FullGroup
 from kvpool.kinds.state import StateGroup
 from kvpool.kinds.window import ChunkedGroup, SlidingGroup
 from kvpool.pools.pool import BlockPool
 
 KINDS: dict[GroupKind, type[Group]] = {
-    GroupKind.FULL: FullGroup,
+    GroupKind.FULL: Group,
     GroupKind.SLIDING: SlidingGroup,
     GroupKind.CHUNKED: ChunkedGroup,
     GroupKind.STATE: StateGroup,
     GroupKind.CROSS: CrossGroup,
 }
-tell_apart(CountedGroup, ByBlock, *KINDS.values())
+tell_apart(ByBlock, *(kind for kind in KINDS.values() if kind.by_block))
 
 
 def kind_of(spec: LayerGroup) -> type[Group]:

@@ -71,7 +71,7 @@ class BlockwiseGroup(ByBlock):
             unref_blocks(cache, tip, self, old, published - 1, table[row, old:published])
             self.passed(cache, tip, max(old, handle.num_prompt_tokens // self.block_size), published)
         if new > published:
-            self.give_back(table[row, published:new], handle.family is not None)
+            self.unref(table[row, published:new], handle.family is not None)
             table[row, published:new] = -1
         rows.first_held[self.index, row] = new
 
@@ -92,7 +92,7 @@ class BlockwiseGroup(ByBlock):
         doubled = (own >= 0) & (own != theirs)
         if doubled.any():
             ref_blocks(cache, child.root, self, theirs[doubled])
-            self.gpu.release(own[doubled])
+            self.gpu.unref(own[doubled])
             cache.counters.blocks_merged += int(doubled.sum())
             table[row, first : child.end] = np.where(doubled, theirs, own)
         return first_lost

@@ -11,7 +11,7 @@ from kvpool.config import LayerGroup
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows
-from kvpool.core.kind import CountedGroup
+from kvpool.core.kind import Group
 from kvpool.core.node import Node
 from kvpool.core.prompt import AdmissionPlan, Prompt
 from kvpool.pools.arrays import Int32Array, Int64Array
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class CrossGroup(CountedGroup):
+class CrossGroup(Group):
     """All taken at admission, given back at the end, never in the prefix cache.
 
     Sequences whose scope names the same input of the encoder have one set of blocks for it: `holders` knows their rows.
@@ -30,6 +30,7 @@ class CrossGroup(CountedGroup):
 
     grows: ClassVar[bool] = False
     has_slots: ClassVar[bool] = False
+    single_owner: ClassVar[int] = 1
 
     def __init__(self, spec: LayerGroup, block_size: int, tiers: list[BlockPool]) -> None:
         super().__init__(spec, block_size, tiers)
@@ -56,7 +57,7 @@ class CrossGroup(CountedGroup):
             table[row, :end] = self.take(end)
         else:
             table[row, :end] = table[next(iter(holders)), :end]
-            self.share(table[row, :end])
+            self.ref(table[row, :end])
             handle.num_cached_encoder_tokens = handle.encoder_tokens
         if handle.publishes:
             self.holders.setdefault((handle.scope, handle.encoder_tokens), set()).add(row)
@@ -71,7 +72,7 @@ class CrossGroup(CountedGroup):
             holders.add(row)
 
     def end(self, cache: Cache, handle: KVCacheHandle, row: int, tip: Node, published: int, used: int) -> None:
-        self.give_back(cache.rows.all_blocks(self.index, row), handle.family is not None)
+        self.unref(cache.rows.all_blocks(self.index, row), handle.family is not None)
         key = handle.scope, handle.encoder_tokens
         holders = self.holders.get(key)
         if holders is not None:

@@ -112,7 +112,7 @@ class StateGroup(BlockwiseGroup):
 
     def _give_back(self, rows: Rows, row: int, first: int, end: int) -> None:
         columns = rows.tables[self.index][row, first:end]
-        self.gpu.release(columns[columns >= 0])
+        self.gpu.unref(columns[columns >= 0])
         columns[...] = -1
 
     def live_column(self, rows: Rows, row: int) -> int:

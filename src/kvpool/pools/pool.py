@@ -6,11 +6,10 @@ Ownership, in one place:
 * private     one or more sequences (forks) hold it through their tables.
 * published   the prefix cache owns it.
 
-What `refs` counts depends on the layer group of the block. Blocks of full-attention groups are written by one sequence
-and read along tree paths, so counting starts only when forks share one: 0 means a single owner, n >= 2 means n sequences
-(`take`, `share`, `unshare`). Admitting, publishing and freeing a sequence then never touch the array. Blocks of all
-other groups, and host blocks of swapped sequences, count every holder (`take_counted`, `acquire`, `release`); published
-ones go on counting the sequences that read them.
+`refs` says how many sequences hold a block; `ref` and `unref` count them. Blocks of full-attention groups are written by
+one sequence and read along tree paths, so one with a single owner has 0, as has a published one. Admitting, publishing
+and freeing a sequence then never touch the array. A single owner of a block of all other groups is counted (1), and so
+is one of a host block of swapped sequences; published ones go on counting the sequences that read them.
 
 `num_cached` counts published blocks without any reader, `num_pinned` those of them that are pinned, so
 `num_free + num_referenced + num_cached == num_blocks` at every moment.
@@ -81,30 +80,18 @@ class BlockPool:
         """Blocks that some live sequence holds."""
         return self.num_blocks - self.num_free - self.num_cached
 
-    def take(self, num_blocks: int) -> Int32Array:
-        """Hands out `num_blocks` free ids to a single owner. The caller made sure that they exist."""
-        top = self._hand_out(num_blocks)
-        return copied(self._free, top, top + num_blocks)
-
-    def take_into(self, table: Int32Array, at: int, num_blocks: int) -> None:
-        """`take`, with the ids written into a table, from its place `at` on."""
-        top = self._hand_out(num_blocks)
-        put(table, at, self._free, top, top + num_blocks)
-
-    def _hand_out(self, num_blocks: int) -> int:
-        """Takes ids off the free stack, which stand there until others come back; returns where the first of them is."""
+    def take(self, num_blocks: int, refs: int = 0) -> Int32Array:
+        """Hands out `num_blocks` free ids, which then have so many `refs`. The caller made sure that they exist."""
         num_free = self.num_free
         if num_blocks > num_free:
             raise OutOfBlocksError(
                 f"pool {self.index} on {self.tier.name} has {num_free} free blocks, {num_blocks} were asked for"
             )
         self.num_free = num_free - num_blocks
-        return self.num_blocks - num_free
-
-    def take_counted(self, num_blocks: int) -> Int32Array:
-        """`take` for blocks whose holders are all counted: each starts with one."""
-        ids = self.take(num_blocks)
-        self.refs[ids] = 1
+        top = self.num_blocks - num_free
+        ids = copied(self._free, top, top + num_blocks)
+        if refs:
+            self.refs[ids] = refs
         return ids
 
     def give(self, ids: Int32Array, start: int = 0, stop: int = -1) -> None:
@@ -117,31 +104,23 @@ class BlockPool:
         self.num_free = num_free = self.num_free + stop - start
         put(self._free, self.num_blocks - num_free, ids, start, stop)
 
-    def share(self, ids: Int32Array) -> None:
-        """One more sequence holds these private blocks, which were handed out by `take`."""
-        holders = self.refs[ids]
-        self.refs[ids] = np.maximum(holders, 1) + 1
+    def ref(self, ids: Int32Array) -> None:
+        """One more sequence holds these blocks (each id at most once in `ids`)."""
+        self.refs[ids] = np.maximum(self.refs[ids], 1) + 1
 
-    def unshare(self, ids: Int32Array) -> None:
-        """One sequence lets go of private blocks from `take`; those that nobody else holds become free."""
-        holders = self.refs[ids]
-        self.refs[ids] = np.where(holders > 2, holders - 1, 0)
-        self.give(ids[holders == 0])
+    def unref(self, ids: Int32Array, single_owner: int = 1) -> None:
+        """One sequence lets go of these blocks; those that nobody else holds become free.
 
-    def acquire(self, ids: Int32Array) -> None:
-        """One more sequence holds these counted blocks (each id at most once in `ids`)."""
-        self.refs[ids] += 1
-
-    def release(self, ids: Int32Array) -> None:
-        """One sequence lets go of these counted blocks; those without a holder become free."""
+        `single_owner` is what `refs` says of such a block while one sequence holds it: 0 if that one is not counted.
+        """
         left = self.refs[ids] - 1
-        if len(ids) and int(left.min()) < 0:
+        if single_owner and len(ids) and int(left.min()) < 0:
             wrong = ids[left < 0].tolist()
             raise InvalidArgumentError(
                 f"blocks {wrong} of pool {self.index} on {self.tier.name} have no reference to release"
             )
-        self.refs[ids] = left
-        self.give(ids[left == 0])
+        self.refs[ids] = np.where(left > 1, left, single_owner * (left == 1))
+        self.give(ids[left < 1])
 
     def note_peak(self) -> None:
         """Remembers the largest number of referenced blocks ever seen."""

@@ -88,7 +88,7 @@ def take_over(cache: Cache, node: Node) -> list[int]:
     drop_tail(cache, node, 1, EvictionReason.CONTINUED)
     for group, block in zip(cache.growing, ids, strict=True):
         group.gpu.take(1)  # all of them lie on top of the free stack, in some order
-        group.own(block)
+        group.gpu.refs[block] = group.single_owner
     return ids
 
 

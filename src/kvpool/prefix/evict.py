@@ -344,7 +344,7 @@ def promote(cache: Cache, node: Node) -> None:
 def adopt_blocks(cache: Cache, node: Node, ids: list[Int32Array]) -> None:
     """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
     for group in cache.full:
-        group.publish(ids[group.index])
+        group.gpu.refs[ids[group.index]] = 0  # their readers are counted on the node
     announced = cache.events.listening and bool(node.digests)
     gained = []
     for group in cache.by_block:

@@ -161,7 +161,7 @@ def _fill_tables(cache: Cache, row: int, tip: Node, plan: AdmissionPlan, taken: 
         if hit_blocks:
             put(table, place, path_ids(path, hit_blocks, 0), 0, hit_blocks)
         if new:
-            cache.gpu_pools[0].take_into(table, place + first, new)
+            put(table, place + first, cache.gpu_pools[0].take(new), 0, new)
         cache.counters.blocks_allocated += new
         return
     for group in cache.groups:

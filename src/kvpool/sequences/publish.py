@@ -280,8 +280,8 @@ def _closed_child(cache: Cache, readers: list[int], tip: Node, key: bytes, first
     node.tokens = rows.ids_between(row, first * size, last * size)
     # The same ids in every row, but for blocks that some of them have passed.
     node.ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in cache.growing])
-    for group in cache.growing:
-        group.publish(node.ids[group.index])
+    for group in cache.full:
+        group.gpu.refs[node.ids[group.index]] = 0  # their readers are counted on the node
     add_node(cache, node)
     if tip.num_remainders:
         drop_covered(cache, tip, key)

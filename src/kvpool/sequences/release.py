@@ -74,7 +74,7 @@ def release_host(cache: Cache, handle: KVCacheHandle) -> None:
     """Gives back the host blocks of a swapped-out sequence."""
     assert handle.swapped is not None
     for group, ids in zip(cache.groups, handle.swapped.ids, strict=True):
-        group.on(HOST).release(ids[ids >= 0])
+        group.on(HOST).unref(ids[ids >= 0])
     handle.swapped = None
 
 

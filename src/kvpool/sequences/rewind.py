@@ -117,6 +117,6 @@ def _drop_private(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: int
     for group in cache.growing:
         table = rows.tables[group.index]
         ids = table[row, num_blocks:used]
-        group.give_back(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
+        group.unref(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
         table[row, num_blocks:used] = -1
     rows.num_blocks_of[row] = num_blocks

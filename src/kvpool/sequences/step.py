@@ -260,7 +260,7 @@ def _unshare(cache: Cache, copies: list[tuple[int, Group, int]]) -> None:
             cache.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst, used))
             cache.counters.copies_on_write += 1
             handle.stats.copies_on_write += 1
-        group.give_back(src, handle.family is not None)
+        group.unref(src, handle.family is not None)
         table[row, column] = dst[0]
         rows.set_shared(row, False)
         if handle.family is not None:

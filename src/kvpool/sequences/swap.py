@@ -130,7 +130,7 @@ def _copy(cache: Cache, group: Group, of_group: list[Int32Array], kind: CopyKind
     holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
     np.add.at(pool.refs, holders, 1)
     if target == Tier.GPU:
-        group.mark_single_owner(dst)
+        pool.refs[dst[pool.refs[dst] == 1]] = group.single_owner
     return len(src), images
 
 
