@@ -122,7 +122,7 @@ def test_token_ids_are_copied_from_the_caller() -> None:
 
 def make_path(rows: SequenceRows, row: int, *tokens: int) -> None:
     """Puts the row on a path of one node that holds these tokens."""
-    root = Root(ReuseScope(), [], None)
+    root = Root(ReuseScope(), [], None, None)
     node = Node(root, b"", 0, 1, 0.0)
     node.tokens, node.num_blocks = tokens_of(*tokens), len(tokens) // rows.block_size
     rows.tips[row] = node

@@ -21,7 +21,7 @@ def key_of(*tokens: int) -> bytes:
 
 
 def make_root() -> Root:
-    return Root(ReuseScope(), [], None)
+    return Root(ReuseScope(), [], None, None)
 
 
 def make_node(parent: Node, *tokens: int) -> Node:
@@ -105,7 +105,7 @@ def test_a_subtree_lists_parents_before_children_without_recursion() -> None:
 
 
 def test_the_fingerprint_depends_on_the_scope_the_place_and_the_tokens() -> None:
-    root, other = make_root(), Root(ReuseScope(tenant="t"), [], None)
+    root, other = make_root(), Root(ReuseScope(tenant="t"), [], None, None)
     first = make_run(root, 1, 2)
     prints = {n.fingerprint for n in (first, make_run(root, 1, 3), make_run(first, 1, 2), make_run(other, 1, 2))}
     assert len(prints) == 4

@@ -26,8 +26,6 @@ def priorities(manager: KVCacheManager) -> dict[int, int]:
 def runs(manager: KVCacheManager) -> list[tuple[int, int, int]]:
     """Where every cached run begins and ends, and its priority."""
     nodes = list(all_nodes(manager._cache))
-    for node in nodes:
-        manager._cache.sync(node)
     return sorted((node.start, node.end, node.priority) for node in nodes)
 
 

@@ -248,7 +248,6 @@ def read_tree(manager: KVCacheManager, histories: Histories) -> list[tuple[Any, 
         for node in root.subtree():
             if node is root:
                 continue
-            manager._cache.sync(node)
             value, digest, code = before[id(node.parent)]
             codes = as_array(codes_of(manager._cache.rows.symbols, node.tokens, code))
             values = histories.chain(value, codes)

@@ -48,7 +48,6 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
         for node in root.subtree():
             if node is root:
                 continue
-            state.sync(node)
             prefix: tuple[int, ...] = prefixes[id(node.parent)]
             codes = codes_of(state.rows.symbols, node.tokens, prefix[-1] if prefix else 0)
             for index in range(node.num_blocks):

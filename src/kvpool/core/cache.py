@@ -200,16 +200,6 @@ class Cache:
         usable = self._usable_tiers()
         self.lower_tier = [next((below for below in usable if below > tier), None) for tier in LOCAL_TIERS]
 
-    def sync(self, node: Node) -> None:
-        """Brings an open node up to date with the row that still writes it."""
-        row = node.open_row
-        if row >= 0:
-            rows = self.rows
-            end = rows.committed_of[row] // self.block_size
-            node.num_blocks = end - node.start
-            node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
-            node.ids = tuple([rows.tables[group.index][row, node.start : end] for group in self.growing])
-
     def blocks_per_pool(self, nodes: list[Node]) -> list[int]:
         """Blocks of these runs in each pool."""
         counts = [0] * len(self.pools)

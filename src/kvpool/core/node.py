@@ -38,8 +38,8 @@ class Node(Run):
     exactly when `active` is 0, and holding a path costs one step per node that was idle. `pins` counts in the same way.
 
     An *open* node (`open_row >= 0`) belongs to the sequence in that row, which still appends to it: its tokens and ids are
-    read from the sequence's row (`Cache.sync`) and are copied here only when the node is closed. So decoding a
-    token costs the tree nothing.
+    read from the sequence's row (`sync`) and are copied here only when the node is closed. So decoding a token costs the tree
+    nothing. It is a leaf. Whoever finds one on a way down the tree, or asks for the `tip_of` a row, gets it up to date.
 
     A *remainder* (`is_remainder`) is the last block of a sequence that ended inside it: a leaf of one block whose tokens do
     not fill it. It is found by partial matching alone, so it has no digest, and nothing ever follows it.
@@ -177,6 +177,25 @@ class Node(Run):
         """Replaces the block ids of one group."""
         self.ids = (*self.ids[:group], ids, *self.ids[group + 1 :])
 
+    def sync(self) -> None:
+        """Brings an open node up to date with the row that still writes it."""
+        row = self.open_row
+        if row >= 0:
+            rows, start = self.root.rows, self.start
+            size, end = rows.block_size, rows.committed_of[row] // rows.block_size
+            self.num_blocks = end - start
+            self.tokens = rows.ids_between(row, start * size, end * size)
+            tables = [table for group, table in zip(rows.groups, rows.tables, strict=True) if group.grows]
+            self.ids = tuple([table[row, start:end] for table in tables])
+
+    def only_child(self) -> Node | None:
+        """The run that goes on where this one ends, if there is exactly one and it is no remainder."""
+        if self.children is None or len(self.children) != 1 or self.num_remainders:
+            return None
+        (child,) = self.children.values()
+        child.sync()
+        return child
+
     def add_child(self, key: bytes, child: Node) -> None:
         if self.children is None:
             self.children = Children()
@@ -196,6 +215,13 @@ class Node(Run):
             self.same_tier_children -= 1
         if child.is_remainder:
             self.num_remainders -= 1
+
+    def child(self, key: bytes) -> Node | None:
+        """The child that begins with this block, up to date."""
+        found = self.children.get(key) if self.children is not None else None
+        if found is not None:
+            found.sync()
+        return found
 
     def nearest_child(self, query: bytes) -> tuple[Node | None, int]:
         """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
@@ -223,6 +249,7 @@ class Node(Run):
         stack = [self]
         while stack:
             node = stack.pop()
+            node.sync()
             yield node
             if node.children is not None:
                 stack.extend(node.children.values())
@@ -231,9 +258,9 @@ class Node(Run):
 class Root(Node):
     """The empty run at the top of one reuse scope."""
 
-    __slots__ = ("digest", "policies", "quota", "scope")
+    __slots__ = ("digest", "policies", "quota", "rows", "scope")
 
-    def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
+    def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any, rows: Any) -> None:
         self.detached = False
         self.hits = self.turn = 0
         self.root = self
@@ -244,6 +271,7 @@ class Root(Node):
         self.digest: bytes | None = None  # of the scope, once somebody asked for it
         self.policies = policies
         self.quota = quota
+        self.rows = rows  # of all live sequences, whose open nodes read them
         self.tokens = np.empty(0, np.int32)
         self.ids = ()
 

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from kvpool.core.node import NEVER, Node, Root
+from kvpool.core.node import NEVER, Node
 from kvpool.eviction import EvictionPolicy, contained
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.scope import ReuseScope
 
 
 class TenantQuota(NamedTuple):
@@ -98,11 +97,6 @@ class EvictionOrders:
             for policy in made[self.first_lost :]:
                 policy.weigh(self.depth_cost)
         return [contained(policy, self.failures) for policy in made]
-
-    def new_root(self, scope: ReuseScope) -> Root:
-        """The top of a scope, whose runs leave in the order of their tenant."""
-        quota = self.quotas.get(scope.tenant)
-        return Root(scope, self.policies if quota is None else quota.policies, quota)
 
     def evictable(self, pool: BlockPool, tenant: str | None) -> int:
         """How many cached blocks of a pool a request of `tenant` could have evicted."""

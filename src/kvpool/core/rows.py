@@ -173,11 +173,6 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.serials[rows] = -1
         self.moves += 1
 
-    def has_open_tip(self, row: int) -> bool:
-        """Whether a row's tip is an open node of its own."""
-        tip = self.tips[row]
-        return tip is not None and tip.open_row == row
-
     def set_shared(self, row: int, shared: bool) -> None:
         """Flags a row whose next write may meet a block with a second reader."""
         self.num_shared += int(shared) - int(self.shared[row])

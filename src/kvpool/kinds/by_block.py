@@ -19,6 +19,7 @@ from kvpool.errors import SequenceStateError
 from kvpool.pools.arrays import BoolArray, Int64Array
 from kvpool.prefix.announcer import announce_blocks
 from kvpool.prefix.blocks import ref_blocks, unref_blocks
+from kvpool.prefix.tree import tip_of
 
 Reopened = list[tuple[ByBlock, int, int]]
 
@@ -59,8 +60,8 @@ class BlockwiseGroup(ByBlock):
 
     def slide(self, cache: Cache, row: int, position: int) -> None:
         rows = cache.rows
-        tip, handle = rows.tips[row], rows.handles[row]
-        assert tip is not None and handle is not None
+        tip, handle = tip_of(cache, row), rows.handles[row]
+        assert handle is not None
         old = int(rows.first_held[self.index, row])
         new = min(self.first_read(position), rows.num_blocks_of[row])
         if new <= old:
@@ -106,13 +107,11 @@ class BlockwiseGroup(ByBlock):
 
     def needed_from(self, cache: Cache, node: Node) -> int:
         """The next end is that of this run if prompts part there or nothing follows; else where its only successor ends."""
-        size = cache.block_size
-        last = node
-        while last.children is not None and len(last.children) == 1 and not last.num_remainders:
-            (last,) = last.children.values()
+        size, last = cache.block_size, node
+        while (following := last.only_child()) is not None:
+            last = following
             if self.first_read(last.start * size) >= node.end:
                 return node.end
-        cache.sync(last)
         return self.first_read(last.start * size + len(last.tokens))
 
     def needed(self, cache: Cache, node: Node, first: int = 0) -> BoolArray:
@@ -133,9 +132,6 @@ class BlockwiseGroup(ByBlock):
 
 def slide(cache: Cache, row: int, position: int) -> None:
     """Lets go of the blocks of a row that the query at `position`, and those behind it, do not read."""
-    tip = cache.rows.tips[row]
-    assert tip is not None
-    cache.sync(tip)
     for group in cache.by_block:
         group.slide(cache, row, position)
 

@@ -211,18 +211,17 @@ class StateGroup(BlockwiseGroup):
         It is the last one before the next end of a run. A prompt that fills its blocks ends there, and left one more, a block
         earlier: it computes its last token when it comes again, so it needs that one, which serves longer prompts too.
         """
-        last, kept = node, self._checkpoints(cache, node)
-        while last.children is not None and len(last.children) == 1 and not last.num_remainders:
-            (last,) = last.children.values()
-            kept += self._checkpoints(cache, last)
+        last, kept = node, self._checkpoints(node)
+        while (following := last.only_child()) is not None:
+            last = following
+            kept += self._checkpoints(last)
         if not kept:
             return node.end
         earlier = last.end - 2
         return min(earlier if last.children is None and earlier in kept else kept[-1], node.end)
 
-    def _checkpoints(self, cache: Cache, node: Node) -> list[int]:
+    def _checkpoints(self, node: Node) -> list[int]:
         """The depths of the checkpoints in a run."""
-        cache.sync(node)
         depths: list[int] = (node.start + np.flatnonzero(node.ids[self.index] >= 0)).tolist()
         return depths
 

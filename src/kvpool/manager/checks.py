@@ -22,8 +22,6 @@ class Checker:
         self.cache = cache
         self.rows = cache.rows
         self.nodes = list(all_nodes(cache))
-        for node in self.nodes:
-            cache.sync(node)
         # per (pool, tier): who holds a block privately, which blocks nodes own, how many of those nobody reads
         self.private: Counter[tuple[int, int, int]] = Counter()
         self.uncounted: set[tuple[int, int]] = set()  # private GPU blocks of full groups: a single owner is not counted

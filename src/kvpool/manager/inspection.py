@@ -295,8 +295,7 @@ class Inspector:
                     node, parent, place = stack.pop()
                     if node.detached:  # since its parent was read
                         continue
-                    if node.open_row >= 0:
-                        cache.sync(node)
+                    node.sync()
                     if node.children is not None:
                         mine = len(nodes) + len(piece)
                         stack.extend([(child, mine, place) for child in node.children.values()])
@@ -439,7 +438,6 @@ class Inspector:
     def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int, Int32Array]]:
         """(node, group, ids) of every run with blocks in a pool, or with a host copy there."""
         for node in all_nodes(self.cache):
-            self.cache.sync(node)
             held = node.ids if node.tier == pool.tier else node.host_copy if pool.tier == Tier.HOST else None
             if held is not None:
                 for group in self.cache.growing:

@@ -56,7 +56,7 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_token_arra
 from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.announcer import stored_now
-from kvpool.prefix.tree import store_logits
+from kvpool.prefix.tree import store_logits, tip_of
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.admission import PrefixMatch, can_allocate, is_whole, query_prefix
 from kvpool.sequences.allocate import allocate, fork
@@ -578,8 +578,7 @@ class KVCacheManager:
             length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
             if not length or self._cache.rows.committed_of[row] < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
-            ids, tip = self._cache.rows.token_ids(row)[:length], self._cache.rows.tips[row]
-            assert tip is not None
+            ids, tip = self._cache.rows.token_ids(row)[:length], tip_of(self._cache, row)
             kept = handle.publishes and store_logits(self._cache, tip, ids, logits, handle.sessions)
             stored = kept and is_whole(self._cache, ids, handle.scope)
             if self._guard.observers:

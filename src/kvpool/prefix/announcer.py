@@ -26,7 +26,6 @@ StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array, tuple
 
 def complete_digests(cache: Cache, node: Node) -> None:
     """Computes the chained digests of a node's blocks that it has not yet: once, and only when somebody listens."""
-    cache.sync(node)
     size = cache.block_size
     missing: list[Node] = []
     at = node

@@ -36,7 +36,6 @@ def block_of(cache: Cache, node: Node, group: ByBlock, depth: int) -> tuple[Node
     """The run above `node` that holds the block of a group at `depth`, and its id."""
     while node.start > depth:
         node = node.parent
-    cache.sync(node)
     return node, int(node.ids[group.index][depth - node.start])
 
 
@@ -149,7 +148,7 @@ def _unread(cache: Cache, group: Group, leftover: Leftover) -> Iterator[tuple[No
             node = node.parent
         if node is node.root:
             return
-        cache.sync(node)
+        node.sync()
         if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
             depth = node.start
         elif depth >= node.end:

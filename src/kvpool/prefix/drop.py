@@ -101,7 +101,6 @@ def detach(cache: Cache, node: Node, reason: EvictionReason) -> int:
     removed = 0
     parts = list(node.subtree())
     for part in reversed(parts):
-        cache.sync(part)
         removed += part.num_blocks
         if not part.active:
             if part.num_blocks:

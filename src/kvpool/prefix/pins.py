@@ -11,7 +11,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.blocks import block_of, pin_block, unpin_block
 from kvpool.prefix.evict import enforce_quota
 from kvpool.prefix.readers import pin_path, unpin_path
-from kvpool.prefix.tree import close_tip, match_tokens, split
+from kvpool.prefix.tree import end_at, match_tokens
 from kvpool.scope import ReuseScope
 
 
@@ -33,11 +33,7 @@ def pin_prefix(cache: Cache, tokens: Int32Array, scope: ReuseScope, ttl: float |
             f"pinning {fresh} more tokens would exceed max_pinned_tokens={limit} "
             f"({pinned_tokens(cache)} are pinned); unpin something or raise the limit"
         )
-    node = match.path[-1]
-    if node.end > match.num_blocks:
-        node = split(cache, node, match.num_blocks - node.start)
-    elif node.open_row >= 0:
-        close_tip(cache, node.open_row)
+    node = end_at(cache, match.path[-1], match.num_blocks)
     pin_path(cache, node)
     made = Pin(next(cache.pin_ids), match.num_blocks * size, NEVER if ttl is None else cache.now + ttl, node)
     for group in cache.by_block:

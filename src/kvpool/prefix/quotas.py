@@ -59,7 +59,6 @@ def _idle_blocks_of(cache: Cache, tenant: str) -> tuple[list[int], list[int]]:
     counts, pinned = [0] * len(cache.pools), [0] * len(cache.pools)
     for node in all_nodes(cache):
         if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
-            cache.sync(node)
             for group in cache.growing:
                 idle, kept = idle_blocks(cache, node, group)
                 counts[group.pool] += idle

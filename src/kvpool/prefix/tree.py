@@ -28,7 +28,9 @@ def root_for(cache: Cache, scope: ReuseScope) -> Root:
     """The root of a scope, made if it is not there."""
     root = cache.roots.get(scope)
     if root is None:
-        root = cache.roots[scope] = cache.orders.new_root(scope)
+        quota = cache.orders.quotas.get(scope.tenant)
+        policies = cache.orders.policies if quota is None else quota.policies
+        root = cache.roots[scope] = Root(scope, policies, quota, cache.rows)
     return root
 
 
@@ -40,7 +42,7 @@ def forget_root(cache: Cache, root: Root) -> None:
 
 
 def all_nodes(cache: Cache) -> Iterator[Node]:
-    """Every node that owns blocks: those in the tree, and detached ones that live sequences still hold."""
+    """Every node that owns blocks, up to date: those in the tree, and detached ones that live sequences still hold."""
     seen: set[int] = set()
     for root in list(cache.roots.values()):
         for node in root.subtree():
@@ -80,7 +82,7 @@ def match_tokens(
         if child is None or (only_tier is not None and child.tier != only_tier):
             break
         if child.open_row >= 0:
-            cache.sync(child)
+            child.sync()
         equal = common_tokens(cache, child, tokens[position:] if position else tokens)
         blocks = equal // size
         path.append(child)
@@ -96,8 +98,7 @@ def match_tokens(
     if partial and node.children is not None and position < total:
         near, shared = node.nearest_child(key)
         if near is not None:
-            if near.open_row >= 0:
-                cache.sync(near)
+            near.sync()
             return Match(root, path, position // size, _source(cache, near), shared // 4, next_key)
     return Match(root, path, position // size, None, 0, next_key)
 
@@ -108,7 +109,7 @@ def _source(cache: Cache, node: Node) -> Node:
     if given is not None and given != node.created:
         assert node.parent.children is not None
         node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
-        cache.sync(node)
+        node.sync()
     return node
 
 
@@ -173,8 +174,9 @@ def remove_node(cache: Cache, node: Node) -> None:
 def split(cache: Cache, node: Node, num_blocks: int) -> Node:
     """Cuts a run in two and returns the upper part, a new node; readers and the open row stay with the lower part.
 
-    The caller made sure that `0 < num_blocks < node.num_blocks` and that an open node is synced.
+    The caller made sure that `0 < num_blocks < node.num_blocks`.
     """
+    node.sync()
     candidate = node.is_candidate()
     policy = node.root.policies[node.tier]
     if candidate:
@@ -261,12 +263,27 @@ def watch(cache: Cache, node: Node) -> None:
         cache.calendar.schedule(node, node.priority_until)
 
 
-def close_tip(cache: Cache, row: int) -> None:
-    """Ends the growth of a row's open node: the node gets arrays of its own and may have other readers."""
-    rows = cache.rows
-    node = rows.tips[row]
-    assert node is not None and node.open_row == row
-    size = cache.block_size
+def end_at(cache: Cache, node: Node, depth: int) -> Node:
+    """The run of `node` that ends at `depth` and has an end that others may follow: cut there, or closed."""
+    if node.end > depth:
+        return split(cache, node, depth - node.start)
+    close(cache, node)
+    return node
+
+
+def tip_of(cache: Cache, row: int) -> Node:
+    """The deepest node that a row holds, up to date."""
+    tip = cache.rows.tips[row]
+    assert tip is not None
+    tip.sync()
+    return tip
+
+
+def close(cache: Cache, node: Node) -> None:
+    """Ends the growth of a node, if it is open: it gets arrays of its own and may have other readers."""
+    rows, row, size = cache.rows, node.open_row, cache.block_size
+    if row < 0:
+        return
     start, end = node.start, rows.committed_of[row] // size
     node.open_row = -1
     node.num_blocks = end - start
@@ -318,7 +335,6 @@ def store_logits(cache: Cache, tip: Node, tokens: Int32Array, logits: Any, sessi
     """Keeps the logits behind `tokens`, which lie on the path to `tip`; False if their last full block is not cached."""
     blocks = len(tokens) // cache.block_size
     node = tip
-    cache.sync(node)
     while node is not node.root and node.start >= blocks:
         node = node.parent
     if node.end < blocks:
@@ -373,10 +389,7 @@ def keep_symbols(cache: Cache, fresh: Fresh) -> None:
 
 def numbers_in_use(cache: Cache) -> set[int]:
     """The numbers of all symbols in rows and in the tree. Looks at every token."""
-    nodes = [node for root in cache.roots.values() for node in root.subtree()]
-    for node in nodes:
-        cache.sync(node)
-    used = numbers_in_tree(nodes)
+    used = numbers_in_tree(node for root in cache.roots.values() for node in root.subtree())
     for row in cache.rows.live_rows():
         used |= numbers_in(cache.rows.token_ids(row))
     return used

@@ -16,7 +16,7 @@ from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
 from kvpool.prefix.drop import take_over
 from kvpool.prefix.evict import bring_up, make_room, spare, spare_no_more
 from kvpool.prefix.readers import ref
-from kvpool.prefix.tree import close_tip, keep_symbols, root_for, split
+from kvpool.prefix.tree import close, end_at, keep_symbols, root_for, tip_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import find_match, plan_admission
 from kvpool.sequences.publish import track, track_block
@@ -115,11 +115,7 @@ def enter_path(cache: Cache, match: Match, scope: ReuseScope) -> Node:
         root = match.root if match.root is not None else root_for(cache, scope)
         root.active += 1
         return root
-    last = match.path[-1]
-    if last.end > match.num_blocks:
-        last = match.path[-1] = split(cache, last, match.num_blocks - last.start)
-    elif last.open_row >= 0:
-        close_tip(cache, last.open_row)
+    last = match.path[-1] = end_at(cache, match.path[-1], match.num_blocks)
     for node in match.path:
         node.hits += 1
         if not node.active:
@@ -221,8 +217,7 @@ def _count_promoted(cache: Cache, handle: KVCacheHandle, promoted: dict[Tier, in
 def fork(cache: Cache, parent: GivenHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
     """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
     source = cache.row_of(parent)
-    if cache.rows.has_open_tip(source):
-        close_tip(cache, source)
+    close(cache, tip_of(cache, source))
     if parent.family is None:
         parent.family = {source}
     children = []

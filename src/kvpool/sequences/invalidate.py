@@ -10,7 +10,7 @@ from kvpool.core.node import Node
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.drop import detach
 from kvpool.prefix.pins import void_pins
-from kvpool.prefix.tree import close_tip, forget_logits_inside, forget_logits_of, match_tokens, split
+from kvpool.prefix.tree import close, forget_logits_inside, forget_logits_of, match_tokens, split, tip_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.publish import track, untrack
 from kvpool.stats import EvictionReason
@@ -105,8 +105,7 @@ def _silence(cache: Cache, affected: Callable[[KVCacheHandle], bool]) -> None:
     handles = [handle for handle in cache.requests.values() if handle.publishes]
     silenced = [handle for handle in handles if affected(handle)]
     for handle in silenced:
-        if cache.rows.has_open_tip(handle.row):
-            close_tip(cache, handle.row)
+        close(cache, tip_of(cache, handle.row))
         handle.publishes = False
         for group in cache.groups:
             group.silence(handle)

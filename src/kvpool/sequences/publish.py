@@ -16,7 +16,7 @@ from kvpool.prefix.drop import drop_covered
 from kvpool.prefix.evict import adopt_blocks
 from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import add_node, add_sessions, close_tip, common_tokens, new_child, split
+from kvpool.prefix.tree import add_node, add_sessions, common_tokens, end_at, new_child, split, tip_of
 
 _NOBODY: list[int] = []
 
@@ -47,7 +47,6 @@ def track(cache: Cache, row: int) -> None:
     tip = rows.tips[row]
     assert tip is not None
     if tip.open_row != row:  # otherwise it ends with what is committed
-        cache.sync(tip)
         start = tip.end * size
     if handle.publishes and rows.known_of[row] - start >= size:
         track_block(cache, handle, tip, rows.ids_between(row, start, start + size).tobytes())
@@ -87,7 +86,7 @@ def publish(cache: Cache, row: int) -> None:
     if tip.open_row != row:
         tip = _attach(cache, row, handle, tip)
     if tip.open_row == row and (handle.retention is not None or cache.events.listening):
-        _stored(cache, handle, tip)
+        _stored(cache, handle, tip_of(cache, row))
 
 
 def _stored(cache: Cache, handle: KVCacheHandle, node: Node) -> None:
@@ -108,7 +107,6 @@ def _prioritise(cache: Cache, retention: Retention, node: Node, num_prompt_token
     parts, size = [node], cache.block_size
     cuts = retention.cuts(num_prompt_tokens, size)
     if cuts and node.start < cuts[-1]:
-        cache.sync(node)
         for cut in cuts:
             if node.start < cut < node.end:
                 parts.insert(-1, split(cache, node, cut - node.start))
@@ -135,15 +133,11 @@ def _attach(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) -> Node:
             key: bytes = place[1]
         else:
             key = rows.ids_between(row, first * size, (first + 1) * size).tobytes()
-        child = tip.children.get(key) if tip.children is not None else None
+        child = tip.child(key)
         if child is not None:
-            cache.sync(child)
             tokens = rows.ids_between(row, first * size, limit * size)
             equal = common_tokens(cache, child, tokens) // size
-            if equal < child.num_blocks:
-                child = split(cache, child, equal)
-            elif child.open_row >= 0:
-                close_tip(cache, child.open_row)
+            child = end_at(cache, child, child.start + equal)
             _merge(cache, [row, *followers], tip, child, first)
         elif followers:
             child = _closed_child(cache, [row, *followers], tip, key, first, limit)

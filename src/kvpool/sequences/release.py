@@ -17,7 +17,7 @@ from kvpool.prefix.drop import drop_tail
 from kvpool.prefix.evict import enforce_quota
 from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import unref
-from kvpool.prefix.tree import close_tip, match_tokens, split
+from kvpool.prefix.tree import close, match_tokens, split
 from kvpool.sequences.publish import hand_over, publish_postponed, publish_remainder
 from kvpool.stats import EvictionReason
 
@@ -86,8 +86,7 @@ def release_gpu(cache: Cache, handle: KVCacheHandle, row: int, keep_remainder: b
     rows = cache.rows
     tip = rows.tips[row]
     assert tip is not None
-    if tip.open_row == row:
-        close_tip(cache, row)
+    close(cache, tip)
     if keep_remainder:
         tip = publish_remainder(cache, row, handle, tip)
     used, published = rows.num_blocks_of[row], tip.start + tip.num_blocks

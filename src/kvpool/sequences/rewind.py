@@ -15,7 +15,7 @@ from kvpool.kinds.by_block import close_again, reopen
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.evict import enforce_quota, require
 from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import close_tip, split
+from kvpool.prefix.tree import close, split, tip_of
 from kvpool.sequences.publish import track, untrack
 
 
@@ -25,9 +25,7 @@ def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:
     row = cache.row_of(handle)
     length = rows.reserved_of[row] - num_tokens
     rows.moves += 1
-    tip = rows.tips[row]
-    assert tip is not None
-    cache.sync(tip)
+    tip = tip_of(cache, row)
     _prepare(cache, handle, row, length)
     if length < tip.end * size:
         _leave_published(cache, handle, row, length)
@@ -70,10 +68,8 @@ def _leave_published(cache: Cache, handle: KVCacheHandle, row: int, length: int)
     rows, size = cache.rows, cache.block_size
     rows.keep_token_ids(row)
     blocks, extra = divmod(length, size)
-    if rows.has_open_tip(row):
-        close_tip(cache, row)
-    old = new = rows.tips[row]
-    assert old is not None and new is not None
+    old = new = tip_of(cache, row)
+    close(cache, old)
     end = old.end
     while new is not new.root and new.start >= blocks:
         new = new.parent

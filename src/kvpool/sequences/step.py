@@ -20,7 +20,7 @@ from kvpool.kinds.by_block import slide
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.evict import require, require_each
-from kvpool.prefix.tree import close_tip, keep_symbols
+from kvpool.prefix.tree import close, keep_symbols, tip_of
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.publish import publish, publish_postponed, track, untrack
 from kvpool.sequences.tokens import asked_positions, check_slots_out, continue_items, divide_ids, slots_between
@@ -422,8 +422,7 @@ def _stop_publishing(cache: Cache, row: int) -> None:
     assert handle is not None
     cache.rows.committed_of[row] = cache.rows.known_of[row]
     publish(cache, row)
-    if cache.rows.has_open_tip(row):
-        close_tip(cache, row)
+    close(cache, tip_of(cache, row))
     handle.publishes = False
     untrack(cache, handle)
 

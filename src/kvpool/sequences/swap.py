@@ -18,7 +18,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.evict import bring_up, demote, enforce_quota, make_room, make_room_for_each, num_fitting
 from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import match_tokens, root_for, split
+from kvpool.prefix.tree import end_at, match_tokens, root_for
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import count_match
 from kvpool.sequences.allocate import enter_path
@@ -358,9 +358,7 @@ def onboard(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> int:
     needs, supply = [0] * len(cache.pools), cache.supply(scope.tenant)
     count_match(cache, match, needs, supply)
     cache.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
-    node = match.path[-1]
-    if node.end > match.num_blocks:
-        node = split(cache, node, match.num_blocks - node.start)
+    node = end_at(cache, match.path[-1], match.num_blocks)
     ref(cache, node)
     moved = sum(part.num_blocks for part, _ in bring_up(cache, node))
     unref(cache, node)
