@@ -189,30 +189,6 @@ def test_a_callback_that_cannot_be_called_is_refused(name: str) -> None:
     manager.allocate("a", [1])
 
 
-def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_is_told_which_one_was_taken() -> None:
-    manager, notes = make_manager(), Notes()
-    for name, last in (("low", 1), ("high", 9)):
-        manager.commit(manager.allocate(name, [5, 5, 5, last]))
-    low, high = sorted(run.number for run in manager.inspect.runs())
-    manager.observe(notes)
-    manager.take_copies()
-    manager.allocate("third", [5, 5, 5, 4, 4])
-    (copy,) = manager.take_copies()
-    source = notes.told[-1][2][2]["source"]
-    assert copy.src.tolist() == manager.get("low" if source == low else "high").block_ids().tolist()
-    manager.allocate("fourth", [6, 6, 6, 6])
-    assert notes.told[-1][2][2]["source"] is None
-    manager.allocate("fifth", num_tokens=3)
-    assert notes.told[-1][2][2]["source"] is None
-
-    manager._cache.given_source = low if source == high else high  # as exact playback does
-    manager.allocate("sixth", [5, 5, 5, 4, 4])
-    (copy,) = manager.take_copies()
-    assert copy.src.tolist() == manager.get("high" if source == low else "low").block_ids().tolist()
-    assert notes.told[-1][2][2]["source"] == (low if source == high else high)
-    manager.check()
-
-
 def test_given_pools_on_some_tiers_then_the_manager_says_which_and_how_large() -> None:
     manager = make_manager(host_blocks=8)
     assert (

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from parts import add_run, make_cache
 
 from kvpool.config import Tier
-from kvpool.core.node import DEFAULT_PRIORITY, FEW_KEYS, MOST_KEYS, NEVER, Node, Root, SortedKeys
+from kvpool.core.node import DEFAULT_PRIORITY, NEVER, Node, Root
 from kvpool.eviction.run import checksum
 from kvpool.prefix.tree import divide_logits, root_for, split, trim_logits
 from kvpool.scope import ReuseScope
@@ -175,47 +173,6 @@ def test_a_query_shorter_than_a_block_finds_its_continuation() -> None:
     assert shared // 4 == 2
 
 
-@pytest.mark.parametrize("num_keys", [1, 3, MOST_KEYS, MOST_KEYS + 1, 3000])
-def test_thousands_of_keys_are_kept_sorted_in_chunks_of_bounded_length(num_keys: int) -> None:
-    rng = np.random.default_rng(num_keys)
-    strings = [key_of(7, token) for token in rng.permutation(num_keys * 4)[:num_keys].tolist()]
-    keys = SortedKeys([strings[:1]])
-    for string in strings[1:]:
-        keys.add(string)
-    assert [string for chunk in keys.chunks for string in chunk] == sorted(strings)
-    assert max(map(len, keys.chunks)) <= MOST_KEYS
-    assert (len(keys.chunks) > 1) == (num_keys > MOST_KEYS)
-    for string in strings:
-        keys.remove(string)
-    assert keys.chunks == []
-
-
-def test_the_neighbours_of_a_string_may_stand_in_two_chunks() -> None:
-    first, second = [key_of(7, 0, n) for n in range(3)], [key_of(7, 1, n) for n in range(3)]
-    keys = SortedKeys([first, second])
-    assert set(keys.neighbours(key_of(7, 1))) == {first[-1], second[0]}
-    assert keys.neighbours(key_of(7, 0)) == [first[0]]
-    assert keys.neighbours(key_of(7, 2)) == [second[-1]]
-
-
-def test_the_neighbours_of_a_string_are_those_of_one_sorted_list_whatever_came_and_went() -> None:
-    rng = np.random.default_rng(0)
-    keys, there = SortedKeys([[key_of(7, 1500)]]), [key_of(7, 1500)]
-    for step in range(6000):
-        key = key_of(7, int(rng.integers(3000)))
-        place = bisect_left(there, key)
-        if key not in there[place : place + 1]:
-            assert keys.neighbours(key) == there[max(0, place - 1) : place + 1]
-            if step < 4000:
-                keys.add(key)
-                there.insert(place, key)
-        elif len(there) > 1:
-            keys.remove(key)
-            del there[place]
-    assert [string for chunk in keys.chunks for string in chunk] == there
-    assert len(keys.chunks) > 5
-
-
 def test_children_that_start_alike_are_found_among_thousands() -> None:
     parent = parent_of(*(key_of(7, token) for token in range(2000)))
     node, shared = parent.nearest_child(key_of(7, 1500, 1))
@@ -255,16 +212,56 @@ def test_the_nearest_child_equals_brute_force_while_few_children_come_and_go() -
     assert numbers == {0, 1, 2, 3, 4}
 
 
-def test_keys_are_kept_sorted_only_while_many_begin_with_the_same_token() -> None:
-    keys = [key_of(1, second) for second in range(FEW_KEYS + 1)]
-    parent = parent_of(*keys[:-1])
-    assert parent.children is not None
-    assert parent.children._sorted is None
-    parent.add_child(keys[-1], Node(parent, keys[-1], 0, 1, 0.0))
-    assert list(parent.children._sorted or ()) == [keys[0][:4]]
-    for key in keys[1:]:
+def test_a_key_that_begins_another_is_a_child_of_its_own() -> None:
+    keys = [key_of(1, 2, 3), key_of(1, 2), key_of(1), key_of(1, 2, 4)]
+    parent = parent_of(*keys)
+    for key in keys:
+        node, shared = parent.nearest_child(key)
+        assert (child_of(parent, key).key, shared) == (key, len(key))
+        assert node is not None
+        assert node.key[:shared] == key
+    for key in keys[:3]:
         parent.remove_child(child_of(parent, key))
-    assert (parent.children._sorted, keys_of(parent)) == ({}, keys[:1])
+    assert keys_of(parent) == [keys[3]]
+    assert parent.nearest_child(key_of(1, 2)) == (child_of(parent, keys[3]), 8)
+
+
+def test_of_children_that_share_as_much_the_last_one_of_the_last_branch_is_the_nearest() -> None:
+    parent = parent_of(key_of(1, 5, 5), key_of(1, 5, 9), key_of(1, 2, 2), key_of(1, 5, 1))
+    assert parent.nearest_child(key_of(1, 3, 3))[0] is child_of(parent, key_of(1, 2, 2))
+    assert parent.nearest_child(key_of(1, 5, 3))[0] is child_of(parent, key_of(1, 5, 1))
+    parent.remove_child(child_of(parent, key_of(1, 2, 2)))
+    assert parent.nearest_child(key_of(1, 3, 3))[0] is child_of(parent, key_of(1, 5, 1))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=40),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=10),
+    st.permutations(range(4)),
+)
+def test_the_nearest_child_does_not_depend_on_the_order_of_tokens(
+    come_and_go: list[list[int]], queries: list[list[int]], names: list[int]
+) -> None:
+    """A recording names tokens by other numbers: its playback must take the same child where several share as much."""
+
+    def renamed(row: list[int]) -> bytes:
+        return key_of(*(names[token] for token in row))
+
+    parent, other = make_root(), make_root()
+    for row in come_and_go:
+        for root, key in ((parent, key_of(*row)), (other, renamed(row))):
+            child = None if root.children is None else root.children.get(key)
+            if child is None:
+                root.add_child(key, Node(root, key, 0, 1, 0.0))
+            else:
+                root.remove_child(child)
+    for query in queries:
+        node, shared = parent.nearest_child(key_of(*query))
+        twin, shared_by_twin = other.nearest_child(renamed(query))
+        assert shared // 4 == shared_by_twin // 4
+        assert (node is None) == (twin is None)
+        if node is not None and twin is not None:
+            assert twin.key == renamed(np.frombuffer(node.key, np.int32).tolist())
 
 
 def test_children_are_listed_by_age_whatever_they_begin_with() -> None:

@@ -164,7 +164,6 @@ class Cache:
         self.sessions: dict[str, set[Node]] = {}
         self.num_runs = 0  # nodes in the tree, roots and detached ones apart
         self.has_logits = False  # whether any ever were stored: until then nobody looks for them
-        self.given_source: int | None = None  # the run to take instead; exact playback of a recording sets it
         # What was found last for a prompt, and when: the next question is often about the same one
         self.last_prompt: Any = None
         self.last_match: Any = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 
-from kvpool.compiling import mypyc_attr
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import Run, checksum
 from kvpool.pools.arrays import Int32Array, block_sums, num_common
@@ -23,8 +21,6 @@ Logits = dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]]
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
-FEW_KEYS: Final = 8  # that share a token are sorted when somebody asks for neighbours
-MOST_KEYS: Final = 32  # in a chunk
 NEVER: Final = float("inf")  # the deadline of what has none
 
 
@@ -279,19 +275,14 @@ class Root(Node):
 class Children:
     """The runs that follow a node, by the bytes of their first block.
 
-    They are kept by their first token, so that where most differ in it one entry of one dictionary tells whether a block is
-    there and which child begins like it: in a large tree, what takes long is memory that was not read lately.
+    They lie in a tree of `Branch`es, divided where their tokens differ. So where most differ in their first token, one entry
+    of one dictionary tells whether a block is there and which child begins like it.
     """
 
-    __slots__ = ("_by_token", "_number", "_sorted")
-
-    # By first token: the only child, or by their keys all that share it
-    _by_token: dict[bytes, Node | dict[bytes, Node]]
-    _sorted: dict[bytes, SortedKeys] | None  # by first token: the keys of children that share it, where they are many
+    __slots__ = ("_number", "_top")
 
     def __init__(self) -> None:
-        self._by_token = {}
-        self._sorted = None
+        self._top = Branch(b"")
         self._number = 0
 
     def __len__(self) -> int:
@@ -299,127 +290,102 @@ class Children:
 
     def get(self, key: bytes) -> Node | None:
         """The child with this key."""
-        found = self._by_token.get(key[:4])
-        if isinstance(found, dict):
-            return found.get(key)
+        found = self._top.below.get(key[:4])
+        while isinstance(found, Branch):
+            end = len(found.shared)
+            found = found.below.get(key[end : end + 4])
         return found if found is not None and found.key == key else None
 
     def values(self) -> list[Node]:
         """All of them, the oldest first."""
         children: list[Node] = []
-        for found in self._by_token.values():
-            if isinstance(found, dict):
-                children += found.values()
-            else:
-                children.append(found)
+        branches = [self._top]
+        while branches:
+            for found in branches.pop().below.values():
+                if isinstance(found, Branch):
+                    branches.append(found)
+                else:
+                    children.append(found)
         children.sort(key=_BY_AGE)
         return children
 
     def put(self, key: bytes, child: Node) -> None:
         """Adds a child, or replaces the one that has this key."""
-        token = key[:4]
-        found = self._by_token.get(token)
-        if not isinstance(found, dict):
-            if found is None or found.key == key:
-                self._number += found is None
-                self._by_token[token] = child
+        branch = self._top
+        end = 0
+        while True:
+            token = key[end : end + 4]
+            found = branch.below.get(token)
+            if found is None:
+                break
+            beginning = found.shared if isinstance(found, Branch) else found.key
+            common = num_common(beginning, key) // 4 * 4  # whole tokens
+            if isinstance(found, Branch) and common == len(beginning):
+                branch, end = found, common
+            elif beginning == key:
+                branch.below[token] = child
                 return
-            found = self._by_token[token] = {found.key: found}
-        if key not in found:
-            self._number += 1
-            keys = self._sorted_keys(token)
-            if keys is not None:
-                keys.add(key)
-            elif len(found) == FEW_KEYS:
-                self._sorted = self._sorted or {}
-                self._sorted[token] = SortedKeys([sorted((*found, key))])
-        found[key] = child
+            else:
+                parting = branch.below[token] = Branch(key[:common])
+                parting.below[beginning[common : common + 4]] = found
+                branch, end = parting, common
+        branch.below[token] = child
+        self._number += 1
 
     def remove(self, key: bytes) -> None:
         """Takes out the child with this key."""
-        token = key[:4]
-        found = self._by_token[token]
+        above = below = self._top.below
+        branched_at = token = key[:4]
+        found = below[token]
+        while isinstance(found, Branch):
+            above, below, branched_at = below, found.below, token
+            end = len(found.shared)
+            token = key[end : end + 4]
+            found = below[token]
+        del below[token]
         self._number -= 1
-        if not isinstance(found, dict):
-            del self._by_token[token]
-            return
-        del found[key]
-        if self._sorted is not None and token in self._sorted:
-            self._sorted[token].remove(key)
-            if len(found) == 1:
-                del self._sorted[token]
-        if len(found) == 1:
-            (self._by_token[token],) = found.values()
+        if len(below) == 1 and below is not above:
+            (above[branched_at],) = below.values()
 
     def nearest(self, query: bytes) -> tuple[Node | None, int]:
-        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
-        token = query[:4]
-        found = self._by_token.get(token)
+        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token).
+
+        Several may share equally many tokens. The answer is then the one that came last to the branch that came last: it
+        depends on the order in which they came and on where they part, not on what their tokens are.
+        """
+        found: Node | Branch | None = self._top.below.get(query[:4])
         if found is None:
             return None, 0
-        if not isinstance(found, dict):
-            return found, num_common(found.key, query)
-        best, shared = b"", 0
-        keys = self._sorted_keys(token) or SortedKeys([sorted(found)])
-        for key in keys.neighbours(query):
-            common = num_common(key, query)
-            if common > shared:
-                best, shared = key, common
-        return found[best], shared
-
-    def _sorted_keys(self, token: bytes) -> SortedKeys | None:
-        """The sorted keys of children that begin with a token, where they are many."""
-        return None if self._sorted is None else self._sorted.get(token)
+        while isinstance(found, Branch):
+            common = num_common(found.shared, query)
+            if common < len(found.shared):
+                return found.last(), common
+            below = found.below.get(query[common : common + 4])
+            if below is None:
+                return found.last(), common
+            found = below
+        return found, num_common(found.key, query)
 
 
-@mypyc_attr(acyclic=True)
-class SortedKeys:
-    """Sorted strings in chunks, so that a step costs O(log n) comparisons and moves a bounded number of pointers.
+class Branch:
+    """Where keys part: all below begin with the bytes `shared`, and no two go on with the same token.
 
-    Where chunks start lies in a list of its own: whoever looks for a chunk reads few strings, which others have read before.
+    What ends here has no next token, and lies below `b""`.
     """
 
-    __slots__ = ("_starts", "chunks")
+    __slots__ = ("below", "shared")
 
-    def __init__(self, chunks: list[list[bytes]]) -> None:
-        self.chunks = chunks  # none of them empty
-        # No string of a chunk is below its start, which may have gone, and none of those before it is above. The first one
-        # takes what is below all.
-        self._starts = [chunk[0] for chunk in chunks]
+    below: dict[bytes, Node | Branch]  # by the next token
 
-    def _chunk_of(self, key: bytes) -> int:
-        """The index of the chunk that holds `key` or would hold it."""
-        starts = self._starts
-        if len(starts) == 1:
-            return 0
-        return max(bisect_right(starts, key) - 1, 0)
+    def __init__(self, shared: bytes) -> None:
+        self.shared = shared
+        self.below = {}
 
-    def add(self, key: bytes) -> None:
-        at = self._chunk_of(key)
-        chunk = self.chunks[at]
-        insort(chunk, key)
-        if len(chunk) > MOST_KEYS:
-            half = len(chunk) // 2
-            self.chunks[at : at + 1] = [chunk[:half], chunk[half:]]
-            self._starts.insert(at + 1, chunk[half])
-
-    def remove(self, key: bytes) -> None:
-        at = self._chunk_of(key)
-        chunk = self.chunks[at]
-        del chunk[bisect_left(chunk, key)]
-        if not chunk:
-            del self.chunks[at], self._starts[at]
-
-    def neighbours(self, query: bytes) -> list[bytes]:
-        """The keys just before and just after the place of `query`."""
-        at = self._chunk_of(query)
-        chunk = self.chunks[at]
-        place = bisect_left(chunk, query)
-        found = chunk[place - 1 if place else 0 : place + 1]
-        if place == 0 and at > 0:
-            found.insert(0, self.chunks[at - 1][-1])
-        elif place == len(chunk) and at + 1 < len(self.chunks):
-            found.append(self.chunks[at + 1][0])
+    def last(self) -> Node:
+        """The child that came last to the branch that came last."""
+        found: Node | Branch = self
+        while isinstance(found, Branch):
+            found = next(reversed(found.below.values()))
         return found
 
 

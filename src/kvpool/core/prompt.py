@@ -141,7 +141,6 @@ class Match:
         "partial",
         "path",
         "root",
-        "source",
         "tokens",
     )
 
@@ -169,7 +168,6 @@ class Match:
         )
         self.fresh: Fresh | None = None  # symbols among them that nobody keeps yet
         self.logits: Any = None  # stored for exactly these tokens
-        self.source: int | None = None  # the number (`created`) of `partial`, before anything was cut off the match
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that need not be computed."""

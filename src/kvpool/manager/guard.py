@@ -251,10 +251,9 @@ class Observer(Protocol):
 
         `arguments` stand in the order of the method's signature, defaults included, with token lists and counts as the
         manager converted them. The multimodal items of a commit are those that begin among its tokens, also where they came
-        with the prompt. `allocate` gives its keyword arguments as one dictionary behind the tokens, with `source`: the
-        number of the run whose block matched in part, or None. `extend` is told as `extend_batch`; `allocate_batch` as one
-        `allocate` for each request; `commit` as `commit_batch`, or as `commit` without tokens; `cache.reset` as
-        `reset_prefix_cache`.
+        with the prompt. `allocate` gives its keyword arguments as one dictionary behind the tokens.
+        `extend` is told as `extend_batch`; `allocate_batch` as one `allocate` for each request; `commit` as `commit_batch`,
+        or as `commit` without tokens; `cache.reset` as `reset_prefix_cache`.
         """
 
 

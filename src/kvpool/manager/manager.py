@@ -278,7 +278,7 @@ class KVCacheManager:
         handle.encoder_tokens = cross_tokens
         handle.is_lease = lease
         handle.publishes = cache.caches_prefixes and prompt.is_named
-        found = allocate(self._cache, handle, prompt, places, lookahead)
+        allocate(self._cache, handle, prompt, places, lookahead)
         if self._guard.observers:
             options = dict(
                 num_tokens=num_tokens,
@@ -291,7 +291,6 @@ class KVCacheManager:
                 session=session,
                 lease=lease,
                 multimodal=prompt.items,
-                source=found.source,
             )
             self._guard.tell("allocate", handle, request_id, prompt._tokens, options)
         if hint is not None:

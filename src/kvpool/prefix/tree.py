@@ -99,18 +99,8 @@ def match_tokens(
         near, shared = node.nearest_child(key)
         if near is not None:
             near.sync()
-            return Match(root, path, position // size, _source(cache, near), shared // 4, next_key)
+            return Match(root, path, position // size, near, shared // 4, next_key)
     return Match(root, path, position // size, None, 0, next_key)
-
-
-def _source(cache: Cache, node: Node) -> Node:
-    """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
-    given = cache.given_source
-    if given is not None and given != node.created:
-        assert node.parent.children is not None
-        node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
-        node.sync()
-    return node
 
 
 def common_tokens(cache: Cache, node: Node, tokens: Int32Array) -> int:

@@ -295,7 +295,7 @@ _options = _object(
         "retention": _retention,
         "ttl": _seconds,
         "session": _number,
-        "source": _number,
+        "source": _number,  # written by 0.2: the run of which a block was found in part; not used any more
         "scope": _scope,
         "lease": _bool,
     }

@@ -169,19 +169,13 @@ class _Player:
         num_tokens += more.get("lookahead", 0) + more.get("cross_tokens", 0)
         self._check_tables(num_tokens, 1)
         self.longest = max(self.longest, num_tokens)
-        # If several blocks share equally many tokens with a prompt, the tree takes a neighbour in the order of the tokens. A
-        # recording hides that order, so it names the chosen block.
-        source, cache = more.pop("source", None), self.manager._cache
+        more.pop("source", None)  # of 0.2
         scope = recorded_scope(more.pop("scope", None))
         if "session" in more:
             more["session"] = f"session {more['session']}"
         if "retention" in more:
             more["retention"] = _retention(more["retention"])
-        cache.given_source = source
-        try:
-            self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
-        finally:
-            cache.given_source = None  # what comes next may look for another prompt
+        self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
 
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         most = max(counts, default=0) if isinstance(counts, list) else counts

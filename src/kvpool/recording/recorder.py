@@ -35,9 +35,7 @@ class TraceRecorder:
 
     The calling thread only puts references and small copies into a queue. A thread of the recorder hashes and writes. The
     file ends cleanly when it reaches `max_bytes` (before compression) or when the writer falls too far behind;
-    `stopped_because` says so. Operations are written in the order in which the manager did them. The file hides tokens and
-    their order. So if several cached blocks share equally many tokens with a prompt, it names the one that partial matching
-    took.
+    `stopped_because` says so. Operations are written in the order in which the manager did them.
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> from kvpool.recording import replay_recording
@@ -158,13 +156,12 @@ _UNSAID = {
 
 
 def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[str, Any]) -> Operation:
-    apart = ("scope", "source")
     more = {
-        name: value for name, value in options.items() if name not in apart and value not in (None, _UNSAID.get(name))
+        name: value for name, value in options.items() if name != "scope" and value not in (None, _UNSAID.get(name))
     }
     if "ttl" in more:
         more["ttl"] = finite(more["ttl"])
-    return "a", handle.serial, _copied(tokens), handle.scope, options["source"], more
+    return "a", handle.serial, _copied(tokens), handle.scope, more
 
 
 def _committed(_: None, batch: SequenceBatch, tokens: Any, counts: Int64Array | None, items: Items) -> Operation:

@@ -179,13 +179,9 @@ class RecordingWriter:
 
     # --- operations --------------------------------------------------------------------------------------------------
 
-    def _allocate(
-        self, serial: int, tokens: Any, scope: ReuseScope, source: int | None, more: dict[str, Any]
-    ) -> list[Any]:
+    def _allocate(self, serial: int, tokens: Any, scope: ReuseScope, more: dict[str, Any]) -> list[Any]:
         self._requests += 1
         items: Items = more.pop("multimodal", None)
-        if source is not None:
-            more["source"] = source
         if (named := self._scope(scope)) is not None:
             more["scope"] = named
         if "session" in more:

@@ -64,7 +64,6 @@ def best_match(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> Match:
     match = match_tokens(cache, scope, tokens, partial=True)
     if not match.path and match.partial is None:
         return match
-    source = None if match.partial is None else match.partial.created
     size = cache.block_size
     length = match.num_tokens(size)
     logits = None
@@ -86,7 +85,7 @@ def best_match(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> Match:
         match = _cut_match(cache, match, length)
     if match.partial is not None and not cache.config.copy_on_partial_reuse and not _can_take_over(match):
         match, logits = _without_partial(cache, match), None
-    match.source, match.logits = source, logits
+    match.logits = logits
     return match
 
 

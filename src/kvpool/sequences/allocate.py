@@ -42,8 +42,8 @@ _NOTHING: Held = []
 # --- admission -------------------------------------------------------------------------------------------------------
 
 
-def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> Match:
-    """Gives a new handle its row and blocks, reusing the longest cached prefix; returns what was found of it."""
+def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> None:
+    """Gives a new handle its row and blocks, reusing the longest cached prefix."""
     rows, size = cache.rows, cache.block_size
     found = find_match(cache, prompt)
     plan = plan_admission(cache, prompt, found, num_tokens, lookahead)
@@ -96,7 +96,6 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     cache.counters.requests += not handle.is_lease
     cache.requests[handle.request_id] = handle
     cache.last_prompt = cache.last_match = None  # it was admitted: nobody need keep its tokens
-    return found
 
 
 def _protect(cache: Cache, plan: AdmissionPlan, tip: Node, copies: bool) -> Held:
