@@ -6,10 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvpool import ReuseHint
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.requests import NO_OPTIONS, RequestOptions
+from kvpool.integrations.connector.requests import NO_OPTIONS, RequestOptions, scope_of
+from kvpool.prefix.tree import match_tokens
 
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
@@ -42,6 +45,7 @@ def test_given_nothing_of_ours_then_a_request_has_no_wishes(params: Any) -> None
         ({"ttl": "a day"}, "ttl"),
         ({"pin": -1}, "pin=-1 must be seconds"),
         ({"priority": 101}, "priority must be an int in 0..100"),
+        ({"expected_seconds": -1}, "expected_seconds"),
     ],
 )
 def test_given_a_wish_that_cannot_be_then_it_is_named(wishes: Any, message: str) -> None:
@@ -68,6 +72,7 @@ def test_given_wishes_in_the_wrong_place_then_it_is_said_where_they_belong(param
 @pytest.mark.parametrize(
     "wishes",
     [{name: value} for name in ("ttl", "pin", "priority") for value in (float("nan"), float("inf"), True, "1", [1], {})]
+    + [{"expected_seconds": value} for value in (float("nan"), True, "1", [1], {})]
     + [{"ttl": 10**400}, {"no_store": None}, {"no_store": "true"}, {1: 2}, None, 5, [], ["no_store"]],
     ids=str,
 )
@@ -139,6 +144,27 @@ def test_given_priorities_then_the_lower_one_leaves_first(engine: Any) -> None:
     fill(toy, 2)
     assert toy.look_up(ToyRequest("c", PROMPT)) == 16
     assert toy.look_up(ToyRequest("d", [7] * 17)) == 0
+
+
+@pytest.mark.parametrize(
+    ("wished", "of_end", "known"),
+    [
+        ({"expected_seconds": 3}, None, ReuseHint(expected_seconds=3)),
+        ({}, ReuseHint(stop="length"), ReuseHint(stop="length")),
+        ({"expected_seconds": 3}, ReuseHint(stop="stop"), ReuseHint(expected_seconds=3)),
+        ({}, None, ReuseHint()),
+    ],
+)
+def test_given_hints_then_the_policy_knows_what_the_request_said_or_else_why_it_stopped(
+    engine: Any, wished: dict[str, float], of_end: ReuseHint | None, known: ReuseHint
+) -> None:
+    toy = engine()
+    toy.serve(wishing("a", **wished), hint=of_end)
+    manager = toy.scheduler.host.manager
+    match = match_tokens(
+        manager._cache, scope_of(ToyRequest("b", PROMPT), toy.scheduler._epoch, ""), np.array(PROMPT, np.int32)
+    )
+    assert [node.hint for node in match.path] == [known.code]
 
 
 def test_given_a_pinned_prompt_then_it_stays_until_the_pin_is_ended(engine: Any) -> None:

@@ -174,7 +174,7 @@ def test_given_a_pin_or_a_priority_then_a_line_says_that_they_have_no_effect(
 ) -> None:
     toy = engine(kind=CachingEngine, num_pages=400, step_pages=8, host_blocks=40)
     toy.serve(ToyRequest("a", list(range(17)), kv_transfer_params={"kvpool": {"pin": 60}}))
-    assert "request a: priority and pin have no effect" in caplog.text
+    assert "request a: priority, pin and expected_seconds have no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.connector.write_back import EngineCache
+from kvpool.scope import ReuseHint
 from kvpool.tiers import Fingerprint, Shard
 from kvpool.tiers.transport.deciding import Decider, LoadDecision
 from kvpool.tiers.transport.prefix_options import Option
@@ -142,7 +143,9 @@ class ToyEngine:
         for worker in self.workers:
             worker.close()
 
-    def serve(self, request: ToyRequest, *, local_blocks: int = 0, chunk: int = 1000) -> int:
+    def serve(
+        self, request: ToyRequest, *, local_blocks: int = 0, chunk: int = 1000, hint: ReuseHint | None = None
+    ) -> int:
         """Prefills a request; returns the tokens that were loaded. The first blocks may be in the engine's own cache."""
         tokens = request.all_token_ids
         count = self.look_up(request, local_blocks * BLOCK)
@@ -160,7 +163,7 @@ class ToyEngine:
                 give_way()
             done = self._first_failed(pages, failed, done)
         self._prefill(request, pages, done, chunk)
-        self.scheduler.finish(request.request_id)
+        self.scheduler.finish(request.request_id, hint)
         self.idle()
         return count
 

@@ -23,7 +23,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.quiet import QuietLog
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope
 from kvpool.tiers.identity import files_id, read_files, settings_id
 from kvpool.tiers.keys import scope_tag
 from kvpool.tiers.transport.threads import Pending
@@ -118,6 +118,8 @@ class RequestOptions:
     """0 (leaves the host first) to 100; 35 is usual."""
     pin: float | None = None
     """Seconds that the whole blocks of its prompt cannot be evicted from the host, from its end on. 0 ends such a pin."""
+    expected_seconds: float | None = None
+    """Seconds from its end on after which a request that continues it is expected."""
 
     @classmethod
     def of(cls, params: Any) -> RequestOptions:
@@ -144,6 +146,8 @@ class RequestOptions:
             raise ConfigError(f"pin={self.pin} must be seconds, or 0 to end a pin")
         if self.priority is not None:
             self.retention()
+        if self.expected_seconds is not None:
+            self.hint()
 
     def retention(self) -> Retention | None:
         """The priority as a `Retention` of the manager."""
@@ -151,6 +155,15 @@ class RequestOptions:
             return None
         try:
             return Retention([TokenRange(0, None, self.priority)], decode_priority=self.priority)
+        except KVPoolError as error:
+            raise ConfigError(str(error)) from None
+
+    def hint(self) -> ReuseHint | None:
+        """What the policy of the host is told about a continuation."""
+        if self.expected_seconds is None:
+            return None
+        try:
+            return ReuseHint(expected_seconds=self.expected_seconds)
         except KVPoolError as error:
             raise ConfigError(str(error)) from None
 
@@ -223,6 +236,7 @@ class TrackedRequest:
     num_seen: int = 0  # whole blocks that were considered for storing
     saving: Saving | None = None
     is_over: bool = False  # the engine is done with it
+    hint: ReuseHint | None = None  # what its end says about a continuation
     _ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     _num_ids: int = 0
     _digests: list[bytes] = field(default_factory=list)

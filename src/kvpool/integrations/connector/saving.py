@@ -284,6 +284,8 @@ class Saver:
         """A request has ended. Copies of its pages in flight go on."""
         tracked.is_over = True
         if tracked.saving is not None:
+            if tracked.hint is not None:
+                self._manager.hint(tracked.saving.handle, tracked.hint)
             self.publish()
         if tracked.saving is not None:
             self._held.rest(tracked.saving)
@@ -402,6 +404,7 @@ def take_rows(
                 multimodal=tracked.items_within(len(tokens)),
                 retention=tracked.options.retention(),
                 ttl=tracked.options.ttl,
+                hint=tracked.options.hint(),
             )
         except OutOfBlocksError:
             if not make_room():

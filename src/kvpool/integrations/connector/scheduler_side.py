@@ -35,6 +35,7 @@ from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.write_back import EngineCache, WriteBack
 from kvpool.integrations.connector.write_through import WriteThrough
 from kvpool.quiet import QuietLog
+from kvpool.scope import ReuseHint
 
 _log = logging.getLogger("kvpool")
 
@@ -270,9 +271,10 @@ class SchedulerSide:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def finish(self, request_id: str) -> None:
-        """The engine is done with a request. Copies of its pages in flight go on."""
+    def finish(self, request_id: str, hint: ReuseHint | None = None) -> None:
+        """The engine is done with a request. Copies of its pages in flight go on. What the request hinted itself counts."""
         if (tracked := self._requests.pop(request_id, None)) is not None:
+            tracked.hint = tracked.options.hint() or hint
             self.host.finish(tracked)
             if self._loads:
                 self._no_hit_warning.ended(tracked)
@@ -320,10 +322,10 @@ class SchedulerSide:
         """The options of a request. Wrong ones do not stop the engine: they are logged, and the request has none."""
         try:
             options = RequestOptions.of(request.kv_transfer_params)
-            if self.writes_back and (options.priority is not None or options.pin is not None):
+            if self.writes_back and {options.priority, options.pin, options.expected_seconds} != {None}:
                 self._quiet.warning(
-                    "kvpool connector: request %s: priority and pin have no effect unless blocks go to the host when they "
-                    "are computed: set host_write='through'",
+                    "kvpool connector: request %s: priority, pin and expected_seconds have no effect unless blocks go to the "
+                    "host when they are computed: set host_write='through'",
                     request.request_id,
                 )
             return options

@@ -29,6 +29,7 @@ from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.vllm_versions.vllm_identity import checked_block_size, fingerprint, is_windowed, keeps_state
+from kvpool.scope import ReuseHint
 from kvpool.storage.memory import free_bytes
 
 _log = logging.getLogger("kvpool")
@@ -319,7 +320,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """False: vLLM may free the blocks, because steps have copied them."""
         if self._scheduler is not None:
-            self._scheduler.finish(request.request_id)
+            self._scheduler.finish(request.request_id, _hint_of(request))
         return False, None
 
     def request_finished_all_groups(
@@ -449,6 +450,14 @@ class OwnCache:
         """The hash of a block that vLLM can find."""
         found = self._pool.blocks[page].block_hash
         return None if found is None else get_block_hash(found)
+
+
+_HINTS = {stop: ReuseHint(stop=stop) for stop in ("stop", "length")}
+
+
+def _hint_of(request: Any) -> ReuseHint | None:
+    """What the end of a request says about a continuation; nothing if it was aborted."""
+    return _HINTS.get(str(request.get_finished_reason()))
 
 
 def announces(vllm_config: Any) -> bool:
