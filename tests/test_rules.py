@@ -329,7 +329,7 @@ def test_rule_09_a_hit_compares_tokens_whatever_hashes_say(monkeypatch: pytest.M
     manager = make_manager()
     cached(manager, 8)
     for node in all_nodes(manager._cache):  # all content identities collide
-        monkeypatch.setattr(node, "_fingerprint", 7)
+        monkeypatch.setattr(node, "known_fingerprint", 7)
     assert manager.match_prefix([0, 1, 2, 3, 4, 5, 6, 99, 1]).num_tokens == 7
     assert manager.match_prefix([99, 1, 2, 3, 4]).num_tokens == 0
     assert manager.match_prefix([4, 5, 6, 7, 4]).num_tokens == 0  # equal tokens at another place are no hit

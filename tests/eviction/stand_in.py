@@ -17,12 +17,12 @@ class StandInRun(Run):
         self.turn = self.fan_out = self.hint = self.hits = self.start = self.created = self.last_access = 0
         self.last_access_at, self.priority, self.scope_hash, self.key = 0.0, 35, 0, b""
         self.parent, self.of_tenant, self.content = None, "", content
-        self._fingerprint, self.num_blocks = 0, num_blocks
+        self.known_fingerprint, self.num_blocks = 0, num_blocks
         for name, value in given.items():
             setattr(self, "of_tenant" if name == "tenant" else name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__("_fingerprint" if name == "fingerprint" else name, value)
+        super().__setattr__("known_fingerprint" if name == "fingerprint" else name, value)
         if name in ("fingerprint", "num_blocks", "start", "content") and hasattr(self, "num_blocks"):
             blocks = range(self.start, self.start + self.num_blocks)
             ids = self.content or [hash((self.fingerprint, block)) % 2**31 for block in blocks]

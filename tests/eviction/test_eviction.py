@@ -25,7 +25,7 @@ from kvpool.eviction import (
     policy_names,
     register_policy,
 )
-from kvpool.eviction.run import RunQueue
+from kvpool.eviction.policy import RunQueue
 from kvpool.replay.policies import (
     _MAX_CHECKPOINTS,
     ARCPolicy,

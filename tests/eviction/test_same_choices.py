@@ -19,7 +19,7 @@ import pytest
 import kvpool.replay.policies  # noqa: F401  # known by name, also where this file is run
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Retention, ReuseHint, Tier, TokenRange
 from kvpool.eviction import AdaptivePolicy, policy_names
-from kvpool.eviction.run import Queue
+from kvpool.eviction.policy import Queue
 
 CHOICES = Path(__file__).with_name("same_choices.txt")
 LOOK_EVERY = 8  # requests

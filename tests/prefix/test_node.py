@@ -9,7 +9,7 @@ from parts import add_run, make_cache
 
 from kvpool.config import Tier
 from kvpool.core.node import DEFAULT_PRIORITY, NEVER, Node, Root
-from kvpool.eviction.run import checksum
+from kvpool.eviction.policy import checksum
 from kvpool.prefix.tree import divide_logits, root_for, split, trim_logits
 from kvpool.scope import ReuseScope
 
@@ -134,7 +134,7 @@ def test_what_follows_a_run_that_lost_its_end_is_known_by_what_is_left() -> None
     run = make_run(root, 1, 2, 3, 4)
     assert make_run(run, 5, 6).fingerprint
     run.num_blocks, run.tokens = 1, run.tokens[:2]
-    run.lose_end()
+    run.end_sum = -1
     assert make_run(run, 5, 6).fingerprint == make_run(make_run(root, 1, 2), 5, 6).fingerprint
 
 
@@ -298,7 +298,7 @@ def test_the_nearest_child_equals_brute_force_after_any_additions_and_removals(
 
 def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_their_prompts() -> None:
     root = make_root()
-    node, upper, bare = (make_node(root, number) for number in range(3))
+    node, upper = (make_node(root, number) for number in range(2))
     node.logits = {(length, b"tail"[: length % 4]): (length, ()) for length in (4, 7, 8, 11, 12, 15)}
     node.start = 2
     divide_logits(node.logits, upper, node, 4)
@@ -306,8 +306,6 @@ def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_thei
     assert node.logits is not None
     assert sorted(length for length, _ in upper.logits.values()) == [4, 7, 8, 11]
     assert sorted(length for length, _ in node.logits.values()) == [12, 15]
-    divide_logits(bare.logits, upper, bare, 4)
-    assert bare.logits is None
 
 
 def test_given_a_run_that_loses_its_tail_then_logits_of_prompts_that_end_in_the_rest_stay() -> None:

@@ -30,11 +30,9 @@ from kvpool.prefix.blocks import (
     unref_blocks,
 )
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.prefix.drop import detach, drop_tail
-from kvpool.prefix.evict import demote, make_room, promote
+from kvpool.prefix.evict import demote, detach, drop_tail, evict, promote
 from kvpool.prefix.expiry import expire, set_priority
-from kvpool.prefix.idle import count_pinned_run, count_positions, count_run
-from kvpool.prefix.readers import pin_path, ref, unpin_path, unref
+from kvpool.prefix.readers import count_pinned_run, count_positions, count_run, pin_path, ref, unpin_path, unref
 from kvpool.prefix.tree import (
     find_logits,
     forget_logits_inside,
@@ -132,8 +130,8 @@ def test_given_a_tenant_at_its_guarantee_then_others_cannot_have_its_runs_evicte
     quota.policies[Tier.GPU].add(run)
     pool = cache.pools[0][Tier.GPU]
     pool.num_cached = quota.cached[0] = 1
-    assert (orders.victim(pool, "other"), orders.evictable(pool, "other")) == (None, 0)
-    assert (orders.victim(pool, "t"), orders.evictable(pool, "t")) == (run, 1)
+    assert (orders.victim(pool, "other"), orders.available(pool, "other")) == (None, pool.num_free)
+    assert (orders.victim(pool, "t"), orders.available(pool, "t")) == (run, pool.num_free + 1)
 
 
 # --- what subscribers are told ---------------------------------------------------------------------------------------
@@ -374,7 +372,7 @@ def test_given_a_full_gpu_when_room_is_made_then_the_stalest_run_moves_down_or_l
 ) -> None:
     cache = make_cache(gpu_blocks=2, host_blocks=2, offload_on_evict=offload)
     stale, fresh = cached_run(cache, 1, 2), cached_run(cache, 3, 4)
-    make_room(cache, cache.pools[0][Tier.GPU], 1, None)
+    evict(cache, cache.pools[0][Tier.GPU], 1, None)
     assert (None if stale.detached else stale.tier) == tier
     assert (fresh.tier, fresh.detached) == (Tier.GPU, False)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvpool.eviction import EvictionPolicy
-from kvpool.eviction.run import Run, checksum
+from kvpool.eviction.policy import Run, checksum
 from kvpool.pools.arrays import Int32Array, block_sums, num_common
 from kvpool.pools.pool import GPU
 from kvpool.pools.symbols import Symbols, is_first, numbers_in
@@ -42,7 +42,7 @@ class Node(Run):
     """
 
     __slots__ = (
-        "_end_sum",
+        "end_sum",
         "active",
         "children",
         "copied_sessions",
@@ -78,7 +78,7 @@ class Node(Run):
     ttl: float | None
     detached: bool
     published_by: int  # `KVCacheHandle.serial` of the request that computed it; a root has none
-    _end_sum: int  # the checksum of all tokens up to its end, once something behind it asked for it; -1 before
+    end_sum: int  # the checksum of all tokens up to its end, once something behind it asked for it; -1 before
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
         self.parent = parent
@@ -108,8 +108,8 @@ class Node(Run):
         self.priority_until = NEVER
         self.ttl = None
         self.expires_at = NEVER
-        self._fingerprint = None
-        self._end_sum = -1
+        self.known_fingerprint = None
+        self.end_sum = -1
         self.session = None
         self.copied_sessions = ()
         self.digests = None
@@ -126,33 +126,20 @@ class Node(Run):
     def sum_before(self) -> int:
         """The checksum of all tokens that precede this run. It does not depend on how they are divided into runs."""
         node = self.parent
-        if node._end_sum >= 0:
-            return node._end_sum
+        if node.end_sum >= 0:
+            return node.end_sum
         behind = []
-        while node._end_sum < 0:
+        while node.end_sum < 0:
             behind.append(node)
             node = node.parent
-        sum_before = node._end_sum
+        sum_before = node.end_sum
         for node in reversed(behind):
-            sum_before = node._end_sum = checksum(node.tokens.data, sum_before)
+            sum_before = node.end_sum = checksum(node.tokens.data, sum_before)
         return sum_before
 
     def sums_of(self, tokens: Int32Array, num_blocks: int) -> bytes:
         """A checksum of four bytes for each of so many blocks with these tokens."""
         return block_sums(tokens, num_blocks)
-
-    def give_beginning(self, upper: Node) -> None:
-        """The first blocks of this run are `upper` now, which is known by what this one was known by."""
-        upper._fingerprint, self._fingerprint = self._fingerprint, None
-
-    def give_end(self, lower: Node) -> None:
-        """The last blocks of this run are `lower` now."""
-        lower._end_sum = self._end_sum
-        self.lose_end()
-
-    def lose_end(self) -> None:
-        """The run ends earlier than before."""
-        self._end_sum = -1
 
     @property
     def tenant(self) -> str:
@@ -262,7 +249,7 @@ class Root(Node):
         self.root = self
         self.scope_hash = hash(scope)
         super().__init__(self, b"", 0, 0, 0.0)
-        self._end_sum = 0
+        self.end_sum = 0
         self.scope = scope
         self.digest: bytes | None = None  # of the scope, once somebody asked for it
         self.policies = policies

@@ -98,18 +98,14 @@ class EvictionOrders:
                 policy.weigh(self.depth_cost)
         return [contained(policy, self.failures) for policy in made]
 
-    def evictable(self, pool: BlockPool, tenant: str | None) -> int:
-        """How many cached blocks of a pool a request of `tenant` could have evicted."""
-        supply = pool.num_cached - pool.num_pinned
+    def available(self, pool: BlockPool, tenant: str | None) -> int:
+        """How many blocks of a pool a request of `tenant` could have: free ones and those that may be evicted for it."""
+        evictable = pool.num_cached - pool.num_pinned
         if self.quotas and pool.tier == GPU:
             for quota in self.quotas.values():
                 if quota.tenant != tenant:
-                    supply -= quota.protected(pool.index)
-        return supply if supply > 0 else 0
-
-    def available(self, pool: BlockPool, tenant: str | None) -> int:
-        """How many blocks of a pool a request of `tenant` could have: free ones and those that may be evicted for it."""
-        return pool.num_free + self.evictable(pool, tenant)
+                    evictable -= quota.protected(pool.index)
+        return pool.num_free + (evictable if evictable > 0 else 0)
 
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the stalest among the policy's choice and those of tenants over their guarantee."""

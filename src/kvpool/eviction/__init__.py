@@ -10,8 +10,7 @@ from kvpool.compiling import tell_apart
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.adaptive import AdaptivePolicy
 from kvpool.eviction.contained import ContainedPolicy
-from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy, LRUPolicy, PriorityPolicy
-from kvpool.eviction.run import Key, Run
+from kvpool.eviction.policy import EvictionPolicy, Key, KeyedPolicy, LRUPolicy, PriorityPolicy, Run
 
 __all__ = [
     "AdaptivePolicy",

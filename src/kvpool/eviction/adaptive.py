@@ -19,8 +19,7 @@ from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.ghosts import Ghosts
 from kvpool.eviction.kind_rows import WEIGHTS, Candidate, RowOrder
-from kvpool.eviction.policy import EvictionPolicy, moment_of
-from kvpool.eviction.run import Run, Tokens
+from kvpool.eviction.policy import EvictionPolicy, Run, Tokens, moment_of
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 ORDERS_PER_CACHE: Final = 24  # how often candidates are put in order by their ages while it does

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.policy import EvictionPolicy
-from kvpool.eviction.run import Item, Run, RunQueue
+from kvpool.eviction.policy import EvictionPolicy, Item, Run, RunQueue
 
 _FAILED: Final = object()
 
@@ -48,7 +47,10 @@ class ContainedPolicy(EvictionPolicy):
         if self._ranked:
             chosen = self._ask(self.policy.victim)
             if isinstance(chosen, Run) and chosen in self._ranked:
-                return chosen if oldest is None or Item(chosen.last_access, chosen).is_before(oldest) else oldest.run  # type: ignore[return-value]
+                if oldest is None or (chosen.last_access, -chosen.start, chosen.created) <= oldest.order[:3]:
+                    return chosen
+                assert oldest.run is not None
+                return oldest.run
             if chosen is not _FAILED:
                 problem = f"victim() returned {show(chosen)}, which is no candidate; return a run that was added last"
                 self._note(InvalidArgumentError(problem))

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import Experience
-from kvpool.eviction.run import Run, Tokens, checksum
+from kvpool.eviction.policy import Run, Tokens, checksum
 
 _SLACK: Final = 64  # ghosts that are followed no longer tolerated beyond one for each that is
 

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Final, TypeAlias
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth, bin_of
-from kvpool.eviction.run import NO_CANDIDATES, Item, Queue, Run, Tokens
+from kvpool.eviction.policy import NO_CANDIDATES, Item, Queue, Run, Tokens
 
 MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 WEIGHTS: Final = 32  # classes of what a block counts for its depth, in steps of a quarter octave

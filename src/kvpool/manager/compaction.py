@@ -50,7 +50,7 @@ def _evict_regardless(cache: Cache, pool: BlockPool, num_blocks: int) -> int:
     for quota in quotas:
         quota.guaranteed = [0] * len(quota.guaranteed)
     try:
-        return evict(cache, pool, num_blocks, None, EvictionReason.RESIZE)
+        return evict(cache, pool, pool.num_free + num_blocks, None, EvictionReason.RESIZE)
     finally:
         for quota, limits in zip(quotas, guaranteed, strict=True):
             quota.guaranteed = limits

@@ -134,7 +134,7 @@ class CacheUpkeep:
         num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
             chosen = self._cache.pool(pool, tier)
-            freed = evict(self._cache, chosen, num_blocks, None, EvictionReason.EXPLICIT)
+            freed = evict(self._cache, chosen, chosen.num_free + num_blocks, None, EvictionReason.EXPLICIT)
             if self._guard.observers:
                 self._guard.tell("evict", freed, num_blocks, chosen.index, tier)
             return freed

@@ -24,7 +24,7 @@ from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import announce_removed_block
-from kvpool.prefix.idle import add_cached, add_pinned
+from kvpool.prefix.readers import add_cached, add_pinned, free_blocks
 from kvpool.stats import EvictionReason
 
 Held: TypeAlias = list[tuple[ByBlock, Int32Array]]  # blocks that nobody may evict for a while
@@ -255,16 +255,6 @@ def remove_block(cache: Cache, node: Node, group: ByBlock, index: int, reason: E
         node.set_ids(group.index, node.ids[group.index].copy())
     node.ids[group.index][index] = -1
     free_blocks(cache, node, group, gone)
-
-
-def free_blocks(cache: Cache, node: Node, group: ByBlock, ids: Int32Array) -> None:
-    """Frees published, unread blocks (-1: none) of a run; pinned ones only below the GPU, where their run is pinned."""
-    held = ids[ids >= 0]
-    pool = group.on(node.tier)
-    pool.give(held)
-    add_cached(node.root, pool, -len(held))
-    if node.pins and node.tier != GPU:
-        add_pinned(node.root, pool, -len(held))
 
 
 # --- held for a while ------------------------------------------------------------------------------------------------

@@ -23,12 +23,19 @@ from kvpool.core.node import Node, Root
 from kvpool.core.orders import Quota
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
-from kvpool.prefix.announcer import announce_blocks, announce_moved
+from kvpool.prefix.announcer import announce_blocks, announce_moved, announce_removed
 from kvpool.prefix.blocks import evict_last_resort, evict_leftovers, is_usable, keep_pinned, leave_over, remove_block
-from kvpool.prefix.drop import drop_tail
-from kvpool.prefix.idle import add_cached, count_pinned_run, count_run
-from kvpool.prefix.readers import offer, ref, unref
-from kvpool.prefix.tree import cut_off, split
+from kvpool.prefix.readers import (
+    add_cached,
+    count_pinned_run,
+    count_positions,
+    count_run,
+    free_blocks,
+    offer,
+    ref,
+    unref,
+)
+from kvpool.prefix.tree import cut_off, remove_node, split, trim_logits
 from kvpool.stats import EvictionReason
 
 PIECES_PER_TIER: Final = 16  # at least, of what comes up from a lower tier where others go down for it
@@ -39,36 +46,31 @@ Along: TypeAlias = list[tuple[ByBlock, BoolArray]]  # which blocks of a run go a
 # --- eviction --------------------------------------------------------------------------------------------------------
 
 
-def make_room(cache: Cache, pool: BlockPool, num_blocks: int, tenant: str | None) -> None:
-    """Evicts until `num_blocks` are free. The caller has checked that enough is evictable."""
-    if pool.num_free < num_blocks:
-        evict(cache, pool, num_blocks - pool.num_free, tenant, CAPACITY)
-
-
 def evict(
     cache: Cache,
     pool: BlockPool,
-    num_blocks: int,
+    num_free: int,
     tenant: str | None,
-    reason: EvictionReason,
+    reason: EvictionReason = CAPACITY,
     for_run: Node | None = None,
 ) -> int:
-    """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several).
+    """Evicts until so many blocks of a pool are free, or nothing can go any more; returns how many became free.
 
-    Host copies go first. If it is `for_run`, which comes from above, no host copy goes, and a policy that goes by
-    priority gives up no run that is more important.
+    One position may free several. Host copies go first. If it is `for_run`, which comes from above, no host copy goes, and a
+    policy that goes by priority gives up no run that is more important.
     """
     before = pool.num_free
-    goal = before + num_blocks
+    if before >= num_free:
+        return 0
     if pool.tier == HOST and for_run is None:
-        cache.host_copies.give_way(pool, goal)
+        cache.host_copies.give_way(pool, num_free)
     has_leftovers = cache.by_block and pool.tier == GPU
-    while pool.num_free < goal:
+    while pool.num_free < num_free:
         victim = cache.orders.victim(pool, tenant)
         if victim is not None and victim is cache.spared:
             _hold_spared(cache, victim)
             continue
-        wanted = goal - pool.num_free
+        wanted = num_free - pool.num_free
         if has_leftovers:
             until = math.inf if victim is None else victim.last_access
             if evict_leftovers(cache, pool, wanted, until, tenant, reason):
@@ -253,8 +255,7 @@ def _make_room_below(cache: Cache, target: Tier, needs: list[int], node: Node, f
         if cache.orders.available(pool, None) - spared < need:
             return False
     for pool, need in zip(pools, needs, strict=True):
-        if pool.num_free < need:
-            evict(cache, pool, need - pool.num_free, None, CAPACITY, node)
+        evict(cache, pool, need, None, for_run=node)
         if pool.num_free < need and target == HOST and not for_host_copy:
             host_copies.give_way(pool, need, node)
         if pool.num_free < need:
@@ -322,7 +323,7 @@ def bring_up(cache: Cache, tip: Node) -> Iterator[tuple[Node, Tier]]:
             piece.append(node)
             room -= node.num_blocks
         for pool, need in zip(cache.gpu_pools, cache.blocks_per_pool(piece), strict=True):
-            make_room(cache, pool, need, tip.tenant)
+            evict(cache, pool, need, tip.tenant)
         for node in piece:
             tier = node.tier
             promote(cache, node)
@@ -433,6 +434,113 @@ def _move_ids(
     return moved
 
 
+# --- leaving the index -----------------------------------------------------------------------------------------------
+
+
+def drop_tail(
+    cache: Cache, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False, goes_on: bool = False
+) -> None:
+    """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it.
+
+    If it `goes_on`, more of the run leaves its tier at once: the policy is told then, of all of it.
+    """
+    if node.children is not None:
+        for child in list(node.children.values()):
+            drop_subtree(cache, child, reason)
+    policy = node.root.policies[node.tier]
+    keep = node.num_blocks - num_blocks
+    if node.host_copy is not None:
+        cache.host_copies.trim(node, keep)
+    if not keep and (evicted or node.is_candidate()):
+        if evicted:
+            policy.evicted(node)
+        policy.remove(node)
+    counters = cache.counters
+    counters.evictions[reason._value_] += cache.num_present(node, keep)
+    counters.lifetime.add(cache.now - node.created_at, num_blocks)
+    counters.idle_before_eviction.add(cache.now - node.last_access_at, num_blocks)
+    if node.digests and cache.events.listening:
+        announce_removed(cache, node, keep, node.num_blocks, reason)
+    for group in cache.full:
+        group.tiers[node.tier].give(node.ids[group.index], keep)
+    count_positions(cache, node, -num_blocks)
+    for group in cache.by_block:
+        free_blocks(cache, node, group, node.ids[group.index][keep:])
+    node.num_blocks = keep
+    if not keep:
+        _unlink(cache, node)
+        return
+    rest = 2 * keep < keep + num_blocks  # a short rest must not keep the memory of a long run
+    node.ids = tuple([ids[:keep].copy() if rest else ids[:keep] for ids in node.ids])
+    tokens = node.tokens[: keep * cache.block_size]
+    node.tokens = tokens.copy() if rest else tokens
+    node.end_sum = -1
+    if node.digests is not None:
+        del node.digests[keep:]
+    if node.logits is not None:
+        trim_logits(node, cache.block_size)
+    if not goes_on:
+        policy.trimmed(node)
+
+
+def _unlink(cache: Cache, node: Node) -> None:
+    """Takes a leaf out of the tree; its parent may become a leaf."""
+    cache.calendar.forget(node)
+    remove_node(cache, node)
+    parent = node.parent
+    if parent is not parent.root and parent.tier == node.tier:
+        offer(cache, parent)
+
+
+def drop_subtree(cache: Cache, node: Node, reason: EvictionReason) -> None:
+    """Drops an idle node with everything below it, deepest first."""
+    for part in reversed(list(node.subtree())):
+        drop_tail(cache, part, part.num_blocks, reason)
+
+
+def drop_covered(cache: Cache, parent: Node, key: bytes) -> None:
+    """Drops the remainders below `parent` that hold nothing but a beginning of the block `key`, which is cached now."""
+    for length in range(4, len(key), 4):
+        covered = parent.children.get(key[:length]) if parent.children is not None else None
+        if covered is not None and covered.is_candidate():
+            drop_tail(cache, covered, 1, EvictionReason.CONTINUED)
+
+
+def take_over(cache: Cache, node: Node) -> list[int]:
+    """The last block of an idle leaf on the GPU leaves the index and is a request's own; returns its id per group."""
+    ids = [int(of_group[-1]) for of_group in node.ids]
+    drop_tail(cache, node, 1, EvictionReason.CONTINUED)
+    for group, block in zip(cache.growing, ids, strict=True):
+        group.gpu.take(1)  # all of them lie on top of the free stack, in some order
+        group.gpu.refs[block] = group.single_owner
+    return ids
+
+
+def detach(cache: Cache, node: Node, reason: EvictionReason) -> int:
+    """Takes a subtree out of the index, also under live sequences: they keep their blocks and publish nothing more.
+
+    Idle nodes are dropped; nodes that are read become detached and free their blocks with their last reader. The
+    caller ended the pins on them. Returns how many blocks (positions) left the index.
+    """
+    removed = 0
+    parts = list(node.subtree())
+    for part in reversed(parts):
+        removed += part.num_blocks
+        if not part.active:
+            if part.num_blocks:
+                drop_tail(cache, part, part.num_blocks, reason)
+            continue
+        if cache.events.listening and part.digests:
+            announce_removed(cache, part, 0, part.num_blocks, reason)
+        cache.counters.evictions[reason.value] += cache.num_present(part, 0)
+        part.digests = part.logits = None
+        cache.host_copies.drop(part)
+    for part in parts:
+        if part.active and not part.detached:
+            _unlink(cache, part)
+    return removed
+
+
 # --- asked for by live sequences -------------------------------------------------------------------------------------
 
 
@@ -442,7 +550,8 @@ def require(cache: Cache, needs: list[int], tenant: str | None, what: str) -> No
         if need > pool.num_free and need > (available := cache.orders.available(pool, tenant)):
             raise cache.shortage(pool, need, available, what)
     for pool, need in zip(cache.gpu_pools, needs, strict=True):
-        make_room(cache, pool, need, tenant)
+        if need > pool.num_free:
+            evict(cache, pool, need, tenant)
 
 
 def require_each(cache: Cache, needs: dict[str, list[int]], what: str) -> None:
@@ -464,4 +573,4 @@ def make_room_for_each(cache: Cache, needs: dict[str, list[int]]) -> None:
         of_tenants = [(tenant, of_tenant[pool.index]) for tenant, of_tenant in needs.items()]
         for tenant, most in of_tenants if len(needs) == 1 else [(None, missing), *of_tenants]:
             if missing > 0:
-                missing -= evict(cache, pool, min(missing, most), tenant, EvictionReason.CAPACITY)
+                missing -= evict(cache, pool, pool.num_free + min(missing, most), tenant)

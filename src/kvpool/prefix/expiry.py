@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpool.core.cache import Cache, Pin
 from kvpool.core.node import DEFAULT_PRIORITY, NEVER, Node
 from kvpool.prefix.announcer import announce_priority
-from kvpool.prefix.drop import drop_tail
+from kvpool.prefix.evict import drop_tail
 from kvpool.prefix.pins import unpin
 from kvpool.prefix.tree import watch
 from kvpool.stats import EvictionReason

@@ -96,7 +96,7 @@ def match_tokens(
         key = as_bytes(tokens, position, position + size)
     next_key = key if len(key) == 4 * size else None
     if partial and node.children is not None and position < total:
-        near, shared = node.nearest_child(key)
+        near, shared = node.children.nearest(key)
         if near is not None:
             near.sync()
             return Match(root, path, position // size, near, shared // 4, next_key)
@@ -178,7 +178,6 @@ def split(cache: Cache, node: Node, num_blocks: int) -> Node:
         node.parent.same_tier_children -= int(node.tier == node.parent.tier)
     node.parent = upper
     _divide(cache, node, upper, node, num_blocks)
-    node.give_beginning(upper)
     if not node.detached:
         upper.add_child(node.key, node)
         cache.num_runs += 1
@@ -200,7 +199,6 @@ def cut_off(cache: Cache, node: Node, num_blocks: int) -> Node:
         child.parent = lower
     node.children, node.num_remainders = None, 0
     _divide(cache, node, node, lower, num_blocks)
-    node.give_end(lower)
     node.add_child(lower.key, lower)
     cache.num_runs += 1
     watch(cache, lower)
@@ -238,9 +236,12 @@ def _divide(cache: Cache, whole: Node, upper: Node, lower: Node, num_blocks: int
         upper.ids = tuple([of_group.copy() for of_group in upper.ids])
     lower.ids = tuple([of_group[num_blocks:] for of_group in ids])
     lower.key = tokens[cut : cut + cache.block_size].tobytes()
+    upper.known_fingerprint, lower.known_fingerprint = whole.known_fingerprint, None
+    upper.end_sum, lower.end_sum = -1, whole.end_sum
     if digests is not None:
         upper.digests, lower.digests = digests[:num_blocks], digests[num_blocks:]
-    divide_logits(whole.logits, upper, lower, cache.block_size)
+    if whole.logits is not None:
+        divide_logits(whole.logits, upper, lower, cache.block_size)
     if whole.host_copy is not None:
         cache.host_copies.divide(whole.host_copy, upper, lower)
 
@@ -353,18 +354,17 @@ def forget_logits_inside(cache: Cache, node: Node, depth: int, key: bytes) -> No
                 del node.logits[length, tail]
 
 
-def divide_logits(stored: Logits | None, upper: Node, lower: Node, block_size: int) -> None:
+def divide_logits(stored: Logits, upper: Node, lower: Node, block_size: int) -> None:
     """A run is cut in two: `upper` takes those of prompts whose last full block it holds."""
-    if stored is not None:
-        end = lower.start
-        upper.logits = {key: value for key, value in stored.items() if key[0] // block_size <= end}
-        lower.logits = {key: value for key, value in stored.items() if key[0] // block_size > end}
+    end = lower.start
+    upper.logits = {key: value for key, value in stored.items() if key[0] // block_size <= end}
+    lower.logits = {key: value for key, value in stored.items() if key[0] // block_size > end}
 
 
 def trim_logits(node: Node, block_size: int) -> None:
     """A run lost its tail, and with it the logits of prompts that ended there."""
-    if node.logits is not None:
-        node.logits = {key: value for key, value in node.logits.items() if key[0] // block_size <= node.end}
+    assert node.logits is not None
+    node.logits = {key: value for key, value in node.logits.items() if key[0] // block_size <= node.end}
 
 
 # --- symbols of multimodal items ---------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction import register_policy
-from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
-from kvpool.eviction.run import Item, Key, Run, RunQueue
+from kvpool.eviction.policy import EvictionPolicy, Item, Key, KeyedPolicy, Run, RunQueue
 
 
 class LFUPolicy(KeyedPolicy):

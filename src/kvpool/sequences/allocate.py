@@ -13,8 +13,7 @@ from kvpool.core.prompt import AdmissionPlan, Match, Prompt
 from kvpool.pools.arrays import copied, put
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
-from kvpool.prefix.drop import take_over
-from kvpool.prefix.evict import bring_up, make_room, spare, spare_no_more
+from kvpool.prefix.evict import bring_up, evict, spare, spare_no_more, take_over
 from kvpool.prefix.readers import ref
 from kvpool.prefix.tree import close, end_at, keep_symbols, root_for, tip_of
 from kvpool.scope import ReuseScope
@@ -59,7 +58,7 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     promoted = _promote_path(cache, plan, tip, held) if match.path and match.path[-1].tier != GPU else None
     if plan.evicts:
         for pool in cache.gpu_pools:
-            make_room(cache, pool, plan.needs[pool.index], handle.scope.tenant)
+            evict(cache, pool, plan.needs[pool.index], handle.scope.tenant)
     row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_fixed)
     rows.tips[row], rows.serials_of[row] = tip, handle.serial
     _fill_tables(cache, row, tip, plan, taken)

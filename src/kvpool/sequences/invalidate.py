@@ -8,7 +8,7 @@ from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import Node
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.drop import detach
+from kvpool.prefix.evict import detach
 from kvpool.prefix.pins import void_pins
 from kvpool.prefix.tree import close, forget_logits_inside, forget_logits_of, match_tokens, split, tip_of
 from kvpool.scope import ReuseScope

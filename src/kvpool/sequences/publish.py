@@ -12,8 +12,7 @@ from kvpool.core.retention import Retention
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU
 from kvpool.prefix.announcer import announce_stored
-from kvpool.prefix.drop import drop_covered
-from kvpool.prefix.evict import adopt_blocks
+from kvpool.prefix.evict import adopt_blocks, drop_covered
 from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import add_node, add_sessions, common_tokens, end_at, new_child, split, tip_of

@@ -13,8 +13,7 @@ from kvpool.core.retention import Retention
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array, within
 from kvpool.pools.pool import HOST
-from kvpool.prefix.drop import drop_tail
-from kvpool.prefix.evict import enforce_quota
+from kvpool.prefix.evict import drop_tail, enforce_quota
 from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import unref
 from kvpool.prefix.tree import close, match_tokens, split

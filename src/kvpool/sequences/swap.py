@@ -16,7 +16,7 @@ from kvpool.core.prompt import Match
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
-from kvpool.prefix.evict import bring_up, demote, enforce_quota, make_room, make_room_for_each, num_fitting
+from kvpool.prefix.evict import bring_up, demote, enforce_quota, evict, make_room_for_each, num_fitting
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import end_at, match_tokens, root_for
 from kvpool.scope import ReuseScope
@@ -72,7 +72,7 @@ def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
         if need > have:
             raise cache.shortage(host, need, have, f"swapping out {len(handles)} requests")
     for index, need in enumerate(needs):
-        make_room(cache, cache.pools[index][Tier.HOST], need, None)
+        evict(cache, cache.pools[index][Tier.HOST], need, None)
     swapped = [SwappedBlocks([]) for _ in handles]
     moved = 0
     for group, of_group in zip(cache.groups, held, strict=True):
