@@ -19,7 +19,7 @@ from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
 from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
 from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope
-from kvpool.sequences.admission import PrefixMatch
+from kvpool.sequences.admit import PrefixMatch
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled
 

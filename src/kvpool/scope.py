@@ -126,6 +126,13 @@ class ReuseHint:
         return 0 if self.stop is None else 1 + STOPS.index(self.stop)
 
 
+def check_scope(scope: ReuseScope) -> ReuseScope:
+    """Refuses what is no scope."""
+    if not isinstance(scope, ReuseScope):
+        raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
+    return scope
+
+
 def check_hint(hint: object) -> None:
     """Refuses what is no hint."""
     if not isinstance(hint, ReuseHint):

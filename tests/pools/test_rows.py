@@ -183,11 +183,11 @@ def test_ids_for_a_node_do_not_keep_a_long_history_alive() -> None:
 
 def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:
     rows = make_rows()
-    source, target = add(rows), add(rows)
+    source = add(rows)
     rows.set_token_ids(source, tokens_of(1, 2), 0)
     rows.recent[source, 0] = 3
     rows.known[source] = 3
-    rows.share_token_ids(source, target)
+    target = rows.copy_row(source, KVCacheHandle(rows, "b", ReuseScope()))
     assert rows.token_ids(target).tolist() == [1, 2, 3]
     rows.append_token_ids(source, tokens_of(4))
     rows.append_token_ids(target, tokens_of(5))

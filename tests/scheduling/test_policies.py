@@ -18,7 +18,7 @@ from kvpool.scheduling import (
     SoonestFirstToken,
 )
 from kvpool.scheduling.admitting import LOOK_UP_EVERY
-from kvpool.sequences.admission import PrefixMatch
+from kvpool.sequences.admit import PrefixMatch
 from managers import Clock, make_manager
 
 

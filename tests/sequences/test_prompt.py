@@ -18,7 +18,7 @@ from kvpool.core.cache import Cache
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import LRUPolicy
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
-from kvpool.sequences import admission, allocate
+from kvpool.sequences import admit
 from managers import FULL, Clock, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -38,13 +38,13 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if kvpool.compiled:
         pytest.skip("compiled methods cannot be replaced")
     lengths: list[int] = []
-    walk = admission.match_tokens
+    walk = admit.match_tokens
 
     def counted(cache: Cache, scope: ReuseScope, tokens: Any, *args: Any, **options: Any) -> Any:
         lengths.append(len(tokens))
         return walk(cache, scope, tokens, *args, **options)
 
-    monkeypatch.setattr(admission, "match_tokens", counted)
+    monkeypatch.setattr(admit, "match_tokens", counted)
     return lengths
 
 
@@ -132,7 +132,7 @@ def test_given_another_manager_that_is_asked_in_another_thread_then_the_tokens_a
         pytest.skip("compiled methods cannot be replaced")
     first, second = make_manager(), make_manager()
     prompt = Prompt(TEXT, multimodal=[(4, 4, "cat")])
-    plan = allocate.plan_admission
+    plan = admit.plan_admission
 
     def interrupted(cache: Cache, *args: Any) -> Any:
         planned = plan(cache, *args)
@@ -140,7 +140,7 @@ def test_given_another_manager_that_is_asked_in_another_thread_then_the_tokens_a
             second.free(second.allocate("other", prompt))
         return planned
 
-    monkeypatch.setattr(allocate, "plan_admission", interrupted)
+    monkeypatch.setattr(admit, "plan_admission", interrupted)
     assert first.allocate("a", prompt).token_ids.tolist() == TEXT
     first.check()
 

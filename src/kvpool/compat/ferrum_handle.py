@@ -11,10 +11,9 @@ from kvpool.compat.adapter import device_name
 from kvpool.compat.ferrum_types import BlockTable
 from kvpool.config import DType, LayerSpec
 from kvpool.config.layers import ceil_div
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, is_among
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
-from kvpool.manager.arguments import is_among
 
 if TYPE_CHECKING:
     from torch import Tensor

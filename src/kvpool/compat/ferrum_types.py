@@ -12,9 +12,9 @@ from kvpool.checks import as_count, show
 from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div
+from kvpool.core.handle import is_among
 from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import InvalidArgumentError
-from kvpool.manager.arguments import is_among
 from kvpool.pools.arrays import as_token_array
 
 

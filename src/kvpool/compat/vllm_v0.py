@@ -20,7 +20,7 @@ from kvpool.compat.vllm_v0_utils import check_sizes, scope_of, tier_of
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, ceil_div
 from kvpool.core.cache import AllocStatus
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, is_among
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -31,7 +31,6 @@ from kvpool.errors import (
 from kvpool.eviction import EvictionPolicy
 from kvpool.kinds import kind_of
 from kvpool.manager import KVCacheManager
-from kvpool.manager.arguments import is_among
 
 Pairs = list[tuple[int, int]]
 

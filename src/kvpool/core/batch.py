@@ -77,8 +77,8 @@ class SequenceBatch:
         # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
         self.last_slots: Int32Array | None = None
         self.moves = -1
-        self.ones = self.sizes = _NOT_PREPARED
-        self.slot_steps: Int32Array  # set with them
+        self.ones = self.sizes = _NOT_PREPARED  # set with the first step, as the next one
+        self.slot_steps: Int32Array
 
     @property
     def num_committed(self) -> Int64Array:
@@ -186,13 +186,6 @@ class SequenceBatch:
         np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
         last_page_len[lengths == 0] = 0
         return CSRTable(indptr, indices, last_page_len, first)
-
-
-def prepare_steps(batch: SequenceBatch, block_size: int) -> None:
-    """Numbers for each sequence that every step adds or multiplies: arrays take numpy half as long as a number does."""
-    batch.ones = np.ones(len(batch), np.int64)
-    batch.sizes = batch.ones * block_size
-    batch.slot_steps = np.ones(len(batch), np.int32)
 
 
 def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:

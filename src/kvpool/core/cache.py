@@ -131,7 +131,6 @@ class Cache:
         self.pools = pools
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self.num_tiers = len(LOCAL_TIERS)
-        self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
         # Layer groups: those whose blocks are published, of them those read along paths and those read block by block
         self.groups = groups
         self.growing = [group for group in self.groups if group.grows]
@@ -173,7 +172,8 @@ class Cache:
         self.orders = EvictionOrders(new_policy, self.num_tiers, self.failures, config.block_depth_cost, first_lost)
         self.calendar = Calendar()
         self.lower_tier: list[Tier | None] = []
-        self.find_lower_tiers()
+        self.watermarks: list[int] = []  # blocks of each GPU pool that admission leaves free
+        self.note_sizes()
         self.host_copies = HostCopies(self.growing, len(self.pools))
         if config.host_write != "back":
             self.host_copies.waiting = []
@@ -194,8 +194,12 @@ class Cache:
         """Those that have blocks in every pool."""
         return [tier for tier in LOCAL_TIERS if all(tiers[tier].num_blocks for tiers in self.pools)]
 
-    def find_lower_tiers(self) -> None:
-        """Where evicted runs go from each tier: the next one that has blocks in every pool. Call again after a resize."""
+    def note_sizes(self) -> None:
+        """What follows from the sizes of pools, now and after a resize: watermarks, and where evicted runs go.
+
+        They go from each tier to the next one that has blocks in every pool.
+        """
+        self.watermarks = [self.config.watermark_blocks(pool.index, pool.num_blocks) for pool in self.gpu_pools]
         usable = self._usable_tiers()
         self.lower_tier = [next((below for below in usable if below > tier), None) for tier in LOCAL_TIERS]
 
@@ -241,14 +245,6 @@ class Cache:
         if handle._rows is not self.rows:
             raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
         return row
-
-    def watermark(self, index: int) -> int:
-        """Blocks of a GPU pool, as large as it is now, that admission leaves free."""
-        size = index, self.gpu_pools[index].num_blocks
-        mark = self._watermarks.get(size)
-        if mark is None:
-            mark = self._watermarks[size] = self.config.watermark_blocks(*size)
-        return mark
 
     def pool_sizes(self) -> tuple[PoolSize, ...]:
         """How many blocks each layer group has on each tier, for subscribers."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
-from kvpool.checks import as_count
+from kvpool.checks import as_count, show
 from kvpool.core.node import Node
 from kvpool.core.retention import Retention
 from kvpool.core.rows import SequenceRows
-from kvpool.errors import UnknownRequestError
+from kvpool.errors import InvalidArgumentError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.stats import HandleStats
@@ -58,6 +58,12 @@ class SwappedBlocks:
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
 GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `Cache` refuses what is no live handle of its own
+
+
+_INHERITED = (  # what a fork has in common with its parent
+    *("retention", "ttl", "session", "copied_sessions", "publishes", "is_lease", "family"),
+    *("encoder_tokens", "num_cached_encoder_tokens", "num_prompt_tokens", "num_matched_tokens"),
+)
 
 
 class KVCacheHandle:
@@ -144,6 +150,15 @@ class KVCacheHandle:
         """Every session of which something is in its private blocks, its own first."""
         return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)
 
+    def begin_fork(self, request_id: Hashable) -> KVCacheHandle:
+        """The handle of a fork, which has no row yet: all that is written was computed for its parent."""
+        child = KVCacheHandle(self._rows, request_id, self.scope)
+        for name in _INHERITED:
+            setattr(child, name, getattr(self, name))
+        child.num_cached_tokens = self._rows.written_of[self.row]
+        child.num_cached_blocks = child.num_cached_tokens // self._rows.block_size
+        return child
+
     def _live_row(self) -> int:
         if self.row < 0:
             raise UnknownRequestError(f"request {self.request_id!r} was freed; its handle cannot be used any more")
@@ -202,3 +217,18 @@ def note_sessions(handle: KVCacheHandle, sessions: tuple[str, ...]) -> None:
     new = [name for name in sessions if name != handle.session and name not in handle.copied_sessions]
     if new:
         handle.copied_sessions = (*handle.copied_sessions, *new)
+
+
+def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
+    """Whether an id is there; handles, and ids that cannot be compared or do not equal themselves, are refused."""
+    if isinstance(request_id, KVCacheHandle):
+        raise InvalidArgumentError(
+            f"a request id was asked for, got the handle of request {show(request_id.request_id)}; give an id"
+        )
+    try:
+        if request_id == request_id:  # not-a-number does not: nobody could name that request again
+            return request_id in request_ids
+        error = "it does not equal itself"
+    except Exception as raised:
+        error = str(raised)
+    raise InvalidArgumentError(f"a request id must be hashable and comparable, got {show(request_id)}: {error}")

@@ -13,7 +13,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.core.handle import KVCacheHandle, Rows
 from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import AdmissionPlan, Prompt
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, put
 from kvpool.pools.pool import GPU, BlockPool
 
 T = TypeVar("T")
@@ -136,12 +136,13 @@ class Group:
 
         Returns how many new blocks its tokens take.
         """
-        table, reused, end = cache.rows.tables[self.index], plan.match.num_blocks, plan.num_blocks
+        table, place = cache.rows.flat_tables[self.index], row * cache.rows.num_columns
+        reused, new = plan.match.num_blocks, plan.num_blocks - first
         if reused:
-            table[row, :reused] = path_ids(plan.match.path, reused, self.index)
-        if end > first:
-            table[row, first:end] = self.take(end - first)
-        return end - first
+            put(table, place, path_ids(plan.match.path, reused, self.index), 0, reused)
+        if new > 0:
+            put(table, place + first, self.take(new), 0, new)
+        return new
 
     def num_grown(self, rows: Rows, grown: Int64Array, counts: Int64Array) -> int:
         """Blocks that rows take which get so many more columns each."""
@@ -186,8 +187,13 @@ class Group:
 
     def end(self, cache: TheCache, handle: KVCacheHandle, row: int, tip: Node, published: int, used: int) -> None:
         """A row lets go of its blocks: those between `published` and `used` are private."""
-        if published < used:
+        if published >= used:
+            return
+        if handle.family is not None or self.single_owner:
             self.unref(cache.rows.tables[self.index][row, published:used], handle.family is not None)
+        else:
+            place = row * cache.rows.num_columns
+            self.gpu.give(cache.rows.flat_tables[self.index], place + published, place + used)
 
     def silence(self, handle: KVCacheHandle) -> None:
         """Nobody may share blocks with this sequence from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from kvpool.core.node import Node, Root
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import Fresh, Key, as_items
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope, check_scope
 
 DEFAULT_SCOPE: Final = ReuseScope()
 Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
@@ -53,9 +53,7 @@ class Prompt:
             ids = ids.copy()
             ids.setflags(write=False)
         self._tokens: Int32Array | None = ids
-        if scope is not DEFAULT_SCOPE and not isinstance(scope, ReuseScope):
-            raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
-        self._scope = scope
+        self._scope = scope if scope is DEFAULT_SCOPE else check_scope(scope)
         self._items = None if multimodal is None else as_items(multimodal, ids, may_be_cut)
         if type(cross_tokens) is not int or cross_tokens:
             cross_tokens = as_count(cross_tokens, "cross_tokens")
@@ -174,37 +172,14 @@ class Match:
         return self.num_blocks * block_size + self.num_partial - self.num_recomputed
 
 
-@mypyc_attr(acyclic=True)
-class AdmissionPlan:
+class AdmissionPlan(NamedTuple):
     """An admission, thought through: what is matched and what each GPU pool must supply."""
 
-    __slots__ = (
-        "evicts",
-        "fits",
-        "match",
-        "needs",
-        "num_blocks",
-        "num_fixed",
-        "num_hit_tokens",
-        "supply",
-    )
-
-    def __init__(
-        self,
-        match: Match,
-        num_hit_tokens: int,
-        num_blocks: int,
-        num_fixed: int,
-        needs: list[int],
-        supply: list[int],
-        fits: bool,
-        evicts: bool,
-    ) -> None:
-        self.match = match
-        self.num_hit_tokens = num_hit_tokens
-        self.num_blocks = num_blocks
-        self.num_fixed = num_fixed
-        self.needs = needs
-        self.supply = supply
-        self.fits = fits
-        self.evicts = evicts  # something must be evicted first
+    match: Match
+    num_hit_tokens: int
+    num_blocks: int
+    num_fixed: int  # for its encoder's tokens
+    needs: list[int]
+    supply: list[int]
+    fits: bool
+    evicts: bool  # something must be evicted first

@@ -147,6 +147,22 @@ class SequenceRows(Generic[TipT, HandleT]):
                 table[row, group.pick(num_blocks, num_fixed) : left] = -1
         return row
 
+    def copy_row(self, source: int, handle: HandleT) -> int:
+        """A row that begins with the tip, lengths and token ids of another one; its tables are the caller's to fill."""
+        row = self.new_row(handle, self.num_blocks_of[source], self.num_fixed.item(source))
+        for array in (self.reserved, self.written, self.committed, self.num_blocks, self.present):
+            array[row] = array[source]
+        self.first_held[:, row] = self.first_held[:, source]
+        self.tips[row] = self.tips[source]
+        if source in self.following:
+            self.follow(row, self.following[source])
+        self.store_recent(source)
+        known, base = self.known_of[source], self.history_start[source]
+        self.history[row] = self.history[source][: known - base]  # whoever appends first makes its own copy
+        self.history_start[row] = base
+        self.known_of[row] = self.num_history_of[row] = known
+        return row
+
     def drop_row(self, row: int) -> None:
         """Makes a row available again. Its blocks were released before.
 
@@ -317,14 +333,6 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.history[row] = copied(tokens, num_cached, known) if num_cached < known else _NO_TOKENS
         self.history_start[row] = num_cached
         self.known_of[row] = self.num_history_of[row] = known
-
-    def share_token_ids(self, source: int, target: int) -> None:
-        """The target starts with the ids of the source; whoever appends first makes its own copy."""
-        self.store_recent(source)
-        known, base = self.known_of[source], self.history_start[source]
-        self.history[target] = self.history[source][: known - base]
-        self.history_start[target] = base
-        self.known_of[target] = self.num_history_of[target] = known
 
     def append_token_ids(self, row: int, tokens: Int32Array) -> None:
         """Adds ids behind those known already."""

@@ -12,7 +12,7 @@ from kvpool.engine.loop import EngineLoop
 from kvpool.engine.pictures import EncoderStats, StepPictures
 from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
-from kvpool.sequences.admission import PrefixMatch
+from kvpool.sequences.admit import PrefixMatch
 from kvpool.stats import CacheStats
 from kvpool.tiers.transport.tier_transport import TieringStats
 

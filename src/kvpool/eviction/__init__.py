@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
+from kvpool.checks import show
 from kvpool.compiling import tell_apart
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction.adaptive import AdaptivePolicy
 from kvpool.eviction.contained import ContainedPolicy
 from kvpool.eviction.policy import EvictionPolicy, Key, KeyedPolicy, LRUPolicy, PriorityPolicy, Run
@@ -22,6 +24,7 @@ __all__ = [
     "Run",
     "contained",
     "make_policy",
+    "policy_factory",
     "policy_names",
     "register_policy",
 ]
@@ -96,6 +99,22 @@ def make_policy(policy: PolicyLike) -> EvictionPolicy:
         known = ", ".join(policy_names())
         raise InvalidArgumentError(f"unknown eviction policy {policy!r}; known: {known}; add yours by register_policy")
     return found()
+
+
+def policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[], EvictionPolicy]:
+    """What makes the eviction policies: a registered name, a class, or a function."""
+    if isinstance(chosen, EvictionPolicy):
+        raise ConfigError(
+            "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
+        )
+    new_policy = chosen if callable(chosen) else partial(make_policy, chosen)
+    try:
+        made = new_policy()  # an unknown name is refused here, before anything is built
+    except TypeError as error:
+        raise ConfigError(f"policy {show(chosen)} cannot be called without arguments: {error}") from None
+    if not isinstance(made, EvictionPolicy):
+        raise ConfigError(f"policy {show(chosen)} does not make an EvictionPolicy")
+    return new_policy
 
 
 def contained(policy: EvictionPolicy, failures: deque[tuple[str, Exception]]) -> EvictionPolicy:

@@ -107,10 +107,6 @@ class Guard:
         if self.failures:
             self._log_failures()
 
-    def go_on(self) -> None:
-        """Begins the next part of an operation that does several in one: it has its own tick and finds the cache anew."""
-        self.cache.tick += 1
-
     # --- who listens -------------------------------------------------------------------------------------------------
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -202,7 +198,13 @@ class Guard:
                 fullest, at = used, pool.index
         level = MemoryPressure(sum(fullest >= limit for limit in self.levels))
         if len(self.cache.gpu_pools) == 1:
-            edges = [0, *(_fewest(limit, pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
+            edges = [0]  # the fewest blocks in use at each level, by the comparison that finds the level
+            for limit in self.levels:
+                rounded = math.floor(limit * pool.num_blocks)  # it may be one off, either way
+                edges.append(
+                    next(n for n in range(max(0, rounded - 1), pool.num_blocks + 2) if n / pool.num_blocks >= limit)
+                )
+            edges.append(pool.num_blocks + 1)
             self.calm_from, self.calm_until = edges[level], edges[level + 1]
         if level == self.level:
             return
@@ -230,12 +232,6 @@ class Query:
 
     def __exit__(self, *exc_info: object) -> None:
         self.guard.__exit__(KVPoolError)  # as an operation that was refused: nothing changed
-
-
-def _fewest(limit: float, num_blocks: int) -> int:
-    """The fewest blocks in use whose fraction of `num_blocks` reaches `limit`, by the comparison that finds the level."""
-    used = math.floor(limit * num_blocks)  # rounding may leave it one off, either way
-    return next(n for n in range(max(0, used - 1), num_blocks + 2) if n / num_blocks >= limit)
 
 
 class Observer(Protocol):

@@ -22,17 +22,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from kvpool.checks import as_count, as_flag
+from kvpool.checks import as_count, as_duration, as_flag, show
 from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
 from kvpool.core.batch import SequenceBatch, as_handles
 from kvpool.core.cache import Admission, Cache, make_pools
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, is_among
 from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.core.retention import Retention
 from kvpool.errors import (
@@ -44,22 +44,20 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.events import Created, Event, EventLog, Subscription
-from kvpool.eviction import EvictionPolicy
+from kvpool.eviction import EvictionPolicy, policy_factory
 from kvpool.kinds import make_groups
 from kvpool.kinds.by_block import slide
 from kvpool.kinds.state import StatePlaces
-from kvpool.manager.arguments import as_counts, as_policy_factory, check_counts, check_keeping, check_requests, is_among
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
 from kvpool.manager.upkeep import CacheUpkeep
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_token_array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_counts, as_token_array
 from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.announcer import stored_now
 from kvpool.prefix.tree import store_logits, tip_of
 from kvpool.scope import ReuseHint, ReuseScope, check_hint
-from kvpool.sequences.admission import PrefixMatch, can_allocate, is_whole, query_prefix
-from kvpool.sequences.allocate import allocate, fork
+from kvpool.sequences.admit import PrefixMatch, allocate, can_allocate, fork, is_whole, query_prefix
 from kvpool.sequences.release import free, free_batch
 from kvpool.sequences.rewind import rewind
 from kvpool.sequences.state_places import state_places
@@ -71,20 +69,19 @@ from kvpool.sequences.step import (
     extend,
     mark_written,
     slot_mapping,
+    writable_blocks,
 )
 from kvpool.sequences.swap import can_swap_in, can_swap_out, swap_in, swap_out
-from kvpool.sequences.tokens import items_begun, writable_blocks
+from kvpool.sequences.tokens import items_begun
 from kvpool.stats import CacheStats
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
-# What a request of `allocate_batch` may say beside its `request_id`, and what holds where it does not: as in `allocate`.
-ALLOCATE_DEFAULTS: dict[str, Any] = {
-    **dict(tokens=None, num_tokens=None, scope=DEFAULT_SCOPE, reserve=None, lookahead=0, cross_tokens=0),
-    **dict(retention=None, ttl=None, session=None, lease=False, multimodal=None, hint=None),
-}
-ALLOCATE_ARGUMENTS = frozenset({"request_id", *ALLOCATE_DEFAULTS})
-_BESIDE_TOKENS = itemgetter(*list(ALLOCATE_DEFAULTS)[1:])
-_USUAL: tuple[Any, ...] = _BESIDE_TOKENS(ALLOCATE_DEFAULTS)
+ALLOCATE_ARGUMENTS = frozenset(  # what a request of `allocate_batch` may say
+    (
+        *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
+        *("retention", "ttl", "session", "lease", "multimodal", "hint"),
+    )
+)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -111,7 +108,7 @@ class KVCacheManager:
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise ConfigError(f"KVCacheManager takes a KVCacheConfig, got {type(config).__name__}")
-        new_policy = as_policy_factory(config.eviction_policy if policy is None else policy)
+        new_policy = policy_factory(config.eviction_policy if policy is None else policy)
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         lock = threading.RLock()
@@ -190,11 +187,49 @@ class KVCacheManager:
         if lease is not False:
             lease = as_flag(lease, "lease")
         prompt, places = self._request(tokens, num_tokens, scope, multimodal, cross_tokens, reserve, lease)
-        lookahead = self._checked(prompt, places, lookahead, retention, ttl, session, hint)
+        cache, ids = self._cache, prompt._tokens
+        if type(lookahead) is not int or lookahead:
+            lookahead = as_count(lookahead, "lookahead")
+        if ttl is not None:
+            as_duration(ttl, "ttl")
+        if retention is not None and not isinstance(retention, Retention):
+            raise InvalidArgumentError(f"retention must be a Retention, got {retention!r}")
+        if session is not None and not isinstance(session, str):
+            raise InvalidArgumentError(f"session must be a string, got {session!r}")
+        if hint is not None:
+            check_hint(hint)
+        if cache.max_seq_len is not None:
+            longest = max(places + lookahead, 0 if ids is None else len(ids))
+            if longest > cache.max_seq_len:
+                raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={cache.max_seq_len}")
         with self._guard:
-            return self._admit(
-                request_id, prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
-            )
+            if is_among(request_id, cache.requests):
+                raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
+            handle = KVCacheHandle(cache.rows, request_id, prompt._scope)
+            handle.retention = retention
+            handle.ttl = ttl if ttl is not None else cache.default_ttl
+            handle.session = session
+            handle.encoder_tokens = prompt._cross_tokens
+            handle.is_lease = lease
+            handle.publishes = cache.caches_prefixes and prompt.is_named
+            allocate(cache, handle, prompt, places, lookahead)
+            if self._guard.observers:
+                options = dict(
+                    num_tokens=num_tokens,
+                    scope=prompt._scope,
+                    reserve=reserve,
+                    lookahead=lookahead,
+                    cross_tokens=prompt._cross_tokens,
+                    retention=retention,
+                    ttl=ttl,
+                    session=session,
+                    lease=lease,
+                    multimodal=prompt.items,
+                )
+                self._guard.tell("allocate", handle, request_id, ids, options)
+            if hint is not None:
+                self.hint(handle, hint)
+            return handle
 
     def allocate_batch(self, requests: Iterable[Mapping[str, Any]]) -> list[KVCacheHandle | KVPoolError]:
         """`allocate` for several requests in one operation; returns what became of each: its handle, or its error.
@@ -203,99 +238,26 @@ class KVCacheManager:
         order, nothing happens in between, and callbacks run once, afterwards. One that is refused stops none behind it.
         Observers are told of every admission.
         """
-        given = check_requests(requests, ALLOCATE_ARGUMENTS)
+        try:
+            given = list(requests)
+        except Exception:
+            raise InvalidArgumentError(f"allocate_batch takes a list of requests, got {show(requests)}") from None
+        for request in given:
+            if not isinstance(request, Mapping):
+                raise InvalidArgumentError(f"a request is a mapping of allocate's arguments, got {show(request)}")
+            if "request_id" not in request or not ALLOCATE_ARGUMENTS.issuperset(request):
+                known = ", ".join(sorted(ALLOCATE_ARGUMENTS))
+                raise InvalidArgumentError(
+                    f"a request has a request_id and may have {known}; got {show(list(request))}"
+                )
         results: list[KVCacheHandle | KVPoolError] = []
         with self._guard:
             for request in given:
-                self._guard.go_on()
                 try:
-                    results.append(self._allocate_given(request))
+                    results.append(self.allocate(**request))
                 except KVPoolError as error:
                     results.append(error)
         return results
-
-    def _allocate_given(self, request: dict[str, Any]) -> KVCacheHandle:
-        """`allocate` inside an operation, with arguments by their names."""
-        given: dict[str, Any] = request  # said again: compiled, parameters of this module have no types
-        tokens, said = given.get("tokens"), _USUAL
-        if tokens is None or len(given) > 2:  # looking up what is not said takes long
-            said = _BESIDE_TOKENS({**ALLOCATE_DEFAULTS, **given})
-        num_tokens, scope, reserve, lookahead, cross_tokens, retention, ttl, session, lease, multimodal, hint = said
-        if lease is not False:
-            lease = as_flag(lease, "lease")
-        prompt, places = self._request(tokens, num_tokens, scope, multimodal, cross_tokens, reserve, lease)
-        lookahead = self._checked(prompt, places, lookahead, retention, ttl, session, hint)
-        return self._admit(
-            given["request_id"], prompt, places, lookahead, retention, ttl, session, lease, hint, num_tokens, reserve
-        )
-
-    def _checked(
-        self,
-        prompt: Prompt,
-        places: int,
-        lookahead: int,
-        retention: Retention | None,
-        ttl: float | None,
-        session: str | None,
-        hint: ReuseHint | None,
-    ) -> int:
-        """Refuses wrong arguments of `allocate` beside the prompt; returns the lookahead as a number."""
-        if type(lookahead) is not int or lookahead:
-            lookahead = as_count(lookahead, "lookahead")
-        if ttl is not None or retention is not None or session is not None:
-            check_keeping(ttl, retention, session)
-        if hint is not None:
-            check_hint(hint)
-        limit, ids = self._cache.max_seq_len, prompt._tokens
-        if limit is not None:
-            longest = max(places + lookahead, 0 if ids is None else len(ids))
-            if longest > limit:
-                raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
-        return lookahead
-
-    def _admit(
-        self,
-        request_id: Hashable,
-        prompt: Prompt,
-        places: int,
-        lookahead: int,
-        retention: Retention | None,
-        ttl: float | None,
-        session: str | None,
-        lease: bool,
-        hint: ReuseHint | None,
-        num_tokens: int | None,
-        reserve: int | None,
-    ) -> KVCacheHandle:
-        """Admits a request whose arguments are checked, inside an operation."""
-        cache, scope, cross_tokens = self._cache, prompt._scope, prompt._cross_tokens
-        if is_among(request_id, cache.requests):
-            raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
-        handle = KVCacheHandle(cache.rows, request_id, scope)
-        handle.retention = retention
-        handle.ttl = ttl if ttl is not None else cache.default_ttl
-        handle.session = session
-        handle.encoder_tokens = cross_tokens
-        handle.is_lease = lease
-        handle.publishes = cache.caches_prefixes and prompt.is_named
-        allocate(self._cache, handle, prompt, places, lookahead)
-        if self._guard.observers:
-            options = dict(
-                num_tokens=num_tokens,
-                scope=scope,
-                reserve=reserve,
-                lookahead=lookahead,
-                cross_tokens=cross_tokens,
-                retention=retention,
-                ttl=ttl,
-                session=session,
-                lease=lease,
-                multimodal=prompt.items,
-            )
-            self._guard.tell("allocate", handle, request_id, prompt._tokens, options)
-        if hint is not None:
-            self.hint(handle, hint)
-        return handle
 
     def _request(
         self,
@@ -326,13 +288,10 @@ class KVCacheManager:
             return prompt, total
         return prompt, as_count(reserve, "reserve", maximum=total)
 
-    def _is_live(self, request_id: Hashable) -> bool:
-        return is_among(request_id, self._cache.requests)
-
     def get(self, request_id: Hashable) -> KVCacheHandle:
         """The handle of a live request."""
         with self._guard.lock:
-            if not self._is_live(request_id):
+            if not is_among(request_id, self._cache.requests):
                 raise UnknownRequestError(f"no live request has the id {request_id!r}")
             return self._cache.requests[request_id]
 
@@ -344,9 +303,11 @@ class KVCacheManager:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def batch(self, handles: Sequence[KVCacheHandle]) -> SequenceBatch:
+    def batch(self, handles: BatchLike) -> SequenceBatch:
         """A batch to use for many steps: rows are looked up once. Also exports tables for kernels."""
         if isinstance(handles, SequenceBatch):
+            if handles._cache is not self._cache:
+                raise UnknownRequestError("this batch was made by another manager")
             return handles
         with self._guard.lock:
             return SequenceBatch(self._cache, handles)
@@ -369,12 +330,11 @@ class KVCacheManager:
         A slot is `block id * block size + offset`. `lookahead` makes room for draft tokens behind them, which a later
         `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
         """
-        counts = as_counts(num_tokens)
         if type(lookahead) is not int or lookahead:
             lookahead = as_count(lookahead, "lookahead")
         with self._guard:
-            chosen = self._batch(batch)
-            check_counts(counts, len(chosen))
+            chosen = self.batch(batch)
+            counts = as_counts(num_tokens, len(chosen))
             slots = extend(self._cache, chosen, counts, lookahead, out)
             if self._guard.observers:
                 self._guard.tell("extend_batch", slots, chosen, counts, lookahead)
@@ -387,7 +347,7 @@ class KVCacheManager:
         write: outside a window, or the last token of a fully cached prompt, whose data is there already.
         """
         with self._guard:
-            chosen = self._batch(batch)
+            chosen = self.batch(batch)
             slots = slot_mapping(self._cache, chosen, start, stop, out)
             if self._guard.observers:
                 self._guard.tell("slot_mapping", slots, chosen, start, stop)
@@ -400,7 +360,7 @@ class KVCacheManager:
         just these tokens, and one call of `commit` or `mark_written` must count them: where it ends, a checkpoint may stand.
         """
         with self._guard:
-            chosen = self._batch(batch)
+            chosen = self.batch(batch)
             step = state_places(self._cache, chosen, start, stop)
             if self._guard.observers:
                 self._guard.tell("slot_mapping", step, chosen, start, stop)
@@ -420,10 +380,9 @@ class KVCacheManager:
 
     def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
         """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""
-        counts = as_counts(num_tokens)
         with self._guard:
-            chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
-            check_counts(counts, len(chosen))
+            chosen = self.batch([batch] if isinstance(batch, KVCacheHandle) else batch)
+            counts = as_counts(num_tokens, len(chosen))
             mark_written(self._cache, chosen, counts)
             if self._guard.observers:
                 self._guard.tell("mark_written", None, chosen, counts)
@@ -447,25 +406,24 @@ class KVCacheManager:
             if self._guard.observers and count is None:
                 self._guard.tell("commit", None, handle)
             elif self._guard.observers:
-                self._guard.tell("commit_batch", None, self._batch([handle]), None, np.array([count]), None)
+                self._guard.tell("commit_batch", None, self.batch([handle]), None, np.array([count]), None)
 
     def commit_batch(
         self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None, multimodal: Items | None = None
     ) -> None:
         """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
         ids = None if tokens is None else as_token_array(tokens)
-        numbers = None if counts is None else as_counts(counts)
         items = None if multimodal is None else as_items(multimodal, ids)
         with self._guard:
-            chosen = self._batch(batch)
-            if numbers is None and items:
-                numbers = np.ones(len(chosen), np.int64)
+            chosen = self.batch(batch)
+            if counts is None and items:
+                counts = [1] * len(chosen)
+            numbers = None if counts is None else as_counts(counts, len(chosen))
             if numbers is None:
                 if ids is None:
                     raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
                 commit_step(self._cache, chosen, ids)
             else:
-                check_counts(numbers, len(chosen))
                 if not isinstance(numbers, np.ndarray):
                     raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
                 commit_rows(self._cache, chosen, ids, numbers, items or ())
@@ -510,13 +468,6 @@ class KVCacheManager:
         with self._guard.query:
             return blocks_needed(self._cache, self._cache.row_of(handle), total)
 
-    def _batch(self, batch: BatchLike) -> SequenceBatch:
-        if isinstance(batch, SequenceBatch):
-            if batch._cache is not self._cache:
-                raise UnknownRequestError("this batch was made by another manager")
-            return batch
-        return SequenceBatch(self._cache, batch)
-
     # --- forks and the end -------------------------------------------------------------------------------------------
 
     def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
@@ -525,7 +476,7 @@ class KVCacheManager:
             raise InvalidArgumentError("fork needs at least one new request id")
         with self._guard:
             for number, request_id in enumerate(request_ids):
-                if self._is_live(request_id) or is_among(request_id, request_ids[:number]):
+                if is_among(request_id, self._cache.requests) or is_among(request_id, request_ids[:number]):
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
             children = fork(self._cache, handle, request_ids)
             if self._guard.observers:

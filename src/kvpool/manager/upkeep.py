@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from kvpool.core.node import NEVER
 from kvpool.core.orders import TenantQuota
 from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
 from kvpool.errors import InvalidArgumentError
-from kvpool.manager.arguments import check_scope
 from kvpool.manager.compaction import defragment, resize
 from kvpool.manager.guard import Guard
 from kvpool.pools.arrays import Int32Array
@@ -24,7 +23,7 @@ from kvpool.pools.pool import ResizeResult
 from kvpool.prefix.evict import evict
 from kvpool.prefix.pins import pin_prefix, unpin
 from kvpool.prefix.quotas import set_quota
-from kvpool.scope import ReuseScope
+from kvpool.scope import ReuseScope, check_scope
 from kvpool.sequences.invalidate import (
     invalidate_below_prefix,
     invalidate_everything,
@@ -34,9 +33,6 @@ from kvpool.sequences.invalidate import (
 )
 from kvpool.sequences.swap import offload, onboard
 from kvpool.stats import EvictionReason
-
-if TYPE_CHECKING:
-    pass
 
 
 class CacheUpkeep:
@@ -246,7 +242,7 @@ class CacheUpkeep:
             least = 1 if tier == Tier.GPU else 0
             num_blocks = as_count(num_blocks, "num_blocks", least, MAX_BLOCKS)
             result = resize(self._cache, chosen, num_blocks)
-            self._cache.find_lower_tiers()
+            self._cache.note_sizes()
             self._guard.calm_until = 0  # the level is measured anew
             if self._cache.events.listening:
                 self._cache.events.created(self._cache.pool_sizes())

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.checks import show
+from kvpool.checks import as_count, show
 from kvpool.errors import InvalidArgumentError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -122,6 +122,20 @@ def as_array(values: Any, name: str) -> npt.NDArray[Any]:
         return np.asarray(values)
     except Exception as error:  # numpy's own, or whatever the object raises when it is asked for its values
         raise InvalidArgumentError(f"{name}={show(values)} is not a rectangular array: {error}") from None
+
+
+def as_counts(num_tokens: Any, batch_size: int) -> int | Int64Array:
+    """Token counts: one for all sequences of a batch, or an int64 array with one per sequence."""
+    if type(num_tokens) is int or isinstance(num_tokens, (int, np.integer)):
+        return as_count(num_tokens, "num_tokens")
+    array = as_array(num_tokens, "num_tokens")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"num_tokens must be an int or one int per sequence, got {num_tokens!r}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > 2**40):
+        raise InvalidArgumentError(f"num_tokens must not be negative or huge, got {array.tolist()[:8]}")
+    if len(array) != batch_size:
+        raise InvalidArgumentError(f"got {len(array)} counts for a batch of {batch_size} sequences")
+    return array.astype(np.int64)
 
 
 def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:

@@ -34,12 +34,13 @@ def row_computing(cache: Cache, match: Match, tokens: Int32Array | None) -> int 
     return cache.producers.get((tip, tokens[start : start + size].tobytes()))
 
 
-def track(cache: Cache, row: int) -> None:
-    """Remembers which block a row with a known prompt computes next."""
+def track(cache: Cache, row: int, key: bytes | None = None) -> None:
+    """Remembers which block a row with a known prompt computes next; `key` are its tokens, if somebody has them already."""
     rows, size = cache.rows, cache.block_size
     handle = rows.handles[row]
     assert handle is not None
-    untrack(cache, handle)
+    if handle.inflight is not None:
+        untrack(cache, handle)
     start = rows.committed_of[row] // size * size
     if rows.known_of[row] - start < size:
         return
@@ -48,14 +49,9 @@ def track(cache: Cache, row: int) -> None:
     if tip.open_row != row:  # otherwise it ends with what is committed
         start = tip.end * size
     if handle.publishes and rows.known_of[row] - start >= size:
-        track_block(cache, handle, tip, rows.ids_between(row, start, start + size).tobytes())
-
-
-def track_block(cache: Cache, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
-    """Remembers that a request computes the block `key` behind `tip`."""
-    place = (tip, key)
-    if cache.producers.setdefault(place, handle.row) == handle.row:
-        handle.inflight = place
+        place = tip, rows.ids_between(row, start, start + size).tobytes() if key is None else key
+        if cache.producers.setdefault(place, row) == row:
+            handle.inflight = place
 
 
 def untrack(cache: Cache, handle: KVCacheHandle) -> None:
@@ -76,14 +72,49 @@ def hand_over(cache: Cache, handle: KVCacheHandle) -> None:
 
 
 def publish(cache: Cache, row: int) -> None:
-    """Brings the tree up to date with everything that a row has committed."""
-    rows = cache.rows
+    """Brings the tree up to date with everything that a row has committed.
+
+    What it committed is merged with equal runs below its tip. The row opens a node for the rest, and grows there.
+    """
+    rows, size = cache.rows, cache.block_size
     handle, tip = rows.handles[row], rows.tips[row]
     assert handle is not None and tip is not None
     if not handle.publishes:
         return
-    if tip.open_row != row:
-        tip = _attach(cache, row, handle, tip)
+    done, first = rows.committed_of[row] // size, tip.start + tip.num_blocks
+    while tip.open_row != row and first < done:
+        limit, followers = (done, _NOBODY) if handle.family is None else _followers(cache, row, first, done)
+        if limit == first:
+            return
+        place = handle.inflight
+        if place is not None and place[0] is tip:
+            key: bytes = place[1]
+        else:
+            key = rows.ids_between(row, first * size, (first + 1) * size).tobytes()
+        child = tip.child(key)
+        if child is not None:
+            tokens = rows.ids_between(row, first * size, limit * size)
+            child = end_at(cache, child, child.start + common_tokens(cache, child, tokens) // size)
+            _merge(cache, [row, *followers], tip, child, first)
+        elif followers:
+            child = _closed_child(cache, [row, *followers], tip, key, first, limit)
+            _stored(cache, handle, child)
+        else:
+            node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
+            node.active = 1  # the row held `tip` directly; now it does so through this node
+            node.open_row = row
+            node.num_blocks = done - first  # the rest when it is read: `sync`
+            rows.tips[row] = node
+            rows.grows_alone_of[row] = handle.retention is None
+            add_node(cache, node)
+            if tip.num_remainders:
+                drop_covered(cache, tip, key)
+            tip = node
+            break
+        for follower in followers:
+            rows.follow(follower, child.end * size)
+            track(cache, follower)
+        tip, first = child, child.end
     if tip.open_row == row and (handle.retention is not None or cache.events.listening):
         _stored(cache, handle, tip_of(cache, row))
 
@@ -118,70 +149,32 @@ def _prioritise(cache: Cache, retention: Retention, node: Node, num_prompt_token
     return parts
 
 
-def _attach(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) -> Node:
-    """Merges what a row committed with equal runs below its tip and opens a node for the rest; returns its new tip."""
-    rows, size = cache.rows, cache.block_size
-    done = rows.committed_of[row] // size
-    first = tip.start + tip.num_blocks
-    while first < done:
-        limit, followers = (done, _NOBODY) if handle.family is None else _followers(cache, row, first, done)
-        if limit == first:
-            return tip
-        place = handle.inflight
-        if place is not None and place[0] is tip:
-            key: bytes = place[1]
-        else:
-            key = rows.ids_between(row, first * size, (first + 1) * size).tobytes()
-        child = tip.child(key)
-        if child is not None:
-            tokens = rows.ids_between(row, first * size, limit * size)
-            equal = common_tokens(cache, child, tokens) // size
-            child = end_at(cache, child, child.start + equal)
-            _merge(cache, [row, *followers], tip, child, first)
-        elif followers:
-            child = _closed_child(cache, [row, *followers], tip, key, first, limit)
-            child.active = 1 + len(followers)
-            tip.active -= len(followers)  # each held the tip itself; together they now count as one active child
-            for reader in (row, *followers):
-                rows.tips[reader] = child
-            _stored(cache, handle, child)
-        else:
-            return _open(cache, row, handle, tip, key, done)
-        for follower in followers:
-            rows.follow(follower, child.end * size)
-            track(cache, follower)
-        tip, first = child, child.end
-    return tip
-
-
 def _followers(cache: Cache, row: int, first: int, done: int) -> tuple[int, list[int]]:
     """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them may follow.
 
     A fork follows as far as it has written the same tokens itself. Where one does not (it was rewound, or says that
     other tokens are there), the block stays private to both until one of them has let go of it.
     """
-    handle = cache.rows.handles[row]
+    rows, size = cache.rows, cache.block_size
+    handle = rows.handles[row]
     assert handle is not None and handle.family is not None
     limit, followers = done, []
     for other in handle.family:
         # What rows with another tip say about these columns is published, or out of date where they have passed it.
-        alike = other != row and cache.rows.tips[other] is cache.rows.tips[row]
-        if alike and _shared_length(cache, row, other, first, done):
-            limit = min(limit, first + _agreed_length(cache, row, other, first, done))
-            followers.append(other)
+        if other == row or rows.tips[other] is not rows.tips[row]:
+            continue
+        shared = _shared_length(cache, row, other, first, done)
+        if not shared:
+            continue
+        length = max(0, min(shared, rows.written_of[other] // size - first))
+        start, stop = first * size, min((first + length) * size, rows.known_of[other])
+        if stop > start:
+            differs = rows.ids_between(row, start, stop) != rows.ids_between(other, start, stop)
+            if differs.any():
+                length = int(differs.argmax()) // size
+        limit = min(limit, first + length)
+        followers.append(other)
     return limit, followers
-
-
-def _agreed_length(cache: Cache, row: int, other: int, first: int, done: int) -> int:
-    """How many of the shared blocks from `first` on another row has written with the same tokens."""
-    rows, size = cache.rows, cache.block_size
-    length = min(_shared_length(cache, row, other, first, done), rows.written_of[other] // size - first)
-    start, stop = first * size, min((first + max(length, 0)) * size, rows.known_of[other])
-    if stop > start:
-        differs = rows.ids_between(row, start, stop) != rows.ids_between(other, start, stop)
-        if differs.any():
-            length = int(differs.argmax()) // size
-    return max(length, 0)
 
 
 def _shared_length(cache: Cache, row: int, other: int, first: int, done: int) -> int:
@@ -219,20 +212,6 @@ def publish_postponed(cache: Cache, family: set[int]) -> None:
             track(cache, row)
 
 
-def _open(cache: Cache, row: int, handle: KVCacheHandle, tip: Node, key: bytes, done: int) -> Node:
-    """The row grows in a node of its own behind `tip`, which holds its blocks up to `done`."""
-    node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
-    node.active = 1  # the row held the tip directly; now it does so through this node
-    node.open_row = row
-    cache.rows.tips[row] = node
-    cache.rows.grows_alone_of[row] = handle.retention is None
-    node.num_blocks = done - node.start  # the rest when it is read: `sync`
-    add_node(cache, node)
-    if tip.num_remainders:
-        drop_covered(cache, tip, key)
-    return node
-
-
 def publish_remainder(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) -> Node:
     """A row that ends leaves its last, unfilled block to the tree; returns the deepest node that it holds then.
 
@@ -256,7 +235,7 @@ def publish_remainder(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) 
         drop_covered(cache, tip, key)
     node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
     node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
-    node.active = 1  # as in `_open`
+    node.active = 1  # the row held `tip` directly; now it does so through this node
     add_node(cache, node)
     if cache.events.listening and cache.events.tells_unfilled:
         _stored(cache, handle, node)
@@ -264,6 +243,7 @@ def publish_remainder(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) 
 
 
 def _closed_child(cache: Cache, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
+    """A node for blocks that several rows share: all of them hold it instead of `tip`."""
     rows, size = cache.rows, cache.block_size
     row = readers[0]
     handle = rows.handles[row]
@@ -275,6 +255,10 @@ def _closed_child(cache: Cache, readers: list[int], tip: Node, key: bytes, first
     node.ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in cache.growing])
     for group in cache.full:
         group.gpu.refs[node.ids[group.index]] = 0  # their readers are counted on the node
+    node.active = len(readers)
+    tip.active -= len(readers) - 1  # each held the tip itself; together they now count as one active child
+    for reader in readers:
+        rows.tips[reader] = node
     add_node(cache, node)
     if tip.num_remainders:
         drop_covered(cache, tip, key)

@@ -39,8 +39,12 @@ def free(cache: Cache, handle: GivenHandle, keep: bool, is_listed: bool = True) 
         release_gpu(cache, handle, row, keep and cache.config.cache_unfilled_blocks)
     if not keep:
         _drop_own(cache, tip, handle.serial)
-    if handle.inflight is not None or handle.family is not None:
-        _leave_others(cache, handle, row)
+    if handle.inflight is not None:
+        hand_over(cache, handle)
+    if handle.family is not None:
+        handle.family.discard(row)
+        cache.rows.following.pop(row, None)
+        publish_postponed(cache, handle.family)
     handle.row = -1
     if tip.root.quota is not None:
         enforce_quota(cache, tip.root)
@@ -57,16 +61,6 @@ def _forget(cache: Cache, handle: KVCacheHandle) -> None:
         if found is not None:
             cache.requests[found.request_id] = found
         raise InvalidArgumentError(f"its id {handle.request_id!r} is not what it was when the request was admitted")
-
-
-def _leave_others(cache: Cache, handle: KVCacheHandle, row: int) -> None:
-    """Those who wait for the block that it was computing, and the forks that share blocks with it, go on without it."""
-    if handle.inflight is not None:
-        hand_over(cache, handle)
-    if handle.family is not None:
-        handle.family.discard(row)
-        cache.rows.following.pop(row, None)
-        publish_postponed(cache, handle.family)
 
 
 def release_host(cache: Cache, handle: KVCacheHandle) -> None:
@@ -89,12 +83,8 @@ def release_gpu(cache: Cache, handle: KVCacheHandle, row: int, keep_remainder: b
     if keep_remainder:
         tip = publish_remainder(cache, row, handle, tip)
     used, published = rows.num_blocks_of[row], tip.start + tip.num_blocks
-    if not cache.is_simple or handle.family is not None:
-        for group in cache.groups:
-            group.end(cache, handle, row, tip, published, used)
-    elif used > published:
-        place = row * rows.num_columns
-        cache.gpu_pools[0].give(rows.first_table, place + published, place + used)
+    for group in cache.groups:
+        group.end(cache, handle, row, tip, published, used)
     if handle.retention is not None and tip is not tip.root:
         _apply_retention(cache, handle.retention, tip, handle.num_prompt_tokens)
     if handle.hint:
@@ -194,7 +184,7 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
             _pass_on(cache, handle, tip)
         unref(cache, tip)
         if handle.inflight is not None:
-            _leave_others(cache, handle, row)
+            hand_over(cache, handle)
         handle.row = -1
         if tip.root.quota is not None:
             enforce_quota(cache, tip.root)

@@ -8,8 +8,7 @@ from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache
 from kvpool.errors import InvalidArgumentError
 from kvpool.kinds.state import StateGroup, StatePlaces
-from kvpool.sequences.step import prepare_write
-from kvpool.sequences.tokens import asked_positions
+from kvpool.sequences.step import asked_positions, prepare_write
 
 
 def state_places(cache: Cache, batch: SequenceBatch, start: Any, stop: Any) -> StatePlaces:

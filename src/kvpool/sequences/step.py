@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.core.batch import SequenceBatch, prepare_steps
+from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache, common_tenant
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.kind import Group
 from kvpool.core.rows import RECENT_TOKENS
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kinds.by_block import slide
-from kvpool.pools.arrays import Int32Array, Int64Array, largest
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, largest
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.evict import require, require_each
 from kvpool.prefix.tree import close, keep_symbols, tip_of
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.publish import publish, publish_postponed, track, untrack
-from kvpool.sequences.tokens import asked_positions, check_slots_out, continue_items, divide_ids, slots_between
+from kvpool.sequences.tokens import continue_items, divide_ids
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
 
@@ -45,16 +45,16 @@ def extend(
         old = old.copy()
     new = old + num_tokens
     rows.moves += 1
-    _check_length(cache, new, lookahead)
+    if cache.max_seq_len is not None:
+        _check_length(cache, new, lookahead)
     if out is not None:
         check_slots_out(cache, out, num_tokens * len(batch) if isinstance(num_tokens, int) else int(num_tokens.sum()))
     have = rows.num_blocks[selection]
     missing = (new + (lookahead + size - 1)) // size - have
     np.maximum(missing, 0, out=missing)
-    num_new = int(missing.sum())
     copies = _shared_blocks(cache, batch) if rows.num_shared else []
-    if num_new or copies:
-        _grow(cache, batch, missing, num_new, copies)
+    if copies or missing.any():
+        _grow(cache, batch, missing, copies)
     rows.reserved[selection] = new
     return slots_between(cache, batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
 
@@ -62,64 +62,47 @@ def extend(
 def _extend_by_one(cache: Cache, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
     """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
     rows, size, selection = cache.rows, cache.block_size, batch.selection
-    if not len(batch.ones):
-        prepare_steps(batch, size)
+    if not len(batch.ones):  # what every step adds or multiplies: arrays take numpy half as long as a number does
+        batch.ones = np.ones(len(batch), np.int64)
+        batch.sizes = batch.ones * size
+        batch.slot_steps = np.ones(len(batch), np.int32)
     new = rows.reserved[selection] + batch.ones
     if cache.max_seq_len is not None:
         _check_length(cache, new, 0)
     if out is not None:
         check_slots_out(cache, out, len(batch))
     crossing = (new > rows.num_blocks[selection] * batch.sizes).nonzero()[0]
-    ids = _begin_blocks(cache, batch, crossing) if len(crossing) else None
+    num_crossing = len(crossing)
+    if num_crossing:
+        pool = cache.gpu_pools[0]
+        if num_crossing > pool.num_free:
+            _require(cache, batch, [num_crossing], np.bincount(crossing, minlength=len(batch)), [])
+        targets = batch.rows[crossing]
+        columns = rows.num_blocks[targets]
+        longest = largest(columns) + 1
+        if longest > rows.num_columns:
+            rows.ensure_columns(longest)
+        ids = rows.tables[0][targets, columns] = pool.take(num_crossing)
+        rows.num_blocks[targets] = columns + 1
+        cache.counters.blocks_allocated += num_crossing
     rows.reserved[selection] = new
     slots = batch.last_slots
     if slots is None or batch.moves != rows.moves:
-        slots = _first_slots(cache, batch, new)
+        slots = slots_between(cache, batch, new - 1, None, None)
+        rows.moves += 1  # other batches may hold the same sequences
+        batch.moves = rows.moves
+        # A spare block that lookahead left behind is entered by its table, not by counting on.
+        has_spare_block = bool((rows.num_blocks[selection] > (new - 1) // size + 1).any())
+        batch.last_slots = None if has_spare_block else slots
     else:
         of_group = slots[0]
         np.add(of_group, batch.slot_steps, of_group)
-        if ids is not None:
+        if num_crossing:
             of_group[crossing] = ids * size
     if out is None:
         return slots.copy()
     out[...] = slots
     return out
-
-
-def _begin_blocks(cache: Cache, batch: SequenceBatch, crossing: Int64Array) -> Int32Array:
-    """Gives one more block to each of these members of a batch; returns their ids."""
-    rows = cache.rows
-    targets = batch.rows[crossing]
-    columns = rows.num_blocks[targets]
-    longest = largest(columns) + 1
-    if longest > rows.num_columns:
-        rows.ensure_columns(longest)
-    ids = _take(cache, batch, crossing)
-    rows.tables[0][targets, columns] = ids
-    rows.num_blocks[targets] = columns + 1
-    return ids
-
-
-def _first_slots(cache: Cache, batch: SequenceBatch, new: Int64Array) -> Int32Array:
-    """The slots before the lengths `new`, read from the tables; those of the next steps follow from them."""
-    rows = cache.rows
-    slots = slots_between(cache, batch, new - 1, None, None)
-    rows.moves += 1  # other batches may hold the same sequences
-    batch.moves = rows.moves
-    # A spare block that lookahead left behind is entered by its table, not by counting on.
-    has_spare_block = bool((rows.num_blocks[batch.selection] > (new - 1) // cache.block_size + 1).any())
-    batch.last_slots = None if has_spare_block else slots
-    return slots
-
-
-def _take(cache: Cache, batch: SequenceBatch, crossing: Int64Array) -> Int32Array:
-    """A block of the only group for each of these members of a batch, evicting if need be."""
-    pool = cache.gpu_pools[0]
-    num_blocks = len(crossing)
-    if num_blocks > pool.num_free:
-        _require(cache, batch, [num_blocks], np.bincount(crossing, minlength=len(batch)), [])
-    cache.counters.blocks_allocated += num_blocks
-    return pool.take(num_blocks)
 
 
 def _require(
@@ -167,17 +150,15 @@ def blocks_needed(cache: Cache, row: int, num_tokens: int) -> tuple[int, ...]:
 
 
 def _check_length(cache: Cache, new: Int64Array, lookahead: int) -> None:
-    limit = cache.max_seq_len
-    if limit is not None and len(new) and int(new.max()) + lookahead > limit:
+    longest, limit = int(new.max(initial=0)) + lookahead, cache.max_seq_len
+    if limit is not None and len(new) and longest > limit:
         raise InvalidArgumentError(
-            f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise that"
+            f"a sequence would have {longest} tokens, over max_seq_len={limit}; free it or raise that"
         )
 
 
-def _grow(
-    cache: Cache, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, Group, int]]
-) -> None:
-    """Allocates the missing blocks and copies shared ones; all or nothing."""
+def _grow(cache: Cache, batch: SequenceBatch, missing: Int64Array, copies: list[tuple[int, Group, int]]) -> None:
+    """Gives rows the blocks that they miss, and their own copies of shared ones that they will write; all or nothing."""
     rows = cache.rows
     grown = np.flatnonzero(missing)
     grown_rows, counts = batch.rows[grown], missing[grown]
@@ -188,17 +169,32 @@ def _grow(
     _require(cache, batch, needs, missing, copies)
     cache.counters.blocks_allocated += num_taken
     rows.moves += 1
-    _unshare(cache, copies)
-    if not num_new:
+    families: dict[int, set[int]] = {}
+    for row, group, column in copies:
+        table, handle = rows.tables[group.index], rows.handles[row]
+        assert handle is not None
+        src, dst = table[row, column : column + 1].copy(), group.take(1)
+        used = group.num_used(rows, row, column)
+        if used is None or used > 0:
+            cache.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst, used))
+            cache.counters.copies_on_write += 1
+            handle.stats.copies_on_write += 1
+        group.unref(src, handle.family is not None)
+        table[row, column] = dst[0]
+        rows.set_shared(row, False)
+        if handle.family is not None:
+            families[id(handle.family)] = handle.family
+    for family in families.values():  # only now: the rows have let go of all blocks that they copied
+        publish_postponed(cache, family)
+    if not len(grown):
         return
     owners, columns = grown_rows, rows.num_blocks[grown_rows]
-    longest = int((columns + counts).max())
+    longest, num_new = int((columns + counts).max()), int(counts.sum())
     if longest > rows.num_columns:
         rows.ensure_columns(longest)
     if num_new > len(grown):
         ends = np.cumsum(counts)
-        offsets = np.arange(num_new) - np.repeat(ends - counts, counts)
-        columns = np.repeat(columns, counts) + offsets
+        columns = np.repeat(columns, counts) + np.arange(num_new) - np.repeat(ends - counts, counts)
         owners = np.repeat(owners, counts)
     for group in cache.growing:
         group.grow(rows, grown_rows, counts, owners, columns)
@@ -245,37 +241,16 @@ def _shared_blocks(cache: Cache, batch: SequenceBatch) -> list[tuple[int, Group,
     return found
 
 
-def _unshare(cache: Cache, copies: list[tuple[int, Group, int]]) -> None:
-    """Gives each row its own copy of a shared block that it is about to write."""
-    rows = cache.rows
-    families: dict[int, set[int]] = {}
-    for row, group, column in copies:
-        table = rows.tables[group.index]
-        src = table[row, column : column + 1].copy()
-        dst = group.take(1)
-        handle = rows.handles[row]
-        assert handle is not None
-        used = group.num_used(rows, row, column)
-        if used is None or used > 0:
-            cache.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst, used))
-            cache.counters.copies_on_write += 1
-            handle.stats.copies_on_write += 1
-        group.unref(src, handle.family is not None)
-        table[row, column] = dst[0]
-        rows.set_shared(row, False)
-        if handle.family is not None:
-            families[id(handle.family)] = handle.family
-    for family in families.values():  # only now: the rows have let go of all blocks that they copied
-        publish_postponed(cache, family)
-
-
 def prepare_write(cache: Cache, batch: SequenceBatch) -> None:
     """Copies shared blocks that the batch's unwritten places lie in."""
     batch.refresh()
     if cache.rows.num_shared:
         copies = _shared_blocks(cache, batch)
         if copies:
-            _grow(cache, batch, np.zeros(len(batch), np.int64), 0, copies)
+            _grow(cache, batch, np.zeros(len(batch), np.int64), copies)
+
+
+# --- slots -----------------------------------------------------------------------------------------------------------
 
 
 def slot_mapping(cache: Cache, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:
@@ -287,6 +262,97 @@ def slot_mapping(cache: Cache, batch: SequenceBatch, start: Any, stop: Any, out:
     if (last > cache.rows.written[batch.selection]).any():
         prepare_write(cache, batch)
     return slots_between(cache, batch, first, last, out)
+
+
+def slots_between(
+    cache: Cache, batch: SequenceBatch, start: Int64Array, stop: Int64Array | None, out: Int32Array | None
+) -> Int32Array:
+    """Slots (block id x block size + offset) of positions start..stop of every sequence; `stop` None means one each."""
+    rows, size = cache.rows, cache.block_size
+    if stop is None:
+        positions, owners = start, batch.rows
+    else:
+        counts = stop - start
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        positions = np.arange(total) - np.repeat(ends - counts - start, counts)
+        owners = np.repeat(batch.rows, counts)
+    slots = out if out is not None else np.empty((len(cache.groups), len(positions)), np.int32)
+    column = positions // size
+    offset = positions - column * size
+    for group in cache.growing:
+        of_group = slots[group.index]
+        if not group.has_slots:
+            of_group[...] = -1
+            continue
+        blocks = rows.tables[group.index][owners, column]
+        np.multiply(blocks, size, out=of_group)
+        of_group += offset.astype(np.int32)
+        if group.by_block:
+            hidden = group.hidden(column, rows.first_held[group.index][owners])
+            of_group[hidden | (blocks < 0)] = -1
+    slots[len(cache.growing) :] = -1
+    present = (positions < rows.present[owners]) & (positions >= rows.committed[owners])
+    if present.any():
+        # The last token of a fully cached prompt: computed for its logits, not written again.
+        slots[:, present] = -1
+    return slots
+
+
+def asked_positions(cache: Cache, batch: SequenceBatch, start: Any, stop: Any) -> tuple[Int64Array, Int64Array]:
+    """The positions that a caller asks slots for, checked against the places that the sequences have."""
+    first, last = _positions(start, "start", len(batch)), _positions(stop, "stop", len(batch))
+    capacity = cache.rows.num_blocks[batch.selection] * cache.block_size
+    if len(batch) and (int(first.min()) < 0 or (last < first).any() or (last > capacity).any()):
+        raise InvalidArgumentError(
+            f"slots were asked for positions {first.tolist()[:8]}..{last.tolist()[:8]}, "
+            f"but the sequences have places for {capacity.tolist()[:8]} tokens; call extend first"
+        )
+    return first, last
+
+
+def _positions(value: Any, name: str, batch_size: int) -> Int64Array:
+    """One position for all sequences, or one for each, as an array."""
+    array = as_array(value, name)
+    wrong_type = array.size and array.dtype.kind not in "iu"  # an empty list has no type of its own
+    if wrong_type or array.shape not in ((), (batch_size,)) or int(array.max(initial=0)) > 2**40:
+        raise InvalidArgumentError(f"{name} must be one position or one per sequence ({batch_size}), got {value!r}")
+    return np.broadcast_to(array.astype(np.int64), (batch_size,))
+
+
+def check_slots_out(cache: Cache, out: Int32Array, num_slots: int) -> None:
+    """Refuses an array that slots cannot be written into."""
+    shape = (len(cache.groups), num_slots)
+    if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.int32 or not out.flags.writeable:
+        given = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else repr(out)
+        raise InvalidArgumentError(f"out must be a writeable int32 array of shape {shape}, got {given}")
+
+
+def writable_blocks(cache: Cache, group: Any) -> BoolArray:
+    """For every GPU block of the group's pool, whether a sequence may write it now.
+
+    A sequence writes from its first uncommitted position on, and behind all that is published of it: a fork may have
+    published what it has not committed itself, and of a fully cached prompt the last token is computed again.
+    """
+    rows, size = cache.rows, cache.block_size
+    kind = cache.group(group)
+    pool = kind.gpu
+    mask = np.zeros(pool.num_blocks, np.bool_)
+    live = np.array([r for r in rows.live_rows() if (h := rows.handles[r]) is not None and h.swapped is None], np.int64)
+    if not len(live):
+        return mask
+    if kind.grows:
+        published = np.array([tip.end for row in live.tolist() if (tip := rows.tips[row]) is not None], np.int64)
+        first, last = np.maximum(rows.committed[live] // size, published), rows.num_blocks[live]
+    else:
+        first, last = np.zeros(len(live), np.int64), rows.num_fixed[live]
+    counts = np.maximum(last - first, 0)
+    owners = np.repeat(live, counts)
+    columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    ids = rows.tables[kind.index][owners, columns]
+    mask[ids[ids >= 0]] = True
+    writable: BoolArray = mask & (pool.refs <= 1)
+    return writable
 
 
 # --- written and committed -------------------------------------------------------------------------------------------
@@ -335,21 +401,13 @@ def commit_step(cache: Cache, batch: SequenceBatch, tokens: Int32Array) -> None:
     rows.known[selection] = committed
     rows.committed[selection] = committed
     rows.written[selection] = np.maximum(rows.written[selection], committed)
-    _complete(cache, batch.rows[committed % cache.block_size == 0])
-
-
-def _complete(cache: Cache, rows_done: Int64Array) -> None:
-    """Publishes blocks that were just filled. Rows that grow alone have nothing to do unless somebody listens."""
-    if not len(rows_done):
-        return
-    if cache.by_block or cache.events.listening:
-        attention = rows_done
-    else:
-        attention = rows_done[~cache.rows.grows_alone[rows_done]]
-    for row in attention.tolist():
+    filled = batch.rows[committed % cache.block_size == 0]
+    if len(filled) and not cache.by_block and not cache.events.listening:
+        filled = filled[~rows.grows_alone[filled]]  # those that grow alone have nothing to do
+    for row in filled.tolist():
         publish(cache, row)
         if cache.by_block:
-            slide(cache, row, cache.rows.committed_of[row])
+            slide(cache, row, rows.committed_of[row])
 
 
 def commit_rows(

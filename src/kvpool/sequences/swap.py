@@ -20,8 +20,7 @@ from kvpool.prefix.evict import bring_up, demote, enforce_quota, evict, make_roo
 from kvpool.prefix.readers import ref, unref
 from kvpool.prefix.tree import end_at, match_tokens, root_for
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import count_match
-from kvpool.sequences.allocate import enter_path
+from kvpool.sequences.admit import count_match, enter_path
 from kvpool.sequences.publish import publish, track, untrack
 from kvpool.sequences.release import release_gpu, release_host
 
@@ -144,8 +143,7 @@ def can_swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
     of_tenants = _gpu_needs(cache, handles, matches)
     needs = _in_all(cache, of_tenants)
     supply = _gpu_supply(cache, of_tenants, matches)
-    for index, pool in enumerate(cache.gpu_pools):
-        mark = cache.watermark(index)
+    for index, (pool, mark) in enumerate(zip(cache.gpu_pools, cache.watermarks, strict=True)):
         if needs[index] > pool.num_blocks - mark:
             reason = f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
             return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))

@@ -1,21 +1,31 @@
-"""Would a request fit, what would it reuse, and who computes the rest already? Planning changes nothing."""
+"""How a sequence begins: what its prompt would reuse, whether it fits, its admission, and forks.
+
+`find_match` and `plan_admission` change nothing; `allocate` does what they found. `step.py` goes on from there.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from kvpool.config import Tier
 from kvpool.core.cache import Admission, AllocStatus, Cache
+from kvpool.core.handle import GivenHandle, KVCacheHandle, note_sessions
 from kvpool.core.kind import ByBlock
-from kvpool.core.node import path_ids
+from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import AdmissionPlan, Match, Prompt
-from kvpool.pools.arrays import Int32Array
-from kvpool.pools.pool import GPU
-from kvpool.prefix.tree import find_logits, match_tokens
+from kvpool.pools.arrays import Int32Array, copied
+from kvpool.pools.pool import GPU, CopyKind, CopyOp
+from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
+from kvpool.prefix.evict import bring_up, evict, spare, spare_no_more, take_over
+from kvpool.prefix.readers import ref
+from kvpool.prefix.tree import close, end_at, find_logits, keep_symbols, match_tokens, root_for, tip_of
 from kvpool.scope import ReuseScope
-from kvpool.sequences.publish import row_computing
+from kvpool.sequences.publish import row_computing, track
+
+PARTIAL_REUSE: Final = CopyKind.PARTIAL_REUSE  # a global is several times cheaper than a member of an enum
 
 
 class PrefixMatch(NamedTuple):
@@ -155,7 +165,7 @@ def query_prefix(cache: Cache, prompt: Prompt) -> PrefixMatch:
     )
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
+# --- does it fit? -----------------------------------------------------------------------------------------------------
 
 
 def plan_admission(cache: Cache, prompt: Prompt, match: Match, num_tokens: int, lookahead: int) -> AdmissionPlan:
@@ -271,13 +281,16 @@ def can_allocate(cache: Cache, prompt: Prompt, num_tokens: int, lookahead: int, 
     if limit is not None and longest > limit:
         reason = f"asks for {longest} tokens, over max_seq_len={limit}"
         return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
-    for index, pool in enumerate(cache.gpu_pools):
-        total = _blocks_at_once(cache, plan, index)
-        mark = cache.watermark(index)
+    at_once = [0] * len(cache.gpu_pools)  # blocks that it would hold right after its admission, reused ones included
+    for group in cache.groups:
+        at_once[group.pool] += group.held_at_once(
+            plan.num_blocks, plan.num_fixed, plan.match.num_blocks, plan.num_hit_tokens
+        )
+    for pool, total, mark in zip(cache.gpu_pools, at_once, cache.watermarks, strict=True):
         if total > pool.num_blocks - mark:
-            most = max(0, pool.num_blocks - mark) // max(1, cache.per_position[index]) * cache.block_size
+            most = max(0, pool.num_blocks - mark) // max(1, cache.per_position[pool.index]) * cache.block_size
             reason = (
-                f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
+                f"needs {total} blocks of pool {pool.index}, which has {pool.num_blocks} ({mark} kept as watermark): "
                 f"at most {most} tokens fit"
             )
             return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
@@ -292,25 +305,173 @@ def can_allocate(cache: Cache, prompt: Prompt, num_tokens: int, lookahead: int, 
     if short is not None:
         reason = (
             f"needs {needs[short]} blocks of pool {short}; {supply[short]} are free or evictable, "
-            f"{cache.watermark(short)} kept as watermark"
+            f"{cache.watermarks[short]} kept as watermark"
         )
         return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
     return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
 
 
-def _blocks_at_once(cache: Cache, plan: AdmissionPlan, pool: int) -> int:
-    """Blocks of a pool that a request would hold right after its admission, reused ones included."""
-    match = plan.match
-    return sum(
-        group.held_at_once(plan.num_blocks, plan.num_fixed, match.num_blocks, plan.num_hit_tokens)
-        for group in cache.groups
-        if group.pool == pool
-    )
-
-
 def _below_watermark(cache: Cache, plan: AdmissionPlan) -> int | None:
     """The first pool that could serve the plan only with blocks of its watermark, or not at all."""
-    for index, (need, have) in enumerate(zip(plan.needs, plan.supply, strict=True)):
-        if need and need > have - cache.watermark(index):
+    for index, (need, have, mark) in enumerate(zip(plan.needs, plan.supply, cache.watermarks, strict=True)):
+        if need and need > have - mark:
             return index
     return None
+
+
+# --- the admission ---------------------------------------------------------------------------------------------------
+
+
+def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> None:
+    """Gives a new handle its row and blocks, reusing the longest cached prefix."""
+    rows, size = cache.rows, cache.block_size
+    found = find_match(cache, prompt)
+    plan = plan_admission(cache, prompt, found, num_tokens, lookahead)
+    if not plan.fits:
+        cache.counters.allocation_failures += 1
+        cache.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
+    match, hit_tokens, partial = plan.match, plan.num_hit_tokens, plan.match.partial
+    tip = enter_path(cache, match, handle.scope)
+    taken = None
+    if partial is not None and not cache.config.copy_on_partial_reuse:
+        taken = take_over(cache, partial)
+    held: Held = []  # what nothing may evict until the end, although it is read block by block
+    if plan.evicts:
+        if cache.by_block:
+            held = hold_blocks(cache, tip.path(), hit_tokens)
+        if partial is not None and taken is None:
+            spare(cache, partial)
+            hold_source(cache, match, True)
+    promoted: dict[Tier, int] = {}  # blocks that come up to the GPU, by the tier where they were
+    if match.path and match.path[-1].tier != GPU:
+        _promote_path(cache, plan, tip, held, promoted)
+    if plan.evicts:
+        for pool in cache.gpu_pools:
+            evict(cache, pool, plan.needs[pool.index], handle.scope.tenant)
+    row = handle.row = rows.new_row(handle, plan.num_blocks, plan.num_fixed)
+    rows.tips[row], rows.serials_of[row] = tip, handle.serial
+    rows.num_blocks_of[row] = plan.num_blocks
+    first_new = match.num_blocks  # the column from which on blocks are new
+    if taken is not None:
+        for group, block in zip(cache.growing, taken, strict=True):
+            rows.tables[group.index][row, first_new] = block
+        first_new += 1
+    for group in cache.groups:
+        cache.counters.blocks_allocated += group.begin(cache, row, tip, plan, first_new)
+    if held:
+        let_go_blocks(cache, tip, held)
+    if partial is not None:
+        if taken is None:
+            at, depth = row * rows.num_columns + match.num_blocks, match.num_blocks - partial.start
+            for group in cache.growing:
+                src = copied(partial.ids[group.index], depth, depth + 1)
+                if src.item(0) >= 0:
+                    dst = copied(rows.flat_tables[group.index], at, at + 1)
+                    op = CopyOp(PARTIAL_REUSE, group.index, partial.tier, GPU, src, dst, match.num_partial)
+                    cache.copies.append(op)
+            if plan.evicts:
+                hold_source(cache, match, False)
+                spare_no_more(cache, partial)
+        note_sessions(handle, partial.sessions)
+    present = hit_tokens + match.num_recomputed
+    rows.reserved_of[row] = num_tokens if num_tokens > present else present
+    rows.written_of[row] = rows.committed_of[row] = hit_tokens
+    rows.present_of[row] = present
+    tokens = found.tokens
+    if tokens is None:
+        rows.known_of[row] = rows.num_history_of[row] = 0
+    else:
+        rows.set_token_ids(row, tokens, match.num_blocks * size)
+        handle.num_matched_tokens = match.num_matched_blocks * size
+        handle.num_prompt_tokens = len(tokens)
+        handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
+        if not handle.is_lease:
+            cache.counters.prompt_tokens += len(tokens)
+            cache.counters.prompt_blocks += len(tokens) // size
+            if match.num_blocks or partial is not None:
+                _count_hits(cache, handle, match, promoted)
+        if handle.publishes and len(tokens) >= (match.num_blocks + 1) * size:
+            track(cache, row, match.next_key)
+        if found.fresh:
+            keep_symbols(cache, found.fresh)
+    cache.counters.requests += not handle.is_lease
+    cache.requests[handle.request_id] = handle
+    cache.last_prompt = cache.last_match = None  # it was admitted: nobody need keep its tokens
+
+
+def enter_path(cache: Cache, match: Match, scope: ReuseScope) -> Node:
+    """Splits the tree where the match ends and holds the matched path."""
+    if not match.path:
+        root = match.root if match.root is not None else root_for(cache, scope)
+        root.active += 1
+        return root
+    last = match.path[-1] = end_at(cache, match.path[-1], match.num_blocks)
+    for node in match.path:
+        node.hits += 1
+        if not node.active:
+            cache.counters.reuse_gap.add(cache.now - node.last_access_at, node.num_blocks)
+    ref(cache, last)
+    return last
+
+
+def _promote_path(cache: Cache, plan: AdmissionPlan, tip: Node, held: Held, promoted: dict[Tier, int]) -> None:
+    """Brings matched runs of lower tiers to the GPU.
+
+    From then on the plan needs only what is new, and its path has the runs as they were cut.
+    """
+    for node, tier in bring_up(cache, tip):
+        promoted[tier] = promoted.get(tier, 0) + node.num_blocks
+        for pool, num_blocks in enumerate(cache.blocks_per_pool([node])):
+            plan.needs[pool] -= num_blocks
+        if plan.evicts and cache.by_block:
+            held += hold_blocks(cache, [node], plan.num_hit_tokens)
+    plan.match.path = tip.path()
+
+
+def _count_hits(cache: Cache, handle: KVCacheHandle, match: Match, promoted: dict[Tier, int]) -> None:
+    """Counts what was reused, on the tier where it was: `promoted` says how many blocks came up from lower ones."""
+    counters, size = cache.counters, cache.block_size
+    blocks_by_tier = {GPU: match.num_blocks - sum(promoted.values()), **promoted}
+    for tier, num_blocks in blocks_by_tier.items():
+        counters.hit_tokens[tier] += num_blocks * size
+        counters.hit_blocks[tier] += num_blocks
+        if tier != GPU:
+            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+    counters.hit_tokens[max(blocks_by_tier)] -= match.num_recomputed
+    if match.partial is not None:
+        counters.hit_tokens[match.partial.tier] += match.num_partial
+        counters.partial_hit_tokens += match.num_partial
+        handle.num_partial_tokens = match.num_partial
+        if match.partial.tier != GPU:
+            handle.stats.cached_tokens_from_lower_tiers += match.num_partial
+    if match.logits is not None:
+        handle.last_logits = match.logits
+        counters.full_hits_with_logits += 1
+
+
+# --- fork ------------------------------------------------------------------------------------------------------------
+
+
+def fork(cache: Cache, parent: GivenHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+    """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
+    rows, source = cache.rows, cache.row_of(parent)
+    close(cache, tip_of(cache, source))
+    if parent.family is None:
+        parent.family = {source}
+    children = []
+    for request_id in request_ids:
+        child = parent.begin_fork(request_id)
+        row = child.row = rows.copy_row(source, child)
+        rows.serials_of[row] = child.serial
+        tip = rows.tips[row]
+        assert tip is not None
+        ref(cache, tip)
+        for group in cache.groups:
+            group.fork(cache, source, row, tip)
+        parent.family.add(row)
+        rows.set_shared(source, True)
+        rows.set_shared(row, True)
+        cache.requests[request_id] = child
+        children.append(child)
+    cache.counters.forks += len(children)
+    return children
