@@ -1,29 +1,50 @@
-"""A kind of layer group that kvpool does not know: one class, and everything else works with it."""
+"""A kind of layer group that kvpool does not know: a name, a class and its entry, and everything else works with it."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
-from kvpool import GroupKind, KVCacheManager, LayerSpec
-from kvpool.errors import OutOfBlocksError
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.errors import ConfigError, OutOfBlocksError
 from kvpool.kinds import KINDS
 from kvpool.kinds.window import WindowedGroup
 from managers import FULL, make_manager, running
 
 
-class LastBlockGroup(WindowedGroup):
+@dataclass(frozen=True)
+class LastBlockSpec(LayerSpec):
     """Like a state that is kept once per block: the next query reads the block of the token before it, and no other."""
 
+    kind = "last block"
+
+    def max_live_blocks(self, num_tokens: int, block_size: int) -> int:
+        return min(-(-num_tokens // block_size), 2)
+
+
+class LastBlockGroup(WindowedGroup):
     def first_position(self, num_tokens: int) -> int:
         return max(0, num_tokens - 1)
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> KVCacheManager:
-    monkeypatch.setitem(KINDS, GroupKind.SLIDING, LastBlockGroup)
-    return make_manager(FULL, LayerSpec(1, 8, window=64), gpu_blocks=24, host_blocks=16)
+def manager() -> Iterator[KVCacheManager]:
+    KINDS["last block"] = LastBlockGroup
+    yield make_manager(FULL, LastBlockSpec(1, 8), gpu_blocks=24, host_blocks=16)
+    del KINDS["last block"]
+
+
+def test_given_a_kind_of_ones_own_then_the_plan_of_memory_knows_and_names_it(manager: KVCacheManager) -> None:
+    assert manager.config.blocks_for(100) == (25, 2)
+    assert "group 1: last block, 1 layers of 1 heads x 8 bfloat16 (K and V)" in manager.config.explain()
+
+
+def test_given_a_kind_without_a_class_then_the_registry_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no class for layers of kind 'last block': add one to kvpool\.kinds\.KINDS"):
+        KVCacheManager(KVCacheConfig([LastBlockSpec(1, 8)], block_size=4, gpu_blocks=8))
 
 
 def test_given_a_kind_of_ones_own_when_a_sequence_runs_then_it_keeps_what_the_kind_reads(

@@ -26,7 +26,7 @@ PLACES = {
     Tier.DISK: ("STORAGE", "LOCAL"),
     Tier.REMOTE: ("STORAGE", "REMOTE"),
 }
-_KINDS = {
+_KINDS: dict[str, str] = {
     GroupKind.FULL: "full_attention",
     GroupKind.SLIDING: "sliding_window",
     GroupKind.CHUNKED: "chunked_local_attention",
@@ -65,7 +65,7 @@ class _StoredBlock(NamedTuple):
 
 def group_names(config: KVCacheConfig) -> dict[int, GroupNames]:
     """The layer groups of a cache as the wire calls them."""
-    return {group.index: GroupNames(_KINDS[group.kind], group.window) for group in config.groups}
+    return {group.index: GroupNames(_KINDS.get(group.kind, str(group.kind)), group.window) for group in config.groups}
 
 
 def scope_keys(scope: ReuseScope) -> tuple[str | None, tuple[str, ...]]:

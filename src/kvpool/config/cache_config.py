@@ -245,14 +245,7 @@ class KVCacheConfig:
             f"{len(self.layers)} layers, {self.bytes_per_token} bytes per token, "
             f"blocks of {self.block_size} tokens and {self.block_bytes} bytes"
         ]
-        for group in self.groups:
-            window = "" if group.window is None else f" of {group.window} tokens"
-            sinks = f" + {group.sink_tokens} sink tokens" if group.sink_tokens else ""
-            per_token = f", {group.bytes_per_token} bytes per token" if group.bytes_per_token else ""
-            lines.append(
-                f"group {group.index}: {group.kind.value}{window}{sinks}, {len(group.layers)} layers of "
-                f"{_shape_text(group.spec)}{per_token}, pool {group.pool}"
-            )
+        lines += map(str, self.groups)
         for pool in self.pools:
             counts = ", ".join(f"{tier.name} {pool.num_blocks[tier]}" for tier in LOCAL_TIERS if pool.num_blocks[tier])
             lines.append(
@@ -506,13 +499,6 @@ def check_host_write(given: object, error: type[KVPoolError] = ConfigError) -> s
 def _exact(fraction: float) -> Fraction:
     """The decimal that was written: 0.29 of 100 is 29, though 0.29 * 100 in floats is less."""
     return Fraction(str(fraction))
-
-
-def _shape_text(spec: LayerSpec | StateSpec) -> str:
-    if isinstance(spec, StateSpec):
-        return f"{spec.bytes} bytes together for each checkpoint"
-    values = "K only" if spec.k_only else "K and V" if spec.value_dim == spec.head_dim else f"V of {spec.value_dim}"
-    return f"{spec.kv_heads} heads x {spec.head_dim} {spec.dtype.value} ({values})"
 
 
 def check_objective(objective: object, error: type[KVPoolError] = ConfigError) -> str:

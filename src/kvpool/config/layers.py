@@ -109,13 +109,18 @@ _SPELLINGS: dict[DType, frozenset[str]] = {
 
 
 class GroupKind(str, Enum):
-    """Which earlier tokens a layer looks at. A STATE layer looks at none: it keeps a state that sums them up."""
+    """Which earlier tokens a layer looks at. A STATE layer looks at none: it keeps a state that sums them up.
+
+    These are the kinds that kvpool has. A spec of one's own may name another, which `kinds.KINDS` knows.
+    """
 
     FULL = "full"
     SLIDING = "sliding"
     CHUNKED = "chunked"
     STATE = "state"
     CROSS = "cross"
+
+    __str__ = str.__str__
 
 
 @overload
@@ -154,7 +159,7 @@ class LayerSpec:
     `kv_heads` are the K/V heads, not the query heads. `window` counts the tokens a query sees, itself included
     (Hugging Face's `sliding_window`); the first `sink_tokens` stay visible beside it. `chunk` is the length of
     chunked-local attention, where a query sees its own chunk only. A `k_only` layer stores no V: multi-head latent
-    attention (MLA) is one head of `kv_lora_rank + qk_rope_head_dim`.
+    attention (MLA) is one head of `kv_lora_rank + qk_rope_head_dim`. A kind of one's own is a subclass with another `kind`.
 
     >>> LayerSpec(kv_heads=8, head_dim=128).bytes_per_token  # 8 heads x (128 K + 128 V) x 2 bytes
     4096
@@ -193,13 +198,17 @@ class LayerSpec:
             )
 
     @property
-    def kind(self) -> GroupKind:
-        """Which group kind the layer belongs to."""
+    def kind(self) -> str:
+        """Which group kind the layer belongs to: a `GroupKind`, or the name of a kind of one's own."""
         if self.cross_attention:
             return GroupKind.CROSS
         if self.window is not None:
             return GroupKind.SLIDING
         return GroupKind.FULL if self.chunk is None else GroupKind.CHUNKED
+
+    def __str__(self) -> str:
+        values = "K only" if self.k_only else "K and V" if self.value_dim == self.head_dim else f"V of {self.value_dim}"
+        return f"{self.kv_heads} heads x {self.head_dim} {self.dtype.value} ({values})"
 
     @property
     def window_tokens(self) -> int | None:
@@ -231,6 +240,21 @@ class LayerSpec:
         """Layers with equal keys share a group: they keep the same tokens in the same shape."""
         shape = (self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         return (self.kind, self.window_tokens, self.sink_tokens, *shape)
+
+    def max_live_blocks(self, num_tokens: int, block_size: int) -> int:
+        """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time.
+
+        Blocks that fell out of the window are given back before the next one is taken. With cross-attention `num_tokens` are
+        the encoder's. For a chunk that is no multiple of the block size it is the limit over all alignments.
+        """
+        num_blocks = ceil_div(num_tokens, block_size)
+        if self.window is not None:
+            sinks = ceil_div(self.sink_tokens, block_size)
+            return min(num_blocks, ceil_div(self.window - 1, block_size) + 1 + sinks)
+        if self.chunk is not None:
+            worst_offset = block_size - math.gcd(self.chunk, block_size)  # of a chunk's first token inside its block
+            return min(num_blocks, ceil_div(worst_offset + self.chunk, block_size))
+        return num_blocks
 
 
 PART_ALIGNMENT = 16  # bytes: what a GPU loads at once
@@ -307,6 +331,9 @@ class StateSpec:
         """Bytes that the state of one sequence takes in this layer."""
         return self.offsets[-1]
 
+    def __str__(self) -> str:
+        return f"{self.bytes} bytes together for each checkpoint"
+
     @property
     def kind(self) -> GroupKind:
         """Which group kind the layer belongs to."""
@@ -322,6 +349,10 @@ class StateSpec:
         """All layers with a state are one group."""
         return (GroupKind.STATE,)
 
+    def max_live_blocks(self, num_tokens: int, block_size: int) -> int:
+        """At most two checkpoints: the one where a sequence stands, and the one where its step goes."""
+        return min(ceil_div(num_tokens, block_size), 2)
+
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -331,7 +362,7 @@ class LayerGroup:
     """
 
     index: int
-    kind: GroupKind
+    kind: str  # a `GroupKind`, or the name of a kind of one's own
     layers: tuple[int, ...]  # layer indices, ascending
     window: int | None  # window or chunk length in tokens
     sink_tokens: int
@@ -349,21 +380,17 @@ class LayerGroup:
         return self.spec
 
     def max_live_blocks(self, num_tokens: int) -> int:
-        """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time.
+        """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time."""
+        return self.spec.max_live_blocks(num_tokens, self.block_size)
 
-        Blocks that fell out of the window are given back before the next one is taken. For a CROSS group `num_tokens`
-        are the encoder's. For a chunk that is no multiple of the block size it is the limit over all alignments.
-        """
-        size = self.block_size
-        num_blocks = ceil_div(num_tokens, size)
-        if self.kind is GroupKind.STATE:  # where it stands, and where its step goes
-            return min(num_blocks, 2)
-        if self.window is None:
-            return num_blocks
-        if self.kind is GroupKind.CHUNKED:
-            worst_offset = size - math.gcd(self.window, size)  # of a chunk's first token inside its block
-            return min(num_blocks, ceil_div(worst_offset + self.window, size))
-        return min(num_blocks, ceil_div(self.window - 1, size) + 1 + ceil_div(self.sink_tokens, size))
+    def __str__(self) -> str:
+        window = "" if self.window is None else f" of {self.window} tokens"
+        sinks = f" + {self.sink_tokens} sink tokens" if self.sink_tokens else ""
+        per_token = f", {self.bytes_per_token} bytes per token" if self.bytes_per_token else ""
+        return (
+            f"group {self.index}: {self.kind}{window}{sinks}, {len(self.layers)} layers of {self.spec}"
+            f"{per_token}, pool {self.pool}"
+        )
 
 
 @dataclass(frozen=True)
@@ -383,15 +410,15 @@ class PoolSpec:
 
 
 def build_groups(layers: Sequence[LayerSpec | StateSpec], block_size: int) -> tuple[LayerGroup, ...]:
-    """FULL groups first, then SLIDING and CHUNKED by length, STATE, CROSS; ties in order of their first layer."""
+    """FULL groups first, then SLIDING, CHUNKED and others by length, STATE, CROSS; ties in order of their first layer."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for index, layer in enumerate(layers):
         members.setdefault(layer.group_key, []).append(index)
-    rank = {GroupKind.FULL: 0, GroupKind.SLIDING: 1, GroupKind.CHUNKED: 1, GroupKind.STATE: 2, GroupKind.CROSS: 3}
+    rank: dict[str, int] = {GroupKind.FULL: 0, GroupKind.STATE: 2, GroupKind.CROSS: 3}  # others are between: 1
 
     def order(indices: list[int]) -> tuple[int, int, int]:
         first = layers[indices[0]]
-        return rank[first.kind], first.window_tokens or 0, indices[0]
+        return rank.get(first.kind, 1), first.window_tokens or 0, indices[0]
 
     groups: list[LayerGroup] = []
     pools: dict[int, int] = {}

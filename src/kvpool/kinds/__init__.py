@@ -1,18 +1,23 @@
-"""Kinds of layer groups: each is one class that owns its whole life, and one entry here. See `core/kind.py`."""
+"""Kinds of layer groups: each is one class that owns its whole life, and one entry here. See `core/kind.py`.
+
+A kind of one's own needs no more: a subclass of `LayerSpec` that names it, and `KINDS[name] = TheClass`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvpool.checks import show
 from kvpool.compiling import tell_apart
 from kvpool.config import GroupKind, LayerGroup
 from kvpool.core.kind import ByBlock, Group
+from kvpool.errors import ConfigError
 from kvpool.kinds.cross import CrossGroup
 from kvpool.kinds.state import StateGroup
 from kvpool.kinds.window import ChunkedGroup, SlidingGroup
 from kvpool.pools.pool import BlockPool
 
-KINDS: dict[GroupKind, type[Group]] = {
+KINDS: dict[str, type[Group]] = {
     GroupKind.FULL: Group,
     GroupKind.SLIDING: SlidingGroup,
     GroupKind.CHUNKED: ChunkedGroup,
@@ -30,7 +35,13 @@ def kind_of(spec: LayerGroup) -> type[Group]:
     >>> [kind_of(spec).by_block for spec in config.groups]
     [False, True]
     """
-    return KINDS[spec.kind]
+    kind = KINDS.get(spec.kind)
+    if kind is None:
+        known = ", ".join(sorted(map(str, KINDS)))
+        raise ConfigError(
+            f"no class for layers of kind {show(spec.kind)}: add one to kvpool.kinds.KINDS; known: {known}"
+        )
+    return kind
 
 
 def make_groups(specs: Iterable[LayerGroup], block_size: int, pools: Sequence[list[BlockPool]]) -> tuple[Group, ...]:
