@@ -7,13 +7,13 @@ from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec
 from kvpool.core.batch import CSRTable, SequenceBatch
 from kvpool.core.cache import Admission, AllocStatus, Pin
 from kvpool.core.handle import BlockTable, KVCacheHandle
+from kvpool.core.kind import StatePlaces
 from kvpool.core.orders import TenantQuota
 from kvpool.core.prompt import Prompt
 from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
-from kvpool.kinds.state import StatePlaces
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock

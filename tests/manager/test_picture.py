@@ -73,7 +73,7 @@ def test_given_runs_of_two_tenants_then_the_picture_holds_each_as_it_is() -> Non
     assert {run.tier for run in manager.inspect.runs()} == {Tier.GPU, Tier.HOST}
     assert sum(runs.is_pinned.tolist()) == sum(runs.is_read.tolist()) == 2
     assert sorted(set(runs.last_access_at.tolist())) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert runs.slides == (False, True)
+    assert runs.by_block == (False, True)
 
 
 def test_given_runs_behind_others_then_each_names_the_run_that_it_continues() -> None:

@@ -198,7 +198,7 @@ class KVCacheConfig:
         return self._divide("num_bytes", num_bytes, self.pools, on_gpu=True)
 
     def longest_sequence(self, *, cross_tokens: int = 0, keep_watermark: bool = True) -> int | None:
-        """Tokens of the longest sequence that an empty GPU tier admits; None: no limit (all layers have windows).
+        """Tokens of the longest sequence that an empty GPU tier admits; None: no limit (no layer reads all tokens).
 
         With `keep_watermark=False`, the length that an admitted sequence can grow to. 0: not even one token fits.
         """

@@ -22,8 +22,8 @@ _NOT_PREPARED: Int64Array = np.empty(0, np.int64)
 class CSRTable(NamedTuple):
     """The blocks of a batch in FlashInfer's form: sequence i has `indices[indptr[i]:indptr[i + 1]]`.
 
-    `last_page_len` is the number of tokens in each sequence's last block. For windowed groups only held blocks are
-    listed; `first_position` is then the position of the first token after the sinks.
+    `last_page_len` is the number of tokens in each sequence's last block. Only blocks that a sequence still holds are
+    listed; `first_position` is the position of the first token behind those that it gave up.
     """
 
     indptr: Int32Array
@@ -108,7 +108,7 @@ class SequenceBatch:
             return lengths
 
     def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
-        """Block ids, one row per sequence, -1 behind the last block and where a block left its window.
+        """Block ids, one row per sequence, -1 behind the last block and where a block was given up.
 
         Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
         valid until the next operation. `out` receives a copy and must have enough columns.
@@ -171,7 +171,7 @@ class SequenceBatch:
             starts = rows.first_held[group][self.selection]
             held &= ~kind.hidden(column, starts[:, None])
             sizes = held.sum(axis=1)
-            first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)
+            first = (kind.first_listed(starts) * size).astype(np.int32)
         indptr = _array(indptr, count + 1, "indptr")
         indptr[0] = 0
         np.cumsum(sizes, out=indptr[1:])

@@ -17,7 +17,7 @@ from kvpool.stats import HandleStats
 
 
 class BlockTable(Sequence["int | None"]):
-    """Logical block to block id for one sequence and layer group; None where a block left its window.
+    """Logical block to block id for one sequence and layer group; None where a block was given up.
 
     >>> table = BlockTable([4, 7, -1])
     >>> list(table), len(table)
@@ -188,7 +188,7 @@ class KVCacheHandle:
             return self._rows.symbols.decode(self._rows.token_ids(self._live_row()).copy())
 
     def block_ids(self, group: int = 0) -> Int32Array:
-        """The sequence's row of the block table: a read-only view, −1 where a block left its window.
+        """The sequence's row of the block table: a read-only view, −1 where a block was given up.
 
         Views are for immediate use: the next operation on the manager may change them.
         """

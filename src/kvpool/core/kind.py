@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,13 @@ from kvpool.pools.pool import GPU, BlockPool
 
 T = TypeVar("T")
 TheCache: TypeAlias = Any  # a `Cache`, whose module imports this one
+
+
+class StatePlaces(NamedTuple):
+    """Where one step of a batch reads states and where it leaves them: blocks of the group whose layers keep states."""
+
+    sources: Int32Array  # -1 for a sequence that begins
+    targets: Int32Array
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -44,11 +51,10 @@ class Group:
         self.block_size = block_size
         self.tiers = tiers
         self.gpu = tiers[GPU]
-        self.sinks = ceil_div(spec.sink_tokens, block_size)  # leading blocks that stay whatever the window does
 
     @classmethod
-    def pick(cls, of_sequence: T, of_encoder: T) -> T:
-        """Which of two numbers counts for this kind: that of the sequence's own tokens, or that of its encoder's."""
+    def pick(cls, of_sequence: T, of_fixed: T) -> T:
+        """Which of two numbers counts for this kind: that of what grows with a sequence, or of what is fixed at admission."""
         return of_sequence
 
     def on(self, tier: Tier) -> BlockPool:
@@ -75,30 +81,28 @@ class Group:
     # --- what a query reads ------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
-        """The first block, after the sinks, that the query at position `num_tokens` (the next one) can still read."""
-        return self.sinks
+        """The first block that the query at position `num_tokens` (the next one) can still read, those apart that all do."""
+        return 0
 
     def reads(self, columns: Any, num_tokens: int) -> BoolArray:
         """Which of these blocks the query at position `num_tokens` reads, if it has that many before it."""
-        read: BoolArray = (columns >= self.first_read(num_tokens)) | (columns < self.sinks)
-        return read
+        return np.ones(np.shape(columns), np.bool_)
 
     def hidden(self, columns: Any, starts: Any) -> BoolArray:
-        """Which blocks a sequence has given up whose window starts at block `starts`."""
-        gone: BoolArray = (columns < starts) & (columns >= self.sinks)
-        return gone
+        """Which blocks a sequence has given up that reads from block `starts` on."""
+        return np.zeros(np.broadcast(columns, starts).shape, np.bool_)
+
+    def first_listed(self, starts: Int64Array) -> Int64Array:
+        """The first blocks behind what sequences have given up that read from the blocks `starts` on."""
+        return starts
 
     def held_parts(self, ids: Int32Array, start: int) -> list[Int32Array]:
         """What a sequence holds of its blocks that reads them from block `start` on, as views."""
-        return [ids[: min(self.sinks, start)], ids[start:]]
+        return [ids]
 
     def visible(self, ids: Int32Array, start: int) -> Int32Array:
         """Block ids with -1 for those before `start` that were given up (a copy if there are any)."""
-        if start <= self.sinks:
-            return ids
-        shown = ids.copy()
-        shown[self.sinks : start] = -1
-        return shown
+        return ids
 
     def longest_valid(self, present: BoolArray, num_tokens: int) -> int:
         """The longest prefix, at most `num_tokens`, whose next query finds every block of this group that it reads.
@@ -106,22 +110,13 @@ class Group:
         `present[i]` says whether block i of the path is there; the last block may be used in part. Shorter candidates are
         whole blocks only.
         """
-        missing = np.flatnonzero(~present)
-        size, sinks = self.block_size, self.sinks
-        length = num_tokens
-        while length > 0:
-            blocks = ceil_div(length, size)
-            start = self.first_read(length)
-            gaps = missing[(missing < blocks) & ((missing >= start) | (missing < sinks))]
-            if not len(gaps):
-                return length
-            length = int(gaps[-1]) * size if int(gaps[-1]) >= start else int(gaps[0]) * size
-        return 0
+        missing = np.flatnonzero(~present[: ceil_div(num_tokens, self.block_size)])
+        return int(missing[0]) * self.block_size if len(missing) else num_tokens
 
     def held_at_once(self, num_blocks: int, num_fixed: int, num_reused: int, num_reused_tokens: int) -> int:
         """Blocks that a request holds right after its admission, reused ones included.
 
-        It has places in `num_blocks` blocks, `num_fixed` for its encoder, and reuses `num_reused` whole blocks.
+        It has places in `num_blocks` blocks, `num_fixed` for what does not grow, and reuses `num_reused` whole blocks.
         """
         return num_blocks
 
@@ -158,6 +153,10 @@ class Group:
 
     def write(self, rows: Rows, row: int, start: int, stop: int) -> None:
         """One step wrote tokens `start..stop` of a row."""
+
+    def places(self, batch: Any, start: Int64Array, stop: Int64Array) -> StatePlaces | None:
+        """Where a step reads and writes that writes the tokens `start..stop` of each sequence; None: it keeps no states."""
+        return None
 
     def step_end(self, cache: TheCache, handle: KVCacheHandle, start: int, stop: int) -> int:
         """Where a step should end that begins at `start` and may go up to `stop`."""

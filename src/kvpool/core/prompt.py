@@ -17,6 +17,7 @@ from kvpool.pools.symbols import Fresh, Key, as_items
 from kvpool.scope import MultimodalItem, ReuseScope, check_scope
 
 DEFAULT_SCOPE: Final = ReuseScope()
+PROMPT_OPTIONS: Final = ("scope", "multimodal", "cross_tokens")  # of verbs that take tokens: what belongs to the prompt
 Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
@@ -37,7 +38,7 @@ class Prompt:
     (True, 5)
     """
 
-    __slots__ = ("_cross_tokens", "_items", "_outlives_call", "_scope", "_tokens")
+    __slots__ = ("_fixed_tokens", "_items", "_outlives_call", "_scope", "_tokens")
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Prompt:
         self._items = None if multimodal is None else as_items(multimodal, ids, may_be_cut)
         if type(cross_tokens) is not int or cross_tokens:
             cross_tokens = as_count(cross_tokens, "cross_tokens")
-        self._cross_tokens = cross_tokens
+        self._fixed_tokens = cross_tokens  # those whose places are fixed at admission
         self._outlives_call = True  # somebody may ask about it again
 
     @property
@@ -78,15 +79,15 @@ class Prompt:
     @property
     def is_named(self) -> bool:
         """Whether all that it stands for is named, so that others may have the same: an encoder's input may have no name."""
-        return not self._cross_tokens or self._scope.encoder != ""
+        return not self._fixed_tokens or self._scope.encoder != ""
 
     @property
     def cross_tokens(self) -> int:
         """The length of its encoder's input."""
-        return self._cross_tokens
+        return self._fixed_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), may_be_cut=True), (self._tokens, self._scope, self._items, self._cross_tokens)
+        return partial(type(self), may_be_cut=True), (self._tokens, self._scope, self._items, self._fixed_tokens)
 
     def __repr__(self) -> str:
         length = "unknown" if self.tokens is None else len(self.tokens)
@@ -178,7 +179,7 @@ class AdmissionPlan(NamedTuple):
     match: Match
     num_hit_tokens: int
     num_blocks: int
-    num_fixed: int  # for its encoder's tokens
+    num_fixed: int  # blocks of what does not grow
     needs: list[int]
     supply: list[int]
     fits: bool

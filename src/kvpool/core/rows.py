@@ -28,7 +28,7 @@ class TableKind(Protocol):
     grows: ClassVar[bool]
     by_block: ClassVar[bool]
 
-    def pick(self, of_sequence: Any, of_encoder: Any) -> Any: ...
+    def pick(self, of_sequence: Any, of_fixed: Any) -> Any: ...
     def visible(self, ids: Int32Array, start: int) -> Int32Array: ...
 
 
@@ -83,7 +83,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.serials: Int64Array = np.full(num_rows, -1, np.int64)
         self.first_held: Int64Array = np.zeros(
             (num_groups, num_rows), np.int64
-        )  # the first block, sinks apart, that a row still reads
+        )  # the first block that a row still reads, those apart that it reads always
         self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
         self.grows_alone: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is open and takes blocks without a word
         self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
@@ -246,7 +246,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
-        """A row's block ids in one group, -1 where a block left its window. Nobody may write them."""
+        """A row's block ids in one group, -1 where a block was given up. Nobody may write them."""
         table = self._unwritable[group]
         if not self.by_block[group] and self.all_grow:
             return table[row, : self.num_blocks_of[row]]

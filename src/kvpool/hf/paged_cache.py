@@ -14,11 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 
 from kvpool.checks import show
 from kvpool.core.handle import KVCacheHandle
+from kvpool.core.kind import StatePlaces
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.kernels.write import read_values
-from kvpool.kinds.state import StatePlaces
 from kvpool.model.states import StateModule
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope

@@ -44,8 +44,8 @@ class CrossGroup(Group):
         return num_fixed
 
     def needs(self, prompt: Prompt, num_blocks: int, num_reused: int) -> int:
-        is_there = (prompt._scope, prompt._cross_tokens) in self.holders
-        return 0 if is_there else ceil_div(prompt._cross_tokens, self.block_size)
+        is_there = (prompt._scope, prompt._fixed_tokens) in self.holders
+        return 0 if is_there else ceil_div(prompt._fixed_tokens, self.block_size)
 
     def begin(self, cache: Cache, row: int, tip: Node, plan: AdmissionPlan, first: int) -> int:
         table, handle, end = cache.rows.tables[self.index], cache.rows.handles[row], plan.num_fixed

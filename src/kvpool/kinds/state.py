@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from kvpool.compiling import mypyc_attr
 from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows
+from kvpool.core.kind import StatePlaces
 from kvpool.core.node import Node
 from kvpool.core.prompt import AdmissionPlan, Prompt
 from kvpool.errors import InvalidArgumentError, SequenceStateError
@@ -17,13 +18,6 @@ from kvpool.kinds.by_block import BlockwiseGroup
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.prefix.blocks import block_of, remove_block
 from kvpool.stats import EvictionReason
-
-
-class StatePlaces(NamedTuple):
-    """Where one step of a batch reads states and where it leaves them: blocks of the group whose layers keep states."""
-
-    sources: Int32Array  # -1 for a sequence that begins
-    targets: Int32Array
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -44,7 +38,7 @@ class StateGroup(BlockwiseGroup):
     yields_first: ClassVar[bool] = True  # a checkpoint inside a run is worth less than any run
 
     def first_read(self, num_tokens: int) -> int:
-        return max(max(0, num_tokens - 1) // self.block_size, self.sinks)
+        return max(0, num_tokens - 1) // self.block_size
 
     def longest_valid(self, present: BoolArray, num_tokens: int) -> int:
         """The last checkpoint: a state goes on from where it is, and from nowhere else."""

@@ -17,7 +17,7 @@ from typing import Any
 from kvpool.checks import as_flag
 from kvpool.core.cache import Admission, AllocStatus
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.prompt import Prompt
+from kvpool.core.prompt import PROMPT_OPTIONS, Prompt
 from kvpool.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -27,7 +27,6 @@ from kvpool.errors import (
 )
 from kvpool.manager import KVCacheManager
 
-PROMPT_OPTIONS = ("scope", "multimodal", "cross_tokens")  # of `allocate`: what belongs to the prompt
 ADMISSION_OPTIONS = ("num_tokens", "reserve", "lookahead", *PROMPT_OPTIONS)  # what decides whether it fits
 
 

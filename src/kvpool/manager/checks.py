@@ -90,14 +90,14 @@ class Checker:
         assert tip is not None
         if not (tip.open_row == row or not rows.grows_alone[row]):
             self.fail(f"{name}: grows alone without an open node")
-        used, cross = int(rows.num_blocks[row]), int(rows.num_fixed[row])
+        used, fixed = int(rows.num_blocks[row]), int(rows.num_fixed[row])
         if tip.end > used:
             self.fail(f"{name}: {tip.end} published blocks, {used} in its table")
         self.check_following(row, tip, name)
         path = tip.path()
         for group in self.cache.groups:
             table = rows.tables[group.index]
-            first, end = group.pick((tip.end, used), (0, cross))
+            first, end = group.pick((tip.end, used), (0, fixed))
             if not (table[row, end:] == -1).all():
                 self.fail(f"{name}: block ids behind its end in group {group.index}")
             ids = table[row, :end]

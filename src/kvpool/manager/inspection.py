@@ -66,7 +66,7 @@ class CachedRun(NamedTuple):
     tier: Tier
     start: int  # depth of its first block in the prompt
     num_blocks: int
-    block_ids: tuple[Int32Array, ...]  # per layer group; -1 where a windowed block is gone
+    block_ids: tuple[Int32Array, ...]  # per layer group; -1 where one read block by block is gone
     tenant: str
     priority: int
     is_pinned: bool
@@ -111,7 +111,7 @@ class SequenceSnapshot(NamedTuple):
     num_cached_tokens: int
     num_written: int
     num_reserved: int
-    tables: tuple[Int32Array, ...]  # per layer group; -1 where a block left its window
+    tables: tuple[Int32Array, ...]  # per layer group; -1 where a block was given up
 
 
 class RunsSnapshot(NamedTuple):
@@ -133,7 +133,7 @@ class RunsSnapshot(NamedTuple):
     # Per cached layer group: those of all runs one after the other, -1 where one is gone
     block_ids: tuple[Int32Array, ...]
     pools: tuple[int, ...]  # of each of `block_ids`
-    slides: tuple[bool, ...]  # whether a group is windowed: on the GPU, its blocks are pinned one by one
+    by_block: tuple[bool, ...]  # whether blocks of a group are read one by one: on the GPU they are pinned so, too
 
 
 class Snapshot(NamedTuple):
@@ -143,7 +143,7 @@ class Snapshot(NamedTuple):
     now: float
     pools: tuple[PoolSnapshot, ...]
     sequences: tuple[SequenceSnapshot, ...]
-    pinned_windows: tuple[tuple[int, Int32Array], ...]  # (pool, ids) of GPU blocks that are pinned one by one
+    pinned_blocks: tuple[tuple[int, Int32Array], ...]  # (pool, ids) of GPU blocks that are pinned one by one
     counts: dict[str, int]  # totals since the manager was made; of hits by tier, of evictions by reason
 
 
@@ -325,7 +325,7 @@ class Inspector:
             scopes=tuple(root.scope for root in roots),
             block_ids=tuple(map(np.concatenate, ids)),
             pools=tuple(group.pool for group in cache.growing),
-            slides=tuple(group.by_block for group in cache.growing),
+            by_block=tuple(group.by_block for group in cache.growing),
         )
 
     # --- the work ----------------------------------------------------------------------------------------------------

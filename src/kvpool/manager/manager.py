@@ -33,6 +33,7 @@ from kvpool.config import KVCacheConfig
 from kvpool.core.batch import SequenceBatch, as_handles
 from kvpool.core.cache import Admission, Cache, make_pools
 from kvpool.core.handle import KVCacheHandle, is_among
+from kvpool.core.kind import StatePlaces
 from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.core.retention import Retention
 from kvpool.errors import (
@@ -47,7 +48,6 @@ from kvpool.events import Created, Event, EventLog, Subscription
 from kvpool.eviction import EvictionPolicy, policy_factory
 from kvpool.kinds import make_groups
 from kvpool.kinds.by_block import slide
-from kvpool.kinds.state import StatePlaces
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
 from kvpool.manager.upkeep import CacheUpkeep
@@ -60,7 +60,6 @@ from kvpool.scope import ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.admit import PrefixMatch, allocate, can_allocate, fork, is_whole, query_prefix
 from kvpool.sequences.release import free, free_batch
 from kvpool.sequences.rewind import rewind
-from kvpool.sequences.state_places import state_places
 from kvpool.sequences.step import (
     blocks_needed,
     commit_prompt,
@@ -69,6 +68,7 @@ from kvpool.sequences.step import (
     extend,
     mark_written,
     slot_mapping,
+    state_places,
     writable_blocks,
 )
 from kvpool.sequences.swap import can_swap_in, can_swap_out, swap_in, swap_out
@@ -209,7 +209,7 @@ class KVCacheManager:
             handle.retention = retention
             handle.ttl = ttl if ttl is not None else cache.default_ttl
             handle.session = session
-            handle.encoder_tokens = prompt._cross_tokens
+            handle.encoder_tokens = prompt._fixed_tokens
             handle.is_lease = lease
             handle.publishes = cache.caches_prefixes and prompt.is_named
             allocate(cache, handle, prompt, places, lookahead)
@@ -219,7 +219,7 @@ class KVCacheManager:
                     scope=prompt._scope,
                     reserve=reserve,
                     lookahead=lookahead,
-                    cross_tokens=prompt._cross_tokens,
+                    cross_tokens=prompt._fixed_tokens,
                     retention=retention,
                     ttl=ttl,
                     session=session,
@@ -280,7 +280,7 @@ class KVCacheManager:
             total = 0 if prompt._tokens is None else len(prompt._tokens)
             if not total:
                 raise InvalidArgumentError("a request needs at least one token")
-        if prompt._cross_tokens and not self._cache.fixed:
+        if prompt._fixed_tokens and not self._cache.fixed:
             raise InvalidArgumentError(
                 f"cross_tokens={prompt.cross_tokens}, but no layer of this model is cross_attention"
             )
@@ -344,7 +344,7 @@ class KVCacheManager:
         """Slots of the positions `start..stop` (numbers or one per sequence), flat, [layer group, token].
 
         Asking for unwritten positions announces a write: shared blocks are copied first. -1 stands for places that need no
-        write: outside a window, or the last token of a fully cached prompt, whose data is there already.
+        write: blocks that were given up, or the last token of a fully cached prompt, whose data is there already.
         """
         with self._guard:
             chosen = self.batch(batch)
@@ -432,7 +432,7 @@ class KVCacheManager:
                 self._guard.tell("commit_batch", None, chosen, ids, numbers, begun)
 
     def narrow(self, handle: KVCacheHandle, position: int) -> None:
-        """Gives back the blocks of windowed groups that the query at `position`, and those behind it, do not read.
+        """Gives back the blocks that the query at `position`, and those behind it, do not read.
 
         Commits do this by themselves as the sequence grows. A sequence whose bytes come from elsewhere is narrowed before:
         what it gave back is not published, so only what it still holds must be written.
@@ -462,7 +462,7 @@ class KVCacheManager:
     def blocks_needed(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> tuple[int, ...]:
         """Blocks per pool that `extend(handle, num_tokens, lookahead)` would take, copies of shared blocks included.
 
-        To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that windows give up on the way are not counted.
+        To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that are given up on the way are not counted.
         """
         total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
         with self._guard.query:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.core.batch import SequenceBatch
-from kvpool.kinds.state import StatePlaces
+from kvpool.core.kind import StatePlaces
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp

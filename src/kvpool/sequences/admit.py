@@ -220,7 +220,7 @@ def _count(cache: Cache, match: Match, num_tokens: int, lookahead: int, prompt: 
         count_match(cache, match, needs, supply)
     fits = all(need <= have for need, have in zip(needs, supply, strict=True))
     evicts = any(need > pool.num_free for need, pool in zip(needs, cache.gpu_pools, strict=True))
-    num_fixed = -(-prompt._cross_tokens // size)
+    num_fixed = -(-prompt._fixed_tokens // size)
     return AdmissionPlan(match, hit_tokens, num_blocks, num_fixed, needs, supply, fits, evicts)
 
 
@@ -391,7 +391,12 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
             if match.num_blocks or partial is not None:
                 _count_hits(cache, handle, match, promoted)
         if handle.publishes and len(tokens) >= (match.num_blocks + 1) * size:
-            track(cache, row, match.next_key)
+            if match.next_key is None:
+                track(cache, row)
+            elif (
+                cache.producers.setdefault((tip, match.next_key), row) == row
+            ):  # `track`, where the key is there already
+                handle.inflight = tip, match.next_key
         if found.fresh:
             keep_symbols(cache, found.fresh)
     cache.counters.requests += not handle.is_lease

@@ -34,8 +34,8 @@ def row_computing(cache: Cache, match: Match, tokens: Int32Array | None) -> int 
     return cache.producers.get((tip, tokens[start : start + size].tobytes()))
 
 
-def track(cache: Cache, row: int, key: bytes | None = None) -> None:
-    """Remembers which block a row with a known prompt computes next; `key` are its tokens, if somebody has them already."""
+def track(cache: Cache, row: int) -> None:
+    """Remembers which block a row with a known prompt computes next."""
     rows, size = cache.rows, cache.block_size
     handle = rows.handles[row]
     assert handle is not None
@@ -49,7 +49,7 @@ def track(cache: Cache, row: int, key: bytes | None = None) -> None:
     if tip.open_row != row:  # otherwise it ends with what is committed
         start = tip.end * size
     if handle.publishes and rows.known_of[row] - start >= size:
-        place = tip, rows.ids_between(row, start, start + size).tobytes() if key is None else key
+        place = tip, rows.ids_between(row, start, start + size).tobytes()
         if cache.producers.setdefault(place, row) == row:
             handle.inflight = place
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache, common_tenant
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.kind import Group
+from kvpool.core.kind import Group, StatePlaces
 from kvpool.core.rows import RECENT_TOKENS
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kinds.by_block import slide
@@ -262,6 +262,20 @@ def slot_mapping(cache: Cache, batch: SequenceBatch, start: Any, stop: Any, out:
     if (last > cache.rows.written[batch.selection]).any():
         prepare_write(cache, batch)
     return slots_between(cache, batch, first, last, out)
+
+
+def state_places(cache: Cache, batch: SequenceBatch, start: Any, stop: Any) -> StatePlaces:
+    """Where a step reads and writes states that writes the positions start..stop of every sequence."""
+    batch.refresh()
+    first, last = asked_positions(cache, batch, start, stop)
+    for group in cache.growing:
+        places = group.places(batch, first, last)
+        if places is not None and cache.rows.num_shared:
+            prepare_write(cache, batch)
+            places = group.places(batch, first, last)
+        if places is not None:
+            return places
+    raise InvalidArgumentError("no layer of this model keeps a state")
 
 
 def slots_between(

@@ -302,7 +302,7 @@ def _restore_table(cache: Cache, group: Group, row: int, image: Int32Array) -> N
 def _join_families(cache: Cache, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
     """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
     for group, of_group in zip(cache.groups, wanted, strict=True):
-        if not of_group or not group.grows:  # blocks of an encoder's tokens are shared by others, too
+        if not of_group or not group.grows:  # others share what does not grow, too
             continue
         ids = np.concatenate(of_group)
         owners = np.repeat(np.arange(len(handles)), [len(part) for part in of_group])

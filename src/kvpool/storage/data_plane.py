@@ -26,10 +26,10 @@ from kvpool.checks import as_count
 from kvpool.config import GroupKind, KVCacheConfig, LayerGroup, Tier
 from kvpool.core.batch import SequenceBatch
 from kvpool.core.handle import KVCacheHandle
+from kvpool.core.kind import StatePlaces
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.write import read_slots, read_values, write_slots
 from kvpool.kinds import kind_of
-from kvpool.kinds.state import StatePlaces
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array
 from kvpool.pools.pool import CopyOp, ResizeResult
 from kvpool.storage.disk import ByteRows, DiskStore

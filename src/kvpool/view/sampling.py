@@ -245,7 +245,7 @@ class Sampler:
         tenants = np.array([self._tenant(scope.tenant) for scope in runs.scopes], np.uint32)[runs.scope]
         touched = self._tenths(runs.last_access_at)
         block_run = np.repeat(np.arange(len(runs.number)), runs.num_blocks)
-        for pool, slides, ids in zip(runs.pools, runs.slides, runs.block_ids, strict=True):
+        for pool, slides, ids in zip(runs.pools, runs.by_block, runs.block_ids, strict=True):
             for tier in np.unique(runs.tier).tolist():
                 chosen = np.flatnonzero((runs.tier[block_run] == tier) & (ids >= 0))
                 known = self._known_of(pool, Tier(tier), int(ids[chosen].max(initial=-1)) + 1)
@@ -286,7 +286,7 @@ class Sampler:
         known.is_free[:size] = pool.is_free
         known.is_pinned[:size][pool.is_free] = False
         is_pinned = known.is_pinned[:size]
-        if pool.tier == Tier.GPU and (kept := [ids for index, ids in picture.pinned_windows if index == pool.pool]):
+        if pool.tier == Tier.GPU and (kept := [ids for index, ids in picture.pinned_blocks if index == pool.pool]):
             is_pinned = is_pinned.copy()
             is_pinned[kept[0]] = True
         changed |= is_pinned != known.was_pinned[:size]
