@@ -46,6 +46,16 @@ class ReuseScope:
     encoder: str = ""
     salt: str = ""
 
+    @property
+    def fields(self) -> list[str]:
+        """What it consists of, but for the salt: different scopes have different lists."""
+        fields = [self.tenant, self.adapter, self.weights]
+        for content_hash, offset in self.multimodal:
+            fields += (content_hash, str(offset))
+        if self.encoder:  # an even number of fields: no scope without an encoder has that
+            fields.append(self.encoder)
+        return fields
+
     def __post_init__(self) -> None:
         for name in ("tenant", "adapter", "weights", "encoder", "salt"):
             value = getattr(self, name)

@@ -32,10 +32,10 @@ def used(manager: KVCacheManager) -> int:
 
 def test_given_the_same_input_then_its_blocks_are_shared_until_the_last_request_ends(manager: KVCacheManager) -> None:
     first = admit(manager, "a")
-    assert (used(manager), first.num_cached_encoder_tokens) == (5, 0)
+    assert (used(manager), first.num_cached_fixed_tokens) == (5, 0)
     assert manager.can_allocate([1, 2, 3, 4, 5], scope=HEARD, cross_tokens=10).blocks_needed == (2,)
     second = admit(manager, "b")
-    assert (used(manager), second.num_cached_encoder_tokens) == (7, 10)
+    assert (used(manager), second.num_cached_fixed_tokens) == (7, 10)
     assert blocks(second) == blocks(first)
     manager.check()
 
@@ -46,7 +46,7 @@ def test_given_the_same_input_then_its_blocks_are_shared_until_the_last_request_
     manager.free(third)
     manager.check()
     assert used(manager) == 0
-    assert admit(manager, "d").num_cached_encoder_tokens == 0  # nothing is kept for later
+    assert admit(manager, "d").num_cached_fixed_tokens == 0  # nothing is kept for later
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_given_another_input_scope_or_length_then_a_request_has_its_own_blocks(
     manager: KVCacheManager, scope: ReuseScope, num_tokens: int
 ) -> None:
     first, own = admit(manager, "a"), admit(manager, "b", scope, num_tokens)
-    assert own.num_cached_encoder_tokens == 0
+    assert own.num_cached_fixed_tokens == 0
     assert not {*blocks(first)} & {*blocks(own)}
     unnamed = admit(manager, "c", ReuseScope())
     assert not {*blocks(unnamed)} & {*blocks(first), *blocks(own)}
@@ -103,7 +103,7 @@ def test_given_content_that_is_forgotten_then_new_requests_do_not_share_it(manag
     first = admit(manager, "a")
     manager.cache.reset()
     second = admit(manager, "b")
-    assert second.num_cached_encoder_tokens == 0
+    assert second.num_cached_fixed_tokens == 0
     assert not {*blocks(first)} & {*blocks(second)}
     manager.free(first)
     assert blocks(admit(manager, "c")) == blocks(second)

@@ -25,8 +25,8 @@ def lengths(handle: KVCacheHandle) -> tuple[int, int, int]:
 
 def test_a_request_of_unknown_tokens_begins_with_nothing() -> None:
     handle = make_manager().allocate("a", num_tokens=5)
-    numbers = ["num_cached_blocks", "num_cached_encoder_tokens", "num_cached_tokens", "num_partial_tokens"]
-    numbers += ["num_prompt_tokens", "num_matched_tokens", "encoder_tokens", "hint", "row"]
+    numbers = ["num_cached_blocks", "num_cached_fixed_tokens", "num_cached_tokens", "num_partial_tokens"]
+    numbers += ["num_prompt_tokens", "num_matched_tokens", "num_fixed_tokens", "hint", "row"]
     nothing = ["family", "inflight", "last_logits", "retention", "session", "swapped", "ttl"]
     expected = {
         **{"request_id": "a", "scope": ReuseScope(), "serial": 1, "copied_sessions": ()},

@@ -109,14 +109,14 @@ class DataPlaneMachine(RuleBasedStateMachine):
 
     def write_cross(self, seq: Sequence) -> None:
         for layer, group in enumerate(self.config.group_of_layer):
-            if not kind_of(self.config.groups[group]).grows and seq.handle.encoder_tokens:
+            if not kind_of(self.config.groups[group]).grows and seq.handle.num_fixed_tokens:
                 k, v = self.stacked(self.cross_histories(seq), layer)
                 slots = self.plane.cross_slots(seq.handle, group)
                 self.plane.write(slots, k.to(self.device), None if v is None else v.to(self.device), layer)
 
     @staticmethod
     def cross_histories(seq: Sequence) -> list[tuple[int, ...]]:
-        return [(7, seq.cross_seed, position) for position in range(seq.handle.encoder_tokens)]
+        return [(7, seq.cross_seed, position) for position in range(seq.handle.num_fixed_tokens)]
 
     def poison(self, pool: int, tier: Tier, blocks: Any) -> None:
         store = self.plane.stores[pool, tier]
@@ -320,7 +320,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         assert handle.num_written == len(seq.tokens)
         for layer, group in enumerate(self.config.group_of_layer):
             if not kind_of(self.config.groups[group]).grows:
-                ranges, histories = [range(handle.encoder_tokens)], self.cross_histories(seq)
+                ranges, histories = [range(handle.num_fixed_tokens)], self.cross_histories(seq)
             else:
                 needed = needed_positions(self.config, group, handle.num_committed)
                 needed |= set(range(handle.num_committed, handle.num_written))
@@ -331,7 +331,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
                     found = self.plane.read(handle, layer, positions.start, len(positions))
                     _same(found, self.expected(wanted, layer), f"{handle}, layer {layer}, {positions}")
         with pytest.raises(InvalidArgumentError):
-            self.plane.read(handle, 0, 0, max(handle.num_written, handle.encoder_tokens) + 1)
+            self.plane.read(handle, 0, 0, max(handle.num_written, handle.num_fixed_tokens) + 1)
 
     def check_cache(self) -> None:
         """Every cached block on every tier holds what its tokens say."""

@@ -215,8 +215,8 @@ def check_hit(
 def write_encoder_tokens(m: WildMachine, request: Request) -> None:
     m.run_copies()
     handle = request.handle
-    if handle.num_cached_encoder_tokens:  # another one filled them
-        assert handle.num_cached_encoder_tokens == request.num_cross
+    if handle.num_cached_fixed_tokens:  # another one filled them
+        assert handle.num_cached_fixed_tokens == request.num_cross
         assert request.scope.encoder
         return
     for group in m.cross:

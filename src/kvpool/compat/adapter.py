@@ -123,8 +123,8 @@ class Adapter:
         k, v = self._values(key, value, layer)
         stop = as_count(start, "start") + len(k)
         if not kind_of(self.manager.config.groups[group]).grows:
-            if stop > handle.encoder_tokens:
-                self._refuse_places(handle, handle.encoder_tokens, stop)
+            if stop > handle.num_fixed_tokens:
+                self._refuse_places(handle, handle.num_fixed_tokens, stop)
             plane.write(plane.cross_slots(handle, group)[start:stop], k, v, layer)
             return
         if start > handle.num_written:
@@ -195,7 +195,7 @@ class Adapter:
         handle, group = self.handle(request), self.manager.config.groups[self._group(layer)]
         first = as_count(start, "start")
         stop = first if num_tokens is None else first + as_count(num_tokens, "num_tokens")
-        length = kind_of(group).pick(handle.num_written, handle.encoder_tokens)
+        length = kind_of(group).pick(handle.num_written, handle.num_fixed_tokens)
         if stop > length:
             raise InvalidArgumentError(
                 f"request {handle.request_id!r} has {length} written tokens; those up to {stop} cannot be read before they "

@@ -62,7 +62,7 @@ GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `Cache` refuses
 
 _INHERITED = (  # what a fork has in common with its parent
     *("retention", "ttl", "session", "copied_sessions", "publishes", "is_lease", "family"),
-    *("encoder_tokens", "num_cached_encoder_tokens", "num_prompt_tokens", "num_matched_tokens"),
+    *("num_fixed_tokens", "num_cached_fixed_tokens", "num_prompt_tokens", "num_matched_tokens"),
 )
 
 
@@ -77,14 +77,14 @@ class KVCacheHandle:
         "_rows",
         "_stats",
         "copied_sessions",
-        "encoder_tokens",
+        "num_fixed_tokens",
         "family",
         "hint",
         "inflight",
         "is_lease",
         "last_logits",
         "num_cached_blocks",
-        "num_cached_encoder_tokens",
+        "num_cached_fixed_tokens",
         "num_cached_tokens",
         "num_partial_tokens",
         "num_prompt_tokens",
@@ -112,8 +112,8 @@ class KVCacheHandle:
         self.publishes = True
         self.hint = 0  # `ReuseHint.code` of what was said about its continuation
         self.is_lease = False  # it holds blocks for somebody else and is no request
-        self.encoder_tokens = 0
-        self.num_cached_encoder_tokens = 0  # that an earlier request with the same named input has the blocks of
+        self.num_fixed_tokens = 0  # whose places were taken at admission and do not grow
+        self.num_cached_fixed_tokens = 0  # of them, those whose blocks an earlier request with the same named input has
         self.num_prompt_tokens = 0
         self.num_matched_tokens = 0  # how many of its tokens were cached by others when it came, reusable or not
         self.num_cached_tokens = 0  # that need not be computed

@@ -52,28 +52,28 @@ class CrossGroup(Group):
         assert handle is not None
         if not end:
             return 0
-        holders = self.holders.get((handle.scope, handle.encoder_tokens))
+        holders = self.holders.get((handle.scope, handle.num_fixed_tokens))
         if holders is None:
             table[row, :end] = self.take(end)
         else:
             table[row, :end] = table[next(iter(holders)), :end]
             self.ref(table[row, :end])
-            handle.num_cached_encoder_tokens = handle.encoder_tokens
+            handle.num_cached_fixed_tokens = handle.num_fixed_tokens
         if handle.publishes:
-            self.holders.setdefault((handle.scope, handle.encoder_tokens), set()).add(row)
+            self.holders.setdefault((handle.scope, handle.num_fixed_tokens), set()).add(row)
         return 0
 
     def fork(self, cache: Cache, source: int, row: int, tip: Node) -> None:
         super().fork(cache, source, row, tip)
         handle = cache.rows.handles[row]
         assert handle is not None
-        holders = self.holders.get((handle.scope, handle.encoder_tokens))
+        holders = self.holders.get((handle.scope, handle.num_fixed_tokens))
         if holders is not None and source in holders:
             holders.add(row)
 
     def end(self, cache: Cache, handle: KVCacheHandle, row: int, tip: Node, published: int, used: int) -> None:
         self.unref(cache.rows.all_blocks(self.index, row), handle.family is not None)
-        key = handle.scope, handle.encoder_tokens
+        key = handle.scope, handle.num_fixed_tokens
         holders = self.holders.get(key)
         if holders is not None:
             holders.discard(row)
@@ -81,7 +81,7 @@ class CrossGroup(Group):
                 del self.holders[key]
 
     def silence(self, handle: KVCacheHandle) -> None:
-        self.holders.pop((handle.scope, handle.encoder_tokens), None)
+        self.holders.pop((handle.scope, handle.num_fixed_tokens), None)
 
     def written_ids(self, rows: Rows, row: int) -> Int32Array:
         return rows.visible_blocks(self.index, row).copy()
@@ -90,7 +90,7 @@ class CrossGroup(Group):
         return np.empty(0, np.int64)
 
     def lengths(self, rows: Rows, selection: Any, handles: tuple[KVCacheHandle, ...]) -> Int64Array:
-        return np.array([handle.encoder_tokens for handle in handles], np.int64)
+        return np.array([handle.num_fixed_tokens for handle in handles], np.int64)
 
     def check(self, rows: Rows) -> str | None:
         for (scope, num_tokens), holders in self.holders.items():

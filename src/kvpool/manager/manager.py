@@ -175,7 +175,7 @@ class KVCacheManager:
         Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now, down
         to none (chunked prefill: `extend` before each chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
         the encoder's, whose input `scope.encoder` must name if blocks are to be shared. Live requests with the same scope
-        then have one set of blocks for it. The first of them fills these; its `num_cached_encoder_tokens` is 0.
+        then have one set of blocks for it. The first of them fills these; its `num_cached_fixed_tokens` is 0.
 
         `retention` and `ttl` say how long what it computes should stay cached; `session` names it for `invalidate`. A `lease`
         is no request and not counted as one: it holds blocks for somebody else, as for bytes that come from a keyed tier.
@@ -209,7 +209,7 @@ class KVCacheManager:
             handle.retention = retention
             handle.ttl = ttl if ttl is not None else cache.default_ttl
             handle.session = session
-            handle.encoder_tokens = prompt._fixed_tokens
+            handle.num_fixed_tokens = prompt._fixed_tokens
             handle.is_lease = lease
             handle.publishes = cache.caches_prefixes and prompt.is_named
             allocate(cache, handle, prompt, places, lookahead)

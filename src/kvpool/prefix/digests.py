@@ -47,11 +47,7 @@ def root_digest(scope: ReuseScope) -> bytes:
     >>> root_digest(ReuseScope(tenant="ab")) == root_digest(ReuseScope(tenant="a", adapter="b"))
     False
     """
-    fields = [scope.tenant, scope.adapter, scope.weights]
-    for content_hash, offset in scope.multimodal:
-        fields += (content_hash, str(offset))
-    if scope.encoder:  # an even number of fields: no scope without an encoder has that
-        fields.append(scope.encoder)
+    fields = scope.fields
     if scope.salt:  # under a tag of its own, so that the other fields may be as many as they are
         fields.append(scope.salt)
     message = bytearray(_SALTED_TAG if scope.salt else _SCOPE_TAG)

@@ -261,7 +261,7 @@ class DataPlane:
         spec = self.config.groups[group]
 
         def find() -> tuple[Tier, Int32Array]:
-            length = kind_of(spec).pick(handle.num_written, handle.encoder_tokens)
+            length = kind_of(spec).pick(handle.num_written, handle.num_fixed_tokens)
             first = as_count(start, "start", maximum=length)
             rest = length - first
             count = rest if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=rest)
@@ -282,7 +282,7 @@ class DataPlane:
 
     def cross_slots(self, handle: KVCacheHandle, group: int) -> Int32Array:
         """Slots of the encoder's tokens of a request in a cross-attention group."""
-        return self.slots_of(handle, handle.block_ids(group), group, 0, handle.encoder_tokens)
+        return self.slots_of(handle, handle.block_ids(group), group, 0, handle.num_fixed_tokens)
 
     def slots_of(self, handle: KVCacheHandle, ids: Int32Array, group: int, start: int, count: int) -> Int32Array:
         """Slots of the tokens `start..start + count` of a sequence whose blocks in a layer group are `ids`."""
