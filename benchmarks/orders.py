@@ -29,7 +29,7 @@ TOKEN_BYTES = 131_072
 LAYER = LayerSpec(kv_heads=8, head_dim=TOKEN_BYTES // 32)  # one, as large as those of the model together
 GPU_BYTES, HOST_BYTES = 8 << 30, 60 << 30
 ORDERS = ("fcfs", "longest_prefix_match", "soonest_first_token")
-COSTS = {  # of steps on an H200, as docs/benchmarks-engine.md has them, and of its link
+COSTS = {  # of steps on an H200, as benchmarks/figures/engine.md has them, and of its link
     "prefill_seconds_per_token": 2.0e-5,
     "decode_seconds_per_step": 6e-3,
     "transfer_bytes_per_second": 5.5e10,

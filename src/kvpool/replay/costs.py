@@ -26,7 +26,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import LinearCostModel
 
 # The share of a data-sheet figure to expect. Memory and link were measured with kvpool's engine on an H200
-# (docs/benchmarks-engine.md): copies move 4.25 of 4.8 TB/s, and a compiled decode step takes 1.36 times as long as reading
+# (benchmarks/figures/engine.md): copies move 4.25 of 4.8 TB/s, and a compiled decode step takes 1.36 times as long as reading
 # its bytes at that speed; swaps move 54.5 of 64 GB/s. Compute was not measured: long prefills usually reach half of the
 # dense peak.
 COMPUTE_EFFICIENCY = 0.5
