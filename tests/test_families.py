@@ -1,4 +1,4 @@
-"""`make models`: the tool tries families and writes the table of docs/models.md."""
+"""`make models`: the tool tries families and writes the table of benchmarks/figures/families.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tries every language model family of transformers in the engine, and writes the table of docs/models.md.
+"""Tries every language model family of transformers in the engine, and writes the table of benchmarks/figures/families.md.
 
 `make models` does it (some minutes on two cores). For each family a tiny model with random weights answers a few prompts,
 in chunks, in one batch and again from the prefix cache. Its tokens must be those of transformers' own `generate`, and their
@@ -6,7 +6,7 @@ log probabilities, too. A model whose answers are alike proves nothing: it count
 
     python tools/families.py --only llama,bloom     two families, on the terminal
     python tools/families.py --json                 all of them, one JSON object
-    python tools/families.py --write                the table, into docs/models.md
+    python tools/families.py --write                the table, into benchmarks/figures/families.md
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ sys.path[:0] = [str(ROOT / "tests" / "model"), str(ROOT / "tests" / "engine")]
 import vision_models  # type: ignore[import-not-found]  # noqa: E402
 from hybrids import HYBRIDS  # type: ignore[import-not-found]  # noqa: E402
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "benchmarks" / "figures" / "families.md"
 BEGIN, END = "<!-- families: written by `make models` -->", "<!-- families: end -->"
 
 LAYERS, VOCABULARY, WINDOW, CHUNK = 4, 160, 24, 16
@@ -353,7 +353,7 @@ def _quiet() -> Iterator[None]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The table of docs/models.md: families with the same result stand in one row."""
+    """The table of benchmarks/figures/families.md: families with the same result stand in one row."""
     rows: dict[str, list[str]] = {}
     for outcome in outcomes:
         rows.setdefault(_heading(outcome), []).append(outcome.family)
