@@ -32,7 +32,7 @@ from kvpool.prefix.blocks import (
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.evict import demote, detach, drop_tail, evict, promote
 from kvpool.prefix.expiry import expire, set_priority
-from kvpool.prefix.readers import count_pinned_run, count_positions, count_run, pin_path, ref, unpin_path, unref
+from kvpool.prefix.readers import count_run, pin_path, ref, unpin_path, unref
 from kvpool.prefix.tree import (
     find_logits,
     forget_logits_inside,
@@ -92,29 +92,28 @@ def test_given_the_only_run_of_a_scope_when_it_is_removed_then_its_root_and_sess
 def test_given_a_plain_model_when_a_run_becomes_idle_then_its_blocks_are_cached() -> None:
     cache = make_cache()
     run = add_run(cache, root_for(cache, ReuseScope()), 1, 2, 3, 4)
-    count_run(cache, run, 1)
-    count_pinned_run(cache, run, 1)
+    count_run(cache, run, 1, 1)
     assert gpu(cache) == (14, 2, 2)
-    count_positions(cache, run, -1)
-    assert gpu(cache) == (14, 1, 2)
+    count_run(cache, run, 0, -1)
+    assert gpu(cache) == (14, 2, 0)
 
 
 def test_given_a_quota_when_a_run_of_its_tenant_becomes_idle_then_the_quota_counts_it() -> None:
     cache = make_cache()
     root = root_for(cache, ReuseScope(tenant="t"))
     root.quota = Quota("t", [1], [None], root.policies)
-    count_run(cache, add_run(cache, root, 1, 2, 3, 4), 1)
-    assert (root.quota.cached, gpu(cache)[1]) == ([2], 2)
+    count_run(cache, add_run(cache, root, 1, 2, 3, 4), 1, 1)
+    assert (root.quota.cached, root.quota.pinned, gpu(cache)) == ([2], [2], (14, 2, 2))
 
 
 def test_given_windowed_blocks_then_they_count_with_their_run_only_below_the_gpu() -> None:
     cache = make_cache(FULL, WINDOWED, host_blocks=8)
     run = add_run(cache, root_for(cache, ReuseScope()), 1, 2)
-    count_run(cache, run, 1)
+    count_run(cache, run, 1, 0)
     assert gpu(cache)[1] == 1
-    count_run(cache, run, -1)
+    count_run(cache, run, -1, 0)
     run.tier = Tier.HOST
-    count_run(cache, run, 1)
+    count_run(cache, run, 1, 0)
     assert cache.pools[0][Tier.HOST].num_cached == 2
 
 
@@ -172,7 +171,7 @@ def test_given_a_time_to_live_when_it_is_over_then_idle_leaves_are_dropped_from_
     parent = add_run(cache, root_for(cache, ReuseScope()), 1, 2)
     child = add_run(cache, parent, 3, 4)
     for node in (child, parent):
-        count_run(cache, node, 1)
+        count_run(cache, node, 1, 0)
         node.expires_at = 5.0
         watch(cache, node)
     cache.now = 4.0
@@ -277,7 +276,7 @@ def test_given_a_detached_run_when_its_last_reader_leaves_then_its_blocks_are_fr
 def test_given_an_idle_leaf_when_its_tail_is_dropped_then_the_rest_stays_a_candidate() -> None:
     cache = make_cache()
     run = add_run(cache, root_for(cache, ReuseScope()), 1, 2, 3, 4, 5, 6)
-    count_run(cache, run, 1)
+    count_run(cache, run, 1, 0)
     drop_tail(cache, run, 2, CAPACITY)
     assert (gpu(cache), run.tokens.tolist(), run in run.root.policies[Tier.GPU]) == ((15, 1, 0), [1, 2], True)
     assert cache.counters.evictions[CAPACITY.value] == 2
@@ -296,7 +295,7 @@ def test_given_a_subtree_under_a_reader_when_it_is_detached_then_only_idle_block
     read = add_run(cache, root_for(cache, ReuseScope()), 1, 2)
     idle = add_run(cache, read, 3, 4)
     read.active = read.root.active = 1
-    count_run(cache, idle, 1)
+    count_run(cache, idle, 1, 0)
     assert detach(cache, read, EvictionReason.INVALIDATED) == 2
     assert (gpu(cache), read.detached, cache.num_runs) == ((15, 0, 0), True, 0)
 

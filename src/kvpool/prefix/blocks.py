@@ -24,7 +24,7 @@ from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import announce_removed_block
-from kvpool.prefix.readers import add_cached, add_pinned, free_blocks
+from kvpool.prefix.readers import add_idle, free_blocks
 from kvpool.stats import EvictionReason
 
 Held: TypeAlias = list[tuple[ByBlock, Int32Array]]  # blocks that nobody may evict for a while
@@ -60,10 +60,7 @@ def ref_blocks(cache: Cache, root: Root, group: ByBlock, ids: Int32Array) -> Non
     pool.refs[held] = before + 1
     idle = held[before == 0]
     if len(idle):
-        add_cached(root, pool, -len(idle))
-        if cache.pinned_blocks[pool.index]:
-            pinned = cache.pinned_blocks[pool.index]
-            add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
+        add_idle(root, pool, -len(idle), -_num_pinned(cache, pool, idle))
 
 
 def unref_blocks(cache: Cache, node: Node, group: ByBlock, first: int, last: int, ids: Int32Array) -> None:
@@ -72,12 +69,9 @@ def unref_blocks(cache: Cache, node: Node, group: ByBlock, first: int, last: int
     held = ids[ids >= 0]
     left = pool.refs[held] - 1
     pool.refs[held] = left
-    idle = int((left == 0).sum())
-    if idle:
-        add_cached(node.root, pool, idle)
-        if cache.pinned_blocks[pool.index]:
-            pinned = cache.pinned_blocks[pool.index]
-            add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
+    idle = held[left == 0]
+    if len(idle):
+        add_idle(node.root, pool, len(idle), _num_pinned(cache, pool, idle))
         leave_over(cache, node, group, first, last)
 
 
@@ -88,8 +82,14 @@ def idle_blocks(cache: Cache, node: Node, group: Group) -> tuple[int, int]:
         idle = 0 if node.active else int((ids >= 0).sum())
         return idle, idle if node.pins else 0
     held = ids[ids >= 0]
-    unread, pinned = held[group.gpu.refs[held] == 0], cache.pinned_blocks[group.pool]
-    return len(unread), sum(block in pinned for block in unread.tolist()) if pinned else 0
+    unread = held[group.gpu.refs[held] == 0]
+    return len(unread), _num_pinned(cache, group.gpu, unread)
+
+
+def _num_pinned(cache: Cache, pool: BlockPool, ids: Int32Array) -> int:
+    """How many of these blocks on the GPU are pinned."""
+    pinned = cache.pinned_blocks[pool.index]
+    return sum(block in pinned for block in ids.tolist()) if pinned else 0
 
 
 def pin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
@@ -98,7 +98,7 @@ def pin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
     pinned = cache.pinned_blocks[pool.index]
     pinned[block] = pinned.get(block, 0) + 1
     if pinned[block] == 1 and not pool.refs[block]:
-        add_pinned(root, pool, 1)
+        add_idle(root, pool, 0, 1)
 
 
 def unpin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
@@ -109,7 +109,7 @@ def unpin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
     if not pinned[block]:
         del pinned[block]
         if not pool.refs[block]:
-            add_pinned(root, pool, -1)
+            add_idle(root, pool, 0, -1)
 
 
 # --- leftovers -------------------------------------------------------------------------------------------------------

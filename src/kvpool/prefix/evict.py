@@ -26,9 +26,7 @@ from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.announcer import announce_blocks, announce_moved, announce_removed
 from kvpool.prefix.blocks import evict_last_resort, evict_leftovers, is_usable, keep_pinned, leave_over, remove_block
 from kvpool.prefix.readers import (
-    add_cached,
-    count_pinned_run,
-    count_positions,
+    add_idle,
     count_run,
     free_blocks,
     offer,
@@ -367,7 +365,8 @@ def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[In
     if node.is_candidate():
         node.root.policies[source].remove(node)
         node.entry = None  # the policy of the new tier starts afresh
-    _count_moved(cache, node, -1)
+    if not node.active:
+        count_run(cache, node, -1, -int(node.pins > 0))
     old, host_copy = node.ids, None
     if node.host_copy is not None:
         if target != HOST:
@@ -386,17 +385,11 @@ def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[In
             ids = old[group.index]
             group.tiers[source].give(ids[ids >= 0] if group.by_block else ids)
     _change_tier(node, target)
-    _count_moved(cache, node, 1)
+    if not node.active:
+        count_run(cache, node, 1, int(node.pins > 0))
     if node.pins and target == GPU:
         keep_pinned(cache, node)
     offer(cache, node)
-
-
-def _count_moved(cache: Cache, node: Node, change: int) -> None:
-    if not node.active:
-        count_run(cache, node, change)
-        if node.pins:
-            count_pinned_run(cache, node, change)
 
 
 def _change_tier(node: Node, target: Tier) -> None:
@@ -428,7 +421,7 @@ def _move_ids(
         cache.copies.append(CopyOp(kind, group.index, source, target, src, dst))
     if group.by_block and GPU in (source, target):  # where blocks read one by one count by themselves
         num_moved = int(present.sum())
-        add_cached(node.root, group.gpu, num_moved if target == GPU else -num_moved)
+        add_idle(node.root, group.gpu, num_moved if target == GPU else -num_moved)
         if target == GPU and num_moved:
             leave_over(cache, node, group, node.start, node.end - 1)
     return moved
@@ -462,8 +455,9 @@ def drop_tail(
     if node.digests and cache.events.listening:
         announce_removed(cache, node, keep, node.num_blocks, reason)
     for group in cache.full:
-        group.tiers[node.tier].give(node.ids[group.index], keep)
-    count_positions(cache, node, -num_blocks)
+        pool = group.tiers[node.tier]
+        pool.give(node.ids[group.index], keep)
+        add_idle(node.root, pool, -num_blocks)
     for group in cache.by_block:
         free_blocks(cache, node, group, node.ids[group.index][keep:])
     node.num_blocks = keep

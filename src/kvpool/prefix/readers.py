@@ -10,8 +10,6 @@ their run, because nobody reads one of them alone there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvpool.core.cache import Cache
 from kvpool.core.kind import ByBlock
 from kvpool.core.node import Node, Root
@@ -28,11 +26,9 @@ def ref(cache: Cache, node: Node) -> None:
         node.active += 1
         if node.active > 1 or node is node.root:
             return
-        if node.pins:
-            count_pinned_run(cache, node, -1)
-        elif not node.same_tier_children:
+        if not (node.pins or node.same_tier_children):
             node.root.policies[node.tier].remove(node)
-        count_run(cache, node, -1)
+        count_run(cache, node, -1, -int(node.pins > 0))
         node = node.parent
 
 
@@ -57,15 +53,13 @@ def unref(cache: Cache, node: Node, used: bool = True) -> None:
         if node.detached:
             _free_detached(cache, node)
         else:
-            count_run(cache, node, 1)
+            count_run(cache, node, 1, int(node.pins > 0))
             if waiting is not None:
                 waiting.append(node)
             if node.ttl is not None:
                 node.expires_at = cache.now + node.ttl
                 watch(cache, node)
-            if node.pins:
-                count_pinned_run(cache, node, 1)
-            elif not node.same_tier_children:
+            if not (node.pins or node.same_tier_children):
                 node.root.policies[node.tier].add(node)
         node = parent
 
@@ -97,7 +91,7 @@ def pin_path(cache: Cache, node: Node) -> None:
         if not node.active:
             if not node.same_tier_children:
                 node.root.policies[node.tier].remove(node)
-            count_pinned_run(cache, node, 1)
+            count_run(cache, node, 0, 1)
         node = node.parent
 
 
@@ -109,61 +103,37 @@ def unpin_path(cache: Cache, node: Node) -> None:
             return
         cache.pinned_positions -= node.num_blocks
         if not node.active:
-            count_pinned_run(cache, node, -1)
+            count_run(cache, node, 0, -1)
             offer(cache, node)
         node = node.parent
 
 
-# --- what nobody reads ----------------------------------------------------------------------------------------------
+# --- what nobody reads -----------------------------------------------------------------------------------------------
 
 
-def add_cached(root: Root, pool: BlockPool, change: int) -> None:
-    """`change` blocks became idle (or, if negative, stopped being so)."""
-    pool.num_cached += change
+def add_idle(root: Root, pool: BlockPool, idle: int, pinned: int = 0) -> None:
+    """So many blocks became idle, so many idle ones pinned; or, where negative, stopped being so."""
+    pool.num_cached += idle
+    pool.num_pinned += pinned
     if root.quota is not None and pool.tier == GPU:
-        root.quota.cached[pool.index] += change
+        root.quota.cached[pool.index] += idle
+        root.quota.pinned[pool.index] += pinned
 
 
-def add_pinned(root: Root, pool: BlockPool, change: int) -> None:
-    """`change` idle blocks became pinned (or, if negative, stopped being so)."""
-    pool.num_pinned += change
-    if root.quota is not None and pool.tier == GPU:
-        root.quota.pinned[pool.index] += change
-
-
-def count_positions(cache: Cache, node: Node, change: int) -> None:
-    """`change` positions of full groups in a run became idle (or, if negative, stopped being so)."""
-    if cache.only_pools is not None and node.root.quota is None:
-        cache.only_pools[node.tier].num_cached += change
+def count_run(cache: Cache, node: Node, idle: int, pinned: int) -> None:
+    """The blocks that count with a run became idle (1), stopped being so (-1), or neither (0); `pinned` likewise."""
+    root, tier, length = node.root, node.tier, node.num_blocks
+    if cache.only_pools is not None and root.quota is None:
+        pool = cache.only_pools[tier]
+        pool.num_cached += idle * length
+        pool.num_pinned += pinned * length
         return
     for index, per_position in cache.full_per_pool:
-        add_cached(node.root, cache.pools[index][node.tier], change * per_position)
-
-
-def count_run(cache: Cache, node: Node, change: int) -> None:
-    """A run became idle (`change` 1) or stopped being so (-1): its blocks that count with it are cached, or not."""
-    if cache.only_pools is not None and node.root.quota is None:
-        cache.only_pools[node.tier].num_cached += change * node.num_blocks
-        return
-    count_positions(cache, node, change * node.num_blocks)
-    if cache.by_block and node.tier != GPU:
-        for pool, num_blocks in _by_block_below(cache, node):
-            add_cached(node.root, pool, change * num_blocks)
-
-
-def count_pinned_run(cache: Cache, node: Node, change: int) -> None:
-    """An idle run became pinned (`change` 1) or stopped being so (-1)."""
-    for index, per_position in cache.full_per_pool:
-        add_pinned(node.root, cache.pools[index][node.tier], change * node.num_blocks * per_position)
-    if cache.by_block and node.tier != GPU:
-        for pool, num_blocks in _by_block_below(cache, node):
-            add_pinned(node.root, pool, change * num_blocks)
-
-
-def _by_block_below(cache: Cache, node: Node) -> Iterator[tuple[BlockPool, int]]:
-    """(pool, blocks) of each group read block by block of a run below the GPU."""
-    for group in cache.by_block:
-        yield group.on(node.tier), int((node.ids[group.index] >= 0).sum())
+        num_blocks = length * per_position
+        add_idle(root, cache.pools[index][tier], idle * num_blocks, pinned * num_blocks)
+    for group in cache.by_block if tier != GPU else ():
+        num_blocks = int((node.ids[group.index] >= 0).sum())
+        add_idle(root, group.on(tier), idle * num_blocks, pinned * num_blocks)
 
 
 def free_blocks(cache: Cache, node: Node, group: ByBlock, ids: Int32Array) -> None:
@@ -171,6 +141,4 @@ def free_blocks(cache: Cache, node: Node, group: ByBlock, ids: Int32Array) -> No
     held = ids[ids >= 0]
     pool = group.on(node.tier)
     pool.give(held)
-    add_cached(node.root, pool, -len(held))
-    if node.pins and node.tier != GPU:
-        add_pinned(node.root, pool, -len(held))
+    add_idle(node.root, pool, -len(held), -len(held) if node.pins and node.tier != GPU else 0)
