@@ -9,11 +9,12 @@ import numpy as np
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.core.cache import Cache, make_pools
+from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import Node
 from kvpool.events import EventLog
 from kvpool.eviction import LRUPolicy
 from kvpool.kinds import make_groups
-from kvpool.prefix.tree import add_node, new_child
+from kvpool.prefix.tree import new_child
 from managers import FULL, Clock
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=4)
@@ -35,8 +36,9 @@ def tokens_of(*tokens: int) -> np.ndarray[Any, Any]:
 def add_run(cache: Cache, parent: Node, *tokens: int, session: str | None = None) -> Node:
     """An idle run of new GPU blocks below `parent`, in the books of nobody but the tree."""
     ids = tokens_of(*tokens)
-    node = new_child(cache, parent, ids[:SIZE].tobytes(), 1, None, session)
+    handle = KVCacheHandle(cache.rows, "a", parent.root.scope)
+    handle.session = session
+    node = new_child(cache, parent, ids[:SIZE].tobytes(), handle)
     node.num_blocks, node.tokens = len(ids) // SIZE, ids
     node.ids = tuple(group.gpu.take(node.num_blocks) for group in cache.growing)
-    add_node(cache, node)
     return node

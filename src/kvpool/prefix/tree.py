@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
+from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import NEVER, Logits, Node, Root, numbers_in_tree
 from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array, as_bytes, copied
@@ -120,32 +121,21 @@ def common_tokens(cache: Cache, node: Node, tokens: Int32Array) -> int:
 # --- shape -----------------------------------------------------------------------------------------------------------
 
 
-def new_child(
-    cache: Cache,
-    parent: Node,
-    key: bytes,
-    published_by: int,
-    ttl: float | None,
-    session: str | None,
-    copied_sessions: tuple[str, ...] = (),
-) -> Node:
-    """An empty node below `parent` for what the sequence numbered `published_by` publishes, not yet in the tree."""
+def new_child(cache: Cache, parent: Node, key: bytes, handle: KVCacheHandle, is_remainder: bool = False) -> Node:
+    """A new node in the tree below `parent`, for blocks that a sequence publishes; the caller says at once what they are."""
     counters = cache.counters
     counters.nodes_created += 1
     node = Node(parent, key, parent.start + parent.num_blocks, counters.nodes_created, cache.now)
     node.last_access = cache.tick
-    node.ttl = ttl
-    node.published_by = published_by
-    if session is not None or copied_sessions:
-        node.session = session
-        add_sessions(cache, node, (session, *copied_sessions) if session is not None else copied_sessions)
-    return node
-
-
-def add_node(cache: Cache, node: Node) -> None:
-    """From now on a node can be found."""
-    node.parent.add_child(node.key, node)
+    node.ttl = handle.ttl
+    node.published_by = handle.serial
+    node.is_remainder = is_remainder
+    if handle.session is not None or handle.copied_sessions:
+        node.session = handle.session
+        add_sessions(cache, node, handle.sessions)
+    parent.add_child(key, node)
     cache.num_runs += 1
+    return node
 
 
 def remove_node(cache: Cache, node: Node) -> None:

@@ -15,7 +15,7 @@ from kvpool.prefix.announcer import announce_stored
 from kvpool.prefix.evict import adopt_blocks, drop_covered
 from kvpool.prefix.expiry import set_priority
 from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import add_node, add_sessions, common_tokens, end_at, new_child, split, tip_of
+from kvpool.prefix.tree import add_sessions, common_tokens, end_at, new_child, split, tip_of
 
 _NOBODY: list[int] = []
 
@@ -100,13 +100,12 @@ def publish(cache: Cache, row: int) -> None:
             child = _closed_child(cache, [row, *followers], tip, key, first, limit)
             _stored(cache, handle, child)
         else:
-            node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
+            node = new_child(cache, tip, key, handle)
             node.active = 1  # the row held `tip` directly; now it does so through this node
             node.open_row = row
             node.num_blocks = done - first  # the rest when it is read: `sync`
             rows.tips[row] = node
             rows.grows_alone_of[row] = handle.retention is None
-            add_node(cache, node)
             if tip.num_remainders:
                 drop_covered(cache, tip, key)
             tip = node
@@ -233,10 +232,9 @@ def publish_remainder(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) 
         return tip
     if tip.num_remainders:
         drop_covered(cache, tip, key)
-    node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
-    node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
+    node = new_child(cache, tip, key, handle, is_remainder=True)
+    node.num_blocks, node.tokens, node.ids = 1, tokens, ids
     node.active = 1  # the row held `tip` directly; now it does so through this node
-    add_node(cache, node)
     if cache.events.listening and cache.events.tells_unfilled:
         _stored(cache, handle, node)
     return node
@@ -248,18 +246,17 @@ def _closed_child(cache: Cache, readers: list[int], tip: Node, key: bytes, first
     row = readers[0]
     handle = rows.handles[row]
     assert handle is not None
-    node = new_child(cache, tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
-    node.num_blocks = last - first
-    node.tokens = rows.ids_between(row, first * size, last * size)
+    tokens = rows.ids_between(row, first * size, last * size)
     # The same ids in every row, but for blocks that some of them have passed.
-    node.ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in cache.growing])
+    ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in cache.growing])
+    node = new_child(cache, tip, key, handle)
+    node.num_blocks, node.tokens, node.ids = last - first, tokens, ids
     for group in cache.full:
         group.gpu.refs[node.ids[group.index]] = 0  # their readers are counted on the node
     node.active = len(readers)
     tip.active -= len(readers) - 1  # each held the tip itself; together they now count as one active child
     for reader in readers:
         rows.tips[reader] = node
-    add_node(cache, node)
     if tip.num_remainders:
         drop_covered(cache, tip, key)
     return node
