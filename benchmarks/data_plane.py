@@ -25,7 +25,7 @@ import kvpool
 from data_plane_attention import attention_cases, attention_peers
 from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times
 from kvpool import CopyKind, CopyOp, KVCacheConfig, KVCacheManager, LayerSpec, Tier
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 from kvpool.kernels.write import read_slots, write_slots
 from kvpool.storage import BlockStore, DataPlane, GroupLayout
 
@@ -225,10 +225,12 @@ def scatter_heads_first() -> Runner:
         first = 2 * layer * HEADS
         limit = len(rows) - 2 * LAYERS * HEADS
         write_slots(
-            LayerCache(LAYER.dtype, rows[first : first + limit], rows[first + HEADS : first + HEADS + limit]),
+            LayerCache(
+                k=StoredPart(LAYER.dtype, rows[first : first + limit], DIM),
+                v=StoredPart(LAYER.dtype, rows[first + HEADS : first + HEADS + limit], DIM),
+            ),
             flat,
-            k[layer % 8],
-            v[layer % 8],
+            {"k": k[layer % 8], "v": v[layer % 8]},
         )
 
     return captured(write)
@@ -248,10 +250,10 @@ def decode(heads_first: bool = False) -> Callable[[], Any]:
     data = torch.randn(num_blocks, config.block_bytes // 2, device="cuda", dtype=torch.bfloat16).view(torch.uint8)
     cache = GroupLayout(config.groups[0]).layer_cache(data, 0)
     if heads_first:
-        assert cache.v is not None
-        strides = (cache.k.stride(0), DIM, BLOCK_SIZE * DIM, 1)
-        k, v = (x.as_strided(x.shape, strides, x.storage_offset()) for x in (cache.k, cache.v))
-        cache = cache._replace(k=k, v=v)
+        strides = (cache["k"].data.stride(0), DIM, BLOCK_SIZE * DIM, 1)
+        for name, part in cache.items():
+            turned = part.data.as_strided(part.data.shape, strides, part.data.storage_offset())
+            cache[name] = part._replace(data=turned)
     indptr = np.arange(sequences + 1, dtype=np.int32) * (tokens // BLOCK_SIZE)
     indices = scattered(5, num_blocks, num_blocks)
     batch = PagedBatch.build(indptr, indices, [1] * sequences, [tokens] * sequences, block_size=BLOCK_SIZE)
@@ -300,12 +302,12 @@ def cpu_tokens() -> tuple[LayerCache, Tensor, Tensor, Tensor]:
 
 def cpu_scatter() -> Runner:
     layer, slots, k, v = cpu_tokens()
-    return partial(cpu_gigabytes_per_second, TOKEN_BYTES, lambda: write_slots(layer, slots, k, v))
+    return partial(cpu_gigabytes_per_second, TOKEN_BYTES, lambda: write_slots(layer, slots, {"k": k, "v": v}))
 
 
 def cpu_gather() -> Runner:
     layer, slots, _, _ = cpu_tokens()
-    return partial(cpu_gigabytes_per_second, TOKEN_BYTES, lambda: read_slots(layer, slots))
+    return partial(cpu_gigabytes_per_second, TOKEN_BYTES, lambda: [read_slots(part, slots) for part in layer.values()])
 
 
 def cpu_plain_tokens(fresh: bool) -> Runner:

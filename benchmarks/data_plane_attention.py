@@ -102,10 +102,12 @@ def _random_store(spec: AttentionSpec, num_blocks: int, device: str, layers: int
     store = torch.randint(0, 120, (num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
     for number in range(layers):
         cache = layout.layer_cache(store, number)
-        scales = [cache.k_scale, cache.v_scale, cache.v_zero]
-        for part in (*scales, *((cache.k, cache.v) if spec.kv_dtype.bits > 8 else ())):
-            if part is not None:
-                part.copy_(torch.randn(part.shape, device=device) * 0.01 if part.dim() == 3 else torch.randn_like(part))
+        for part in cache.values():
+            for scale in (part.scale, part.zero):
+                if scale is not None:
+                    scale.copy_(torch.randn(scale.shape, device=device) * 0.01)
+            if spec.kv_dtype.bits > 8:
+                part.data.copy_(torch.randn_like(part.data))
         yield cache
 
 

@@ -104,7 +104,7 @@ class Layers:
         self.bytes = 2 * batch * part.bytes  # of one layer, read and written
         self.slots = StateSlots.allocate({i: StateSpec((part,)) for i in range(LAYERS)}, batch + 1, "cuda")
         for i in range(LAYERS):
-            self.slots.store.states(0)[i, part.name].normal_()
+            self.slots.store.views(0)[i, part.name].normal_()
         rows = torch.randperm(batch, device="cuda")
         self.states = [self.slots.at(i, part.name, rows, rows) for i in range(LAYERS)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.config.layers import DType
 from kvpool.kernels.attention_reference import reference_attention
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 from kvpool.kernels.quantization import TORCH_DTYPES, quantize
 
 MIXED_QUERIES = (1, 1, 5, 1, 33, 2, 0, 1)
@@ -34,39 +35,32 @@ def poisoned_layer(spec: AttentionSpec, num_blocks: int, block_size: int, layout
     def scales() -> Tensor:
         return torch.full((num_blocks, 2, 2, block_size, spec.kv_heads), torch.nan, device=device).half()[:, 1]
 
-    k = part(spec.head_dim, spec.kv_dtype.of_keys)[:, 0]
-    v = None if spec.k_only else part(spec.v_dim, spec.kv_dtype)[:, 1]
-    integer = spec.kv_dtype in (DType.INT8, DType.INT4)
-    four = spec.kv_dtype is DType.INT4
-    return LayerCache(
-        spec.kv_dtype,
-        k,
-        v,
-        k_scale=scales()[:, 0] if integer else None,
-        v_scale=scales()[:, 1] if integer and v is not None else None,
-        v_zero=scales()[:, 1] if four and v is not None else None,
-        k_factor=0.5 if "fp8" in spec.kv_dtype.value else 1.0,
-        v_factor=0.25 if "fp8" in spec.kv_dtype.value else 1.0,
-    )
+    parts = {}
+    for at, ((name, dtype, width), factor) in enumerate(zip(spec.reads, (0.5, 0.25), strict=False)):
+        parts[name] = StoredPart(
+            dtype,
+            part(width, dtype)[:, at],
+            width,
+            scales()[:, at] if dtype.scale_bytes else None,
+            scales()[:, at] if dtype is DType.INT4 else None,
+            factor if "fp8" in dtype.value else 1.0,
+        )
+    return LayerCache(parts)
 
 
-def write(cache: LayerCache, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor | None) -> None:
-    """K and V [tokens, heads, dim] into their places, quantised as the store does."""
-    for values, dtype, data, scale, zero, factor in (
-        (k, cache.dtype.of_keys, cache.k, cache.k_scale, None, cache.k_factor),
-        (v, cache.dtype, cache.v, cache.v_scale, cache.v_zero, cache.v_factor),
-    ):
-        if values is None or data is None:
-            continue
+def write(cache: LayerCache, blocks: Tensor, offsets: Tensor, given: Mapping[str, Tensor]) -> None:
+    """Keys and values [tokens, heads, dim] by name into their places, quantised as the store does."""
+    for name, values in given.items():
+        dtype, data, _, scale, zero, factor = cache[name]
         stored = quantize(values, dtype, factor)
         if data.element_size() == 1:  # indexing has no fp8
             data.view(torch.uint8)[blocks, offsets] = stored.data.view(torch.uint8)
         else:
             data[blocks, offsets] = stored.data
-        for part, target in ((stored.scale, scale), (stored.zero, zero)):
+        for rows, target in ((stored.scale, scale), (stored.zero, zero)):
             if target is not None:
-                assert part is not None
-                target[blocks, offsets] = part
+                assert rows is not None
+                target[blocks, offsets] = rows
 
 
 @dataclass
@@ -104,8 +98,8 @@ class Case:
             listed = torch.arange(max(keys - gap, 0))
             places = torch.tensor(block_list, dtype=torch.long)[listed // size].to(device), (listed % size).to(device)
             shape = (len(listed), spec.kv_heads)
-            v = None if spec.k_only else torch.randn(*shape, spec.v_dim, device=device)
-            write(cache, *places, torch.randn(*shape, spec.head_dim, device=device), v)
+            sides = {name: torch.randn(*shape, width, device=device) for name, _, width in spec.reads}
+            write(cache, *places, sides)
         total = sum(self.query_lens)
         q = torch.randn(total, spec.q_heads, spec.head_dim, device=device).to(TORCH_DTYPES[spec.dtype])
         if self.layout == "hnd":  # queries as a model hands them over: a view of [head, token, element]
@@ -176,7 +170,7 @@ def feature_cases() -> list[Case]:
         Case("own scale", spec(scale=0.3)),
         Case("negative scale", spec(scale=-0.3)),
         Case("negative scale and soft cap", spec(scale=-0.3, soft_cap=2.0)),
-        Case("K only", spec(1 * 4, 1, 96, v_dim=64, k_only=True)),
+        Case("K only", spec(1 * 4, 1, 96, v_dim=64, values="k")),
         Case("short V", spec(v_dim=32)),
         Case("cross", spec(causal=False), query_lens=(3, 1, 2, 1, 20), kv_lens=(40, 0, 17, 33, 64)),
         Case("cross, equal numbers of queries", spec(causal=False), query_lens=(3, 3), kv_lens=(40, 37)),
@@ -189,7 +183,7 @@ def feature_cases() -> list[Case]:
     cases += [Case(f"odd heads stored as {dtype.value}", spec(head_dim=33, kv_dtype=dtype)) for dtype in narrow]
     cases += [Case("short V stored as int4", spec(head_dim=40, v_dim=22, kv_dtype=DType.INT4))]
     cases += [
-        Case(f"K only, stored as {dtype.value}", spec(4, 1, 96, v_dim=64, k_only=True, kv_dtype=dtype))
+        Case(f"K only, stored as {dtype.value}", spec(4, 1, 96, v_dim=64, values="k", kv_dtype=dtype))
         for dtype in (DType.INT8, DType.INT4)
     ]
     cases += [
@@ -231,7 +225,7 @@ def large_cases() -> list[Case]:
         Case("llama heads first", spec(32, 8, 128, **bf16), (1,) * 20 + (700,), (*lens[:20], 700), layout="hnd"),
         Case("gemma 2", spec(16, 8, 256, soft_cap=50.0, window=512, **bf16), (1, 600, 1), (1500, 1400, 30)),
         Case("gpt-oss", spec(64, 8, 64, sink_logits=True, window=128, **bf16), (1, 600, 1), (1500, 1400, 30)),
-        Case("latent", spec(16, 1, 576, v_dim=512, k_only=True, **bf16), (1, 20, 1), (900, 100, 30)),
+        Case("latent", spec(16, 1, 576, v_dim=512, values="k", **bf16), (1, 20, 1), (900, 100, 30)),
         Case("many query heads", spec(71, 1, 64, **bf16), (1, 40, 1), (900, 100, 30)),
         Case("prompts of odd lengths", spec(32, 8, 128, **bf16), (130, 257, 1, 64, 33), (130, 300, 90, 64, 1033)),
         Case("a short chunk behind a long prefix", spec(32, 8, 128, **bf16), (40,), (5000,)),

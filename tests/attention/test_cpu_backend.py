@@ -183,7 +183,7 @@ def test_given_strided_queries_and_outputs_then_they_are_read_and_written_where_
 
 def test_given_a_key_that_is_not_a_number_then_the_output_is_none_either(backends: list[CpuBackend]) -> None:
     built = Case("not a number", spec(), (1, 20), (40, 30)).build()
-    built.cache.k[int(built.batch.indices[0]), 3] = torch.nan
+    built.cache["k"].data[int(built.batch.indices[0]), 3] = torch.nan
     for backend in backends:
         out = built.run(backend)
         assert out[0].isnan().all()

@@ -66,8 +66,8 @@ def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_
 
     for seed, lengths in enumerate(((60, 3), (100, 200, 300, 1), (400,)), 1):
         built = Case("replay", LLAMA, (1,) * len(lengths), lengths, seed=seed).build("cuda")
-        blocks = built.cache.k.shape[0]
-        cache.k[:blocks], cache.v[:blocks] = built.cache.k, built.cache.v
+        for name, part in built.cache.items():
+            cache[name].data[: built.cache.num_blocks] = part.data
         backend.plan(LLAMA, built.batch, buffers)
         q[: len(lengths)] = built.q
         graph.replay()
@@ -81,7 +81,7 @@ def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_
         ({"kv_dtype": DType.INT8}, "stored as int8"),
         ({"head_dim": 80}, "heads of 80"),
         ({"v_dim": 64}, "V of 64"),
-        ({"k_only": True}, "K-only"),
+        ({"values": "k"}, "K and V in one part"),
         ({"window": 8, "sink_tokens": 2}, "sink tokens"),
         ({"chunk": 8}, "chunked"),
         ({"sink_logits": True}, "sink logits"),

@@ -134,8 +134,8 @@ def wrong_arguments() -> list[tuple[str, dict[str, Any], str]]:
         ("one row less", {"q": built.q[1:]}, "q is torch.float32 of shape"),
         ("other dtype", {"q": built.q.half()}, "planned was float32"),
         ("output too small", {"out": built.q[:, :1]}, "out is"),
-        ("other store", {"cache": other.cache}, "float16 in blocks of 32"),
-        ("no V", {"cache": built.cache._replace(v=None)}, "the layer has no V"),
+        ("other store", {"cache": other.cache}, r"\('float16', 32, "),
+        ("no V", {"cache": LayerCache(k=built.cache["k"])}, "the layer has no part 'v'"),
         ("other device", {"q": built.q.to("meta")}, "q is on meta"),
         ("unplanned sink logits", {"sink_logits": torch.zeros(4)}, "sink_logits=False"),
     ]

@@ -39,7 +39,7 @@ def test_given_no_output_tensor_then_a_new_one_holds_the_same() -> None:
 
 def test_given_one_plan_when_it_is_used_for_many_layers_then_each_gets_its_own_answer() -> None:
     first, second = Case("first", CASES[0].spec, seed=1).build(), Case("second", CASES[0].spec, seed=1).build()
-    second.cache.k.mul_(0.5)  # another layer: other bytes under the same block table
+    second.cache["k"].data.mul_(0.5)  # another layer: other bytes under the same block table
     backend = create_backend("torch", "cpu")
     plan = backend.plan(first.case.spec, first.batch)
 

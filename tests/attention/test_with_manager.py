@@ -46,7 +46,7 @@ class TinyModel:
 
     def copy_blocks(self) -> None:
         for copy in self.kv.take_copies():
-            for part in (self.cache.k, self.cache.v):
+            for _, part, *_ in self.cache.values():
                 part[copy.dst, : copy.num_tokens] = part[copy.src, : copy.num_tokens]
 
     def step(self, work: dict[Any, list[int]]) -> None:
@@ -64,7 +64,7 @@ class TinyModel:
             keep = slots >= 0
             k, v = (self.vectors(work[handle], start, 2, kind)[keep] for kind in (1, 2))
             size = self.group.block_size
-            write(self.cache, slots[keep] // size, slots[keep] % size, k, v)
+            write(self.cache, slots[keep] // size, slots[keep] % size, {"k": k, "v": v})
         lens = [len(work[handle]) for handle in handles]
         kv_lens = [start + count for start, count in zip(starts, lens, strict=True)]
         batch = PagedBatch.of(self.kv.batch(handles).csr(self.group.index), self.group, lens, kv_lens)

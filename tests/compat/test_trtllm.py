@@ -362,4 +362,4 @@ def test_given_blocks_that_move_to_the_secondary_pool_and_back_then_their_bytes_
         found_k, found_v = cache.read("again", layer)
         assert torch.equal(found_k, k[:15])
         assert torch.equal(found_v, v[:15])
-    assert tuple(cache.get_primary_pool_data(1).k.shape) == (4, 4, 2, 8)
+    assert tuple(cache.get_primary_pool_data(1)["k"].data.shape) == (4, 4, 2, 8)

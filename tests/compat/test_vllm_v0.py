@@ -342,8 +342,8 @@ def test_given_pairs_when_the_cache_engine_runs_them_then_forks_and_swapped_grou
     engine.copy(pairs)
     blocks.write("b", 0, 6, torch.full((1, 2, 8), 5.0), torch.full((1, 2, 8), 5.0))
     engine.swap_out(blocks.swap_out(["a", "b"]))
-    engine.plane.layer_cache(0).k.fill_(0)  # others use the blocks meanwhile
-    engine.plane.layer_cache(1).v.fill_(0)
+    engine.plane.layer_cache(0)["k"].data.fill_(0)  # others use the blocks meanwhile
+    engine.plane.layer_cache(1)["v"].data.fill_(0)
     engine.swap_in(blocks.swap_in(["a", "b"]))
     for name in ("a", "b"):
         for layer, (k, v) in enumerate(given):

@@ -45,7 +45,7 @@ SPECS = {
     "gemma 2": spec(16, 8, 256, soft_cap=50.0, window=512, **HALF),
     "gpt-oss": spec(64, 8, 64, sink_logits=True, window=128, **HALF),
     "sinks and window": spec(8, 8, 64, window=64, sink_tokens=4, **HALF),
-    "latent": spec(16, 1, 576, v_dim=512, k_only=True, **HALF),
+    "latent": spec(16, 1, 576, v_dim=512, values="k", **HALF),
     "the widest heads": spec(4, 2, 1024),
 }
 
@@ -90,11 +90,10 @@ def attend(
 
 
 def write(kind: AttentionSpec) -> None:
-    values = torch.zeros(3, kind.kv_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
-    cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
-    write_slots_triton(
-        cache, torch.zeros(3, dtype=torch.int32), values, None if kind.k_only else values[..., : kind.v_dim]
-    )
+    given = {
+        name: torch.zeros(3, kind.kv_heads, width, dtype=TORCH_DTYPES[kind.dtype]) for name, _, width in kind.reads
+    }
+    write_slots_triton(poisoned_layer(kind, 1, 16, "nhd", "cpu"), torch.zeros(3, dtype=torch.int32), given)
 
 
 def copy() -> None:

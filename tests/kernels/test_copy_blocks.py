@@ -72,10 +72,9 @@ def test_given_the_first_tokens_of_a_block_when_copied_then_all_layers_have_them
     target = torch.full_like(source, POISON)
     copy_tokens(source, target, ids(5), ids(2), ids(3), layout.runs)
     for layer in range(3):
-        theirs, ours = layout.layer_cache(source, layer), layout.layer_cache(target, layer)
-        for field in ("k", "v", "k_scale", "v_scale", "v_zero"):
-            if (values := getattr(theirs, field)) is not None:
-                copied = getattr(ours, field)
+        for (at, name), values in layout.views(source).items():
+            if at == layer:
+                copied = layout.view(target, layer, name)
                 assert torch.equal(copied[2, :3].view(torch.uint8), values[5, :3].view(torch.uint8))
                 assert (copied[2, 3].contiguous().view(torch.uint8) == POISON).all()
     assert (target[[0, 1, 3, 4, 5]] == POISON).all()

@@ -22,6 +22,7 @@ from kvpool.kernels import attention as paged_attention
 from kvpool.kernels.attention import TileShape
 from kvpool.kernels.attention_reference import attend_items_reference, merge_partials_reference
 from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import LayerCache
 
 CASES = feature_cases() + shape_cases()
 CPU = torch.device("cpu")
@@ -136,12 +137,12 @@ def test_given_buffers_when_batches_change_then_one_plan_after_another_is_right(
 @pytest.mark.parametrize("kind", [spec(), spec(window=20, sink_logits=True)], ids=["plain", "window"])
 def test_given_kernels_that_are_compiled_ahead_then_nothing_is_computed(kind: AttentionSpec) -> None:
     built = Case("step", kind, (1, 8), (70, 8)).build()
-    before = built.cache.k.clone()
+    before = built.cache["k"].data.clone()
 
     for compile in TritonBackend(CPU).compilations(kind, built.cache):
         compile()
 
-    torch.testing.assert_close(built.cache.k, before, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(built.cache["k"].data, before, rtol=0, atol=0, equal_nan=True)
     built.check(built.run(TritonBackend(CPU)))
 
 
@@ -288,7 +289,7 @@ def test_given_a_captured_mixed_step_when_it_is_replayed_for_other_batches_then_
     buffers = backend.reserve(kind, max_sequences=16, max_query_tokens=512, max_blocks=512)
     first = Case("capture", kind, (1, 1, 300, 9), (900, 200, 900, 70), seed=1).build("cuda")
     q, out = (torch.zeros(512, 8, 128, device="cuda").bfloat16() for _ in range(2))
-    cache = first.cache._replace(k=torch.empty_like(first.cache.k), v=torch.empty_like(first.cache.v))
+    cache = LayerCache((name, part._replace(data=torch.empty_like(part.data))) for name, part in first.cache.items())
     sinks = None if first.sink_logits is None else torch.empty_like(first.sink_logits)
     plan = backend.plan(kind, first.batch, buffers)
     backend.run(q, cache, plan, sink_logits=sinks, out=out)  # compiles
@@ -299,9 +300,9 @@ def test_given_a_captured_mixed_step_when_it_is_replayed_for_other_batches_then_
     shapes = (((1, 200, 1), (300, 500, 33)), ((512,), (512,)), ((1, 1), (700, 9)), ((3, 40), (60, 40)))
     for seed, (queries, keys) in enumerate(shapes):
         built = Case("replay", kind, queries, keys, seed=seed).build("cuda")
-        blocks = built.cache.k.shape[0]
-        assert blocks <= cache.k.shape[0]
-        cache.k[:blocks], cache.v[:blocks] = built.cache.k, built.cache.v
+        assert built.cache.num_blocks <= cache.num_blocks
+        for name, part in built.cache.items():
+            cache[name].data[: built.cache.num_blocks] = part.data
         if sinks is not None:
             sinks.copy_(built.sink_logits)
         backend.plan(kind, built.batch, buffers)
@@ -323,7 +324,7 @@ def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_
     buffers = backend.reserve(kind, max_sequences=size, max_blocks=512)
     first = Case("capture", kind, (1,) * 8, (100, 200, 300, 1, 5, 70, 16, 17), seed=1).build("cuda")
     q, out = (torch.zeros(size, 8, 128, device="cuda").bfloat16() for _ in range(2))
-    cache = first.cache._replace(k=torch.empty_like(first.cache.k), v=torch.empty_like(first.cache.v))
+    cache = LayerCache((name, part._replace(data=torch.empty_like(part.data))) for name, part in first.cache.items())
     sinks = None if first.sink_logits is None else torch.empty_like(first.sink_logits)
     plan = backend.plan(kind, first.batch, buffers)
     backend.run(q, cache, plan, sink_logits=sinks, out=out)  # compiles
@@ -333,10 +334,10 @@ def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_
 
     for seed, lengths in enumerate(((60, 3, 33), (100, 200, 300, 1, 5, 70, 16, 17), (400,))):
         built = Case("replay", kind, (1,) * len(lengths), lengths, seed=seed).build("cuda")
-        blocks = built.cache.k.shape[0]
-        if blocks > cache.k.shape[0]:
+        if built.cache.num_blocks > cache.num_blocks:
             pytest.fail("the captured store is too small for this test")
-        cache.k[:blocks], cache.v[:blocks] = built.cache.k, built.cache.v
+        for name, part in built.cache.items():
+            cache[name].data[: built.cache.num_blocks] = part.data
         if sinks is not None:
             sinks.copy_(built.sink_logits)
         backend.plan(kind, built.batch, buffers)

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from indexed_layer import IndexedLayer
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -43,7 +44,7 @@ def test_given_a_rule_then_six_queries_see_these_keys(options: dict[str, Any], p
     [
         ({"q_heads": 6, "kv_heads": 4}, "q_heads=6"),
         ({"q_heads": 0}, "q_heads=0"),
-        ({"k_only": True, "v_dim": 65}, "v_dim=65"),
+        ({"values": "k", "v_dim": 65}, "v_dim=65"),
         ({"window": 4, "chunk": 4}, "chunk=4"),
         ({"window": 0}, "window=0"),
         ({"sink_tokens": 2}, "sink_tokens=2"),
@@ -80,7 +81,16 @@ def test_given_a_k_only_layer_then_the_size_of_v_must_be_said() -> None:
 
     with pytest.raises(ConfigError, match="v_dim"):
         AttentionSpec.of(layer, 16)
-    assert AttentionSpec.of(layer, 16, v_dim=512).v_dim == 512
+    spec = AttentionSpec.of(layer, 16, v_dim=512)
+    assert (spec.v_dim, spec.reads) == (512, (("k", DType.BFLOAT16, 576),))
+
+
+def test_given_a_layer_that_also_keeps_an_indexer_s_keys_then_attention_reads_keys_and_values_only() -> None:
+    layer = IndexedLayer(kv_heads=2, head_dim=64, v_head_dim=32)
+
+    spec = AttentionSpec.of(layer, 8)
+
+    assert spec.reads == (("k", DType.BFLOAT16, 64), ("v", DType.BFLOAT16, 32))
 
 
 @pytest.mark.parametrize(("sink_tokens", "slots"), [(0, 0), (1, 4), (4, 4), (5, 8)])

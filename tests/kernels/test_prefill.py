@@ -19,7 +19,7 @@ from kvpool.config.layers import DType
 from kvpool.kernels.attention import Partials, TileShape
 from kvpool.kernels.attention_reference import attend_items_reference
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 from kvpool.kernels.prefill import PREFILL_TILE, prefills, prefills_on, reads
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_given_plain_attention_of_16_bit_floats_then_it_is_used(kind: AttentionS
             {"chunk": 16},
             {"soft_cap": 30.0},
             {"sink_logits": True},
-            {"k_only": True},
+            {"values": "k"},
             {"scale": -1.0},
         ),
         *({"v_dim": 64}, {"head_dim": 96, "v_dim": 96}, {"head_dim": 256, "v_dim": 256}),
@@ -71,20 +71,20 @@ def test_given_no_gpu_then_it_is_not_used() -> None:
     assert not prefills_on(CPU)
 
 
-def store(num_blocks: int = 4, block_size: int = 16, token_padding: int = 0) -> LayerCache:
+def store(num_blocks: int = 4, block_size: int = 16, token_padding: int = 0) -> tuple[StoredPart, StoredPart]:
     k, v = (torch.zeros(num_blocks, block_size, 8, 128 + token_padding).bfloat16()[..., :128] for _ in range(2))
-    return LayerCache(DType.BFLOAT16, k, v)
+    return StoredPart(DType.BFLOAT16, k, 128), StoredPart(DType.BFLOAT16, v, 128)
 
 
 def test_given_tensors_that_the_copy_engine_cannot_read_then_it_is_not_used() -> None:
     q = torch.zeros(300, 32, 128).bfloat16()
 
-    assert reads(q, store())
-    assert reads(q, store(block_size=256))
-    assert not reads(q, store(token_padding=4))
-    assert not reads(q, store(block_size=12))
-    assert not reads(q, store(block_size=4))
-    assert not reads(torch.zeros(300 * 32 * 128 + 1).bfloat16()[1:].view(300, 32, 128), store())
+    assert reads(q, *store())
+    assert reads(q, *store(block_size=256))
+    assert not reads(q, *store(token_padding=4))
+    assert not reads(q, *store(block_size=12))
+    assert not reads(q, *store(block_size=4))
+    assert not reads(torch.zeros(300 * 32 * 128 + 1).bfloat16()[1:].view(300, 32, 128), *store())
 
 
 @pytest.mark.parametrize("kv_dtype", [DType.INT8, DType.INT4, DType.FP8_E4M3])
@@ -95,9 +95,10 @@ def test_given_quantised_tensors_then_blocks_of_any_size_can_be_read_and_rows_of
     kind = replace(LLAMA, kv_dtype=kv_dtype)
 
     for block_size in (1, 12, 16, 256):
-        assert reads(q, poisoned_layer(kind, 4, block_size, "nhd", "cpu"))
-    cache = poisoned_layer(replace(kind, head_dim=130, v_dim=130), 4, 16, "nhd", "cpu")
-    assert not reads(q, cache._replace(k=cache.k[..., :128], v=cache.v[..., : 64 if kv_dtype is DType.INT4 else 128]))
+        assert reads(q, *poisoned_layer(kind, 4, block_size, "nhd", "cpu").values())
+    odd = poisoned_layer(replace(kind, head_dim=130, v_dim=130), 4, 16, "nhd", "cpu").values()
+    keys, values = (part._replace(data=part.data[..., : 64 if part.dtype is DType.INT4 else 128]) for part in odd)
+    assert not reads(q, keys, values)
 
 
 class Specialised(TritonBackend):

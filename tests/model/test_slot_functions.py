@@ -49,7 +49,7 @@ def modules(family: str) -> list[StateModule]:
 
 def random_slots(modules: list[StateModule]) -> StateSlots:
     slots = StateSlots.allocate(state_specs(modules), 6)
-    for states in slots.store.states(0).values():
+    for states in slots.store.views(0).values():
         states.normal_(generator=torch.Generator().manual_seed(1))
     return slots
 
@@ -78,8 +78,8 @@ def test_a_decode_step_copies_no_state_and_gives_what_copies_give(
     with keeping_states(StateStep.decoding(slots, sources, targets)), torch.no_grad():
         found = modules[0].module(hidden)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    for place, states in slots.store.states(0).items():
-        torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.views(0).items():
+        torch.testing.assert_close(states, copied.store.views(0)[place], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", PACKED, indirect=True)
@@ -107,8 +107,8 @@ def test_chunks_of_several_sequences_are_one_call_and_give_what_copies_give(
         found = modules[0].module(hidden)
     assert calls == [(2, 1, 64), (1, 16, 64)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    for place, states in slots.store.states(0).items():
-        torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.views(0).items():
+        torch.testing.assert_close(states, copied.store.views(0)[place], rtol=1e-4, atol=1e-4)
 
 
 def stepping(
@@ -134,8 +134,8 @@ def test_a_step_in_a_graph_gives_what_it_gives_without_one_and_drafts_leave_no_s
     with keeping_states(stepping(slots, *plan)), torch.no_grad():
         found = modules[0].module(hidden)
     torch.testing.assert_close(found[:, :15], expected, rtol=1e-4, atol=1e-4)
-    for place, states in slots.store.states(0).items():
-        torch.testing.assert_close(states, copied.store.states(0)[place], rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.views(0).items():
+        torch.testing.assert_close(states, copied.store.views(0)[place], rtol=1e-4, atol=1e-4)
 
 
 def test_drafts_leave_the_state_that_the_tokens_before_them_leave(modules: list[StateModule]) -> None:
@@ -146,8 +146,8 @@ def test_drafts_leave_the_state_that_the_tokens_before_them_leave(modules: list[
     with keeping_states(StateStep.of(alone, [2, 1], [3, 1], [3, 2])), torch.no_grad():
         expected = modules[0].module(hidden[:, [0, 1, 5]])
     torch.testing.assert_close(found[:, [0, 1, 5]], expected, rtol=1e-4, atol=1e-4)
-    for place, states in slots.store.states(0).items():
-        torch.testing.assert_close(states, alone.store.states(0)[place], rtol=1e-4, atol=1e-4)
+    for place, states in slots.store.views(0).items():
+        torch.testing.assert_close(states, alone.store.views(0)[place], rtol=1e-4, atol=1e-4)
     with keeping_states(StateStep.of(alone, [3, 3], [3, 2], [3, 2])), torch.no_grad():
         after = modules[0].module(hidden[:, [2, 3, 4, 6, 7, 8]])
     torch.testing.assert_close(found[:, [2, 3, 4, 6, 7, 8]], after, rtol=1e-4, atol=1e-4)
@@ -161,19 +161,19 @@ def test_a_step_in_a_graph_on_a_gpu(family: str) -> None:
     model = hybrid_model(family)
     modules = modules_of(model)
     expected_slots = random_slots(modules)
-    data = {place: states.clone() for place, states in expected_slots.store.states(0).items()}
+    data = {place: states.clone() for place, states in expected_slots.store.views(0).items()}
     hidden, plan = torch.randn(1, 15, 64), ([1, 7, 6, 1], [3, -1, 1, 0], [3, 2, 1, 4], [1, 7, 4, 1])
     with keeping_states(StateStep.of(expected_slots, *plan)), torch.no_grad():
         expected = modules[0].module(hidden)
     modules = modules_of(model.to("cuda"))
     slots = StateSlots.allocate(state_specs(modules), 6, "cuda")
-    for place, states in slots.store.states(0).items():
+    for place, states in slots.store.views(0).items():
         states.copy_(data[place])
     with keeping_states(stepping(slots, *plan)), torch.no_grad():
         found = modules[0].module(hidden.to("cuda")).cpu()
     assert (found - expected).norm() < 1e-3 * expected.norm()
-    for place, states in slots.store.states(0).items():
-        kept = expected_slots.store.states(0)[place]
+    for place, states in slots.store.views(0).items():
+        kept = expected_slots.store.views(0)[place]
         assert (states.cpu() - kept).norm() < 1e-3 * kept.norm()
 
 
@@ -189,20 +189,20 @@ def test_chunks_of_several_sequences_on_a_gpu(family: str, dtype: torch.dtype) -
     model = hybrid_model(family)
     modules = modules_of(model)
     expected_slots = random_slots(modules)
-    data = {place: states.clone() for place, states in expected_slots.store.states(0).items()}
+    data = {place: states.clone() for place, states in expected_slots.store.views(0).items()}
     hidden, plan = torch.randn(1, 108, 64), ([1, 99, 1, 1, 6], [3, -1, -1, 1, 0], [3, 2, 5, 1, 4])
     with keeping_states(StateStep.of(expected_slots, *plan)), torch.no_grad():
         expected = modules[0].module(hidden)
     modules = modules_of(model.to("cuda", dtype))
     slots = StateSlots.allocate(state_specs(modules), 6, "cuda")
-    for place, states in slots.store.states(0).items():
+    for place, states in slots.store.views(0).items():
         states.copy_(data[place])
     with keeping_states(StateStep.of(slots, *plan)), torch.no_grad():
         found = modules[0].module(hidden.to("cuda", dtype)).cpu().float()
     close = 1e-3 if dtype is torch.float32 else 0.05
     assert (found - expected).norm() < close * expected.norm()
-    for place, states in slots.store.states(0).items():
-        kept = expected_slots.store.states(0)[place]
+    for place, states in slots.store.views(0).items():
+        kept = expected_slots.store.views(0)[place]
         assert (states.cpu().float() - kept).norm() < close * kept.norm()
 
 
@@ -296,5 +296,5 @@ def test_a_decode_step_in_a_graph_follows_its_slots(family: str) -> None:
     targets.copy_(torch.tensor([3, 1]))
     graph.replay()
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-4)
-    for place, states in slots.store.states(0).items():
-        torch.testing.assert_close(states.cpu(), expected_slots.store.states(0)[place], rtol=1e-3, atol=1e-4)
+    for place, states in slots.store.views(0).items():
+        torch.testing.assert_close(states.cpu(), expected_slots.store.views(0)[place], rtol=1e-3, atol=1e-4)

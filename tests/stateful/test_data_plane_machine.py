@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from reference import LOCAL_TIERS, cached_blocks, needed_positions
 
+from indexed_layer import IndexedLayer
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, SharedBlockError
 from kvpool.kinds import kind_of
@@ -23,7 +24,7 @@ from kvpool.kinds import kind_of
 torch = pytest.importorskip("torch")
 
 from kvpool.kernels.quantization import dequantize, quantize  # noqa: E402
-from kvpool.kernels.write import read_slots  # noqa: E402
+from kvpool.kernels.write import read_values  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.storage.disk import DiskStore  # noqa: E402
 
@@ -68,28 +69,28 @@ class DataPlaneMachine(RuleBasedStateMachine):
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
-    def kv(self, history: tuple[int, ...], layer: int) -> Any:
-        """K and V of the last token of a history, [head, element] each, in float32 on the CPU."""
+    def token(self, history: tuple[int, ...], layer: int) -> dict[str, Any]:
+        """What a layer stores of the last token of a history: each part [head, element], in float32 on the CPU."""
         key = (history, layer)
         if key not in self.values:
-            spec = self.config.layers[layer]
             generator = np.random.default_rng([len(history), layer, *history])
-            k = torch.from_numpy(generator.standard_normal((spec.kv_heads, spec.head_dim), np.float32))
-            v = torch.from_numpy(generator.standard_normal((spec.kv_heads, max(spec.value_dim, 1)), np.float32))
-            self.values[key] = k, v
+            self.values[key] = {
+                part.name: torch.from_numpy(generator.standard_normal((part.heads, part.width), np.float32))
+                for part in self.config.attention_layer(layer).parts
+            }
         return self.values[key]
 
-    def stacked(self, histories: list[tuple[int, ...]], layer: int) -> tuple[Any, Any]:
-        pairs = [self.kv(history, layer) for history in histories]
-        k = torch.stack([pair[0] for pair in pairs])
-        return k, None if self.config.layers[layer].k_only else torch.stack([pair[1] for pair in pairs])
+    def stacked(self, histories: list[tuple[int, ...]], layer: int) -> dict[str, Any]:
+        tokens = [self.token(history, layer) for history in histories]
+        return {name: torch.stack([token[name] for token in tokens]).to(self.device) for name in tokens[0]}
 
-    def expected(self, histories: list[tuple[int, ...]], layer: int) -> tuple[Any, Any]:
+    def expected(self, histories: list[tuple[int, ...]], layer: int) -> dict[str, Any]:
         """What these tokens are worth once they were stored and read back."""
-        k, v = self.stacked(histories, layer)
-        spec = self.config.layers[layer]
-        k = dequantize(quantize(k, spec.dtype.of_keys), spec.dtype.of_keys, spec.head_dim)
-        return k, None if v is None else dequantize(quantize(v, spec.dtype), spec.dtype, spec.value_dim)
+        given = self.stacked(histories, layer)
+        return {
+            part.name: dequantize(quantize(given[part.name].cpu(), part.dtype), part.dtype, part.width)
+            for part in self.config.attention_layer(layer).parts
+        }
 
     def histories(self, seq: Sequence, positions: range) -> list[tuple[int, ...]]:
         return [tuple(seq.tokens[: position + 1]) for position in positions]
@@ -104,15 +105,13 @@ class DataPlaneMachine(RuleBasedStateMachine):
         step = self.plane.prepare(slots, batch)
         for layer in range(len(self.config.layers)):
             if kind_of(self.config.groups[self.config.group_of_layer[layer]]).grows:
-                k, v = self.stacked(histories, layer)
-                self.plane.write(step, k.to(self.device), None if v is None else v.to(self.device), layer)
+                self.plane.write_parts(step, self.stacked(histories, layer), layer)
 
     def write_cross(self, seq: Sequence) -> None:
         for layer, group in enumerate(self.config.group_of_layer):
             if not kind_of(self.config.groups[group]).grows and seq.handle.num_fixed_tokens:
-                k, v = self.stacked(self.cross_histories(seq), layer)
                 slots = self.plane.cross_slots(seq.handle, group)
-                self.plane.write(slots, k.to(self.device), None if v is None else v.to(self.device), layer)
+                self.plane.write_parts(slots, self.stacked(self.cross_histories(seq), layer), layer)
 
     @staticmethod
     def cross_histories(seq: Sequence) -> list[tuple[int, ...]]:
@@ -294,9 +293,8 @@ class DataPlaneMachine(RuleBasedStateMachine):
         forbidden = [*published, *pool.free_ids().tolist(), *np.flatnonzero(pool.refs > 1).tolist()]
         if forbidden:
             slot = forbidden[number % len(forbidden)] * self.config.block_size
-            k, v = self.stacked([(9,)], layer)
             with pytest.raises(SharedBlockError):
-                self.plane.write([slot], k.to(self.device), None if v is None else v.to(self.device), layer)
+                self.plane.write_parts([slot], self.stacked([(9,)], layer), layer)
 
     # --- what must always hold ---------------------------------------------------------------------------------------
 
@@ -328,7 +326,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
             for positions in ranges:
                 wanted = [histories[position] for position in positions]
                 if wanted:
-                    found = self.plane.read(handle, layer, positions.start, len(positions))
+                    found = self.plane.read_parts(handle, layer, positions.start, len(positions))
                     _same(found, self.expected(wanted, layer), f"{handle}, layer {layer}, {positions}")
         with pytest.raises(InvalidArgumentError):
             self.plane.read(handle, 0, 0, max(handle.num_written, handle.num_fixed_tokens) + 1)
@@ -345,7 +343,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
                         found, self.expected(histories, layer), f"cached {prefix}, layer {layer}, {tier.name} {block}"
                     )
 
-    def read_block(self, group: int, index: int, tier: Tier, block: int) -> tuple[Any, Any]:
+    def read_block(self, group: int, index: int, tier: Tier, block: int) -> dict[str, Any]:
         spec = self.config.groups[group]
         store = self.plane.stores[spec.pool, tier]
         slots = torch.arange(self.config.block_size)
@@ -357,12 +355,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         else:
             cache = store.layer_cache(group, index)
             slots = (slots + block * self.config.block_size).to(store.device)
-        k, v = read_slots(cache, slots)
-        dtype = spec.spec.dtype
-        return (
-            dequantize(k, dtype.of_keys, spec.spec.head_dim),
-            None if v is None else dequantize(v, dtype, spec.spec.value_dim),
-        )
+        return {name: read_values(part, slots) for name, part in cache.items()}
 
     @invariant()
     def bytes_allocated_are_bytes_reported(self) -> None:
@@ -383,12 +376,10 @@ def _ranges(positions: set[int]) -> list[range]:
     return found
 
 
-def _same(found: tuple[Any, Any], expected: tuple[Any, Any], where: str) -> None:
-    for name, left, right in zip("KV", found, expected, strict=True):
-        if right is None:
-            assert left is None
-        else:
-            assert torch.equal(left.cpu(), right), f"{name} of {where} differs"
+def _same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name].cpu(), values), f"{name} of {where} differs"
 
 
 FULL = LayerSpec(kv_heads=2, head_dim=4)
@@ -407,6 +398,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layers=[
             LayerSpec(kv_heads=1, head_dim=6, k_only=True),
             LayerSpec(kv_heads=2, head_dim=4, dtype="int8", window=5),
+        ],
+        block_size=4,
+        **ALL_TIERS,
+    ),
+    "an indexer's keys beside a latent, and beside int8": dict(
+        layers=[
+            IndexedLayer(kv_heads=1, head_dim=6, k_only=True, index_dim=4),
+            IndexedLayer(kv_heads=2, head_dim=4, dtype="int8", window=5, index_dim=8),
         ],
         block_size=4,
         **ALL_TIERS,

@@ -185,7 +185,7 @@ def test_given_wrong_values_then_they_are_refused_by_name(engine: Engine) -> Non
         (k, v[..., :2], "v must be"),
         (k.int(), v, "floating-point"),
         (k.tolist(), v, "list"),
-        (k, None, "stores V"),
+        (k, None, "stores .k. and .v., got .k."),
         (k.to("meta"), v, "on meta"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
@@ -206,8 +206,10 @@ def test_given_a_k_only_layer_then_it_takes_and_gives_no_v() -> None:
     engine = Engine(layers=[LayerSpec(kv_heads=1, head_dim=6, k_only=True, dtype="float32")])
     handle = engine.manager.allocate("a", [1, 2, 3])
     slots, k = engine.manager.slot_mapping([handle], 0, 3), torch.randn(3, 1, 6)
-    with pytest.raises(InvalidArgumentError, match="stores no V"):
+    with pytest.raises(InvalidArgumentError, match="stores 'k', got 'k' and 'v'"):
         engine.plane.write(slots, k, k, 0)
+    with pytest.raises(InvalidArgumentError, match="stores 'k', got 'latent'"):
+        engine.plane.write_parts(slots, {"latent": k}, 0)
     engine.plane.write(slots, k, None, 0)
     engine.manager.commit(handle)
     found, none = engine.plane.read(handle, 0)
@@ -237,7 +239,7 @@ def test_given_a_quantised_cache_then_reading_gives_nearly_what_was_written_and_
     assert (found[1] - v.float()).abs().max() < error
     raw_k, raw_v = engine.plane.read(handle, 1, raw=True)
     cache = engine.plane.layer_cache(1)
-    assert (raw_k.dtype, raw_v.dtype) == (cache.k.dtype, cache.v.dtype)
+    assert (raw_k.dtype, raw_v.dtype) == (cache["k"].data.dtype, cache["v"].data.dtype)
     assert raw_k.shape == (7, HEADS, DIM)
     assert raw_v.shape == (7, HEADS, DIM // 2 if dtype == "int4" else DIM)
 

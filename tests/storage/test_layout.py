@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from indexed_layer import IndexedLayer  # noqa: E402
 from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
-
-FIELDS = ("k", "v", "k_scale", "v_scale", "v_zero")
 
 
 def layout_of(layers: list[LayerSpec], block_size: int = 4, **options: Any) -> GroupLayout:
@@ -20,49 +20,58 @@ def layout_of(layers: list[LayerSpec], block_size: int = 4, **options: Any) -> G
 
 
 @pytest.mark.parametrize(
-    "shape", [dict(head_dim=8), dict(head_dim=6, v_head_dim=2), dict(head_dim=5, k_only=True)], ids=str
+    "layer",
+    [
+        LayerSpec(2, 8),
+        LayerSpec(2, 6, v_head_dim=2),
+        LayerSpec(2, 5, k_only=True),
+        IndexedLayer(2, 5, k_only=True),
+        IndexedLayer(1, 6, index_dim=16),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", list(DType))
 def test_given_a_layout_when_every_view_is_filled_then_every_byte_is_hit_exactly_once(
-    dtype: DType, shape: dict[str, Any]
+    dtype: DType, layer: LayerSpec
 ) -> None:
-    layout = layout_of([LayerSpec(kv_heads=2, dtype=dtype, **shape)] * 3)
+    layout = layout_of([replace(layer, dtype=dtype)] * 3)
     hits = torch.zeros((4, layout.block_bytes), dtype=torch.uint8)
-    for layer in range(3):
-        cache = layout.layer_cache(hits, layer)
-        for field in FIELDS:
-            if (view := getattr(cache, field)) is not None:
-                item = view.element_size()
-                bytes_of = torch.zeros(1, dtype=torch.uint8).set_(  # the same bytes, one by one
-                    view.untyped_storage(),
-                    view.storage_offset() * item,
-                    (*view.shape, item),
-                    (*(stride * item for stride in view.stride()), 1),
-                )
-                bytes_of += 1
+    caches = [layout.layer_cache(hits, number) for number in range(3)]
+    for view in [each for cache in caches for part in cache.values() for each in (part.data, part.scale, part.zero)]:
+        if view is not None:
+            item = view.element_size()
+            bytes_of = torch.zeros(1, dtype=torch.uint8).set_(  # the same bytes, one by one
+                view.untyped_storage(),
+                view.storage_offset() * item,
+                (*view.shape, item),
+                (*(stride * item for stride in view.stride()), 1),
+            )
+            bytes_of += 1
     assert (hits == 1).all()
 
 
 def test_given_a_layer_then_its_views_have_the_order_block_token_head_element() -> None:
     layout = layout_of([LayerSpec(kv_heads=3, head_dim=8, v_head_dim=2, dtype="int4")] * 2)
     cache = layout.layer_cache(torch.zeros((4, layout.block_bytes), dtype=torch.uint8), 1)
-    assert cache.k.shape == (4, 4, 3, 8)  # K of int4 is int8
-    assert cache.v is not None
-    assert cache.v.shape == (4, 4, 3, 1)
-    assert cache.k_scale is not None
-    assert cache.k_scale.shape == cache.v_zero.shape == (4, 4, 3)  # type: ignore[union-attr]
+    keys, values = cache["k"], cache["v"]
+    assert keys.data.shape == (4, 4, 3, 8)  # K of int4 is int8
+    assert values.data.shape == (4, 4, 3, 1)
+    assert keys.scale is not None
+    assert values.zero is not None
+    assert keys.scale.shape == values.zero.shape == (4, 4, 3)
     assert (cache.num_blocks, cache.block_size) == (4, 4)
 
 
 def test_given_a_k_only_layer_then_there_is_no_v() -> None:
     layout = layout_of([LayerSpec(kv_heads=1, head_dim=8, k_only=True)])
-    assert layout.layer_cache(torch.zeros((1, layout.block_bytes), dtype=torch.uint8), 0).v is None
+    assert layout.layer_cache(torch.zeros((1, layout.block_bytes), dtype=torch.uint8), 0).keys() == {"k"}
 
 
 def test_given_fp8_factors_then_each_layer_carries_its_own() -> None:
     layout = layout_of([LayerSpec(kv_heads=1, head_dim=8, dtype="fp8")] * 2, factors={1: (0.5, 2.0)})
     data = torch.zeros((1, layout.block_bytes), dtype=torch.uint8)
-    assert [layout.layer_cache(data, i)[-2:] for i in range(2)] == [(1.0, 1.0), (0.5, 2.0)]
+    caches = [layout.layer_cache(data, number) for number in range(2)]
+    assert [[part.factor for part in cache.values()] for cache in caches] == [[1.0, 1.0], [0.5, 2.0]]
 
 
 def test_given_scales_at_odd_addresses_when_a_layout_is_made_then_it_says_what_to_change() -> None:

@@ -88,7 +88,7 @@ def states(request: pytest.FixtureRequest) -> Any:
 def test_a_slot_takes_the_bytes_of_its_states(states: States) -> None:
     assert states.store.block_bytes == 2 * DELTA.bytes + SHORT.bytes == 2 * (32 + 96) + 32
     assert states.store.num_bytes == NUM_SLOTS * states.store.block_bytes
-    for (layer, name), view in states.store.states(0).items():
+    for (layer, name), view in states.store.views(0).items():
         (part,) = (part for part in SPECS[layer].parts if part.name == name)
         assert view.shape == (NUM_SLOTS, *part.shape)
         assert view[0].is_contiguous()

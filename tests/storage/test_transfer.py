@@ -99,8 +99,8 @@ def test_given_a_copy_of_the_first_tokens_then_the_others_of_the_target_are_unto
 ) -> None:
     cache.engine.submit([op(source, GPU, [5], [2], 3)]).wait()
     view = cache.gpu.layer_cache(0, 2)
-    assert (view.k[2, :3].contiguous().view(torch.uint8) == 5 + 16 * source).all()
-    assert (view.k[2, 3].contiguous().view(torch.uint8) == 2).all()
+    assert (view["k"].data[2, :3].contiguous().view(torch.uint8) == 5 + 16 * source).all()
+    assert (view["k"].data[2, 3].contiguous().view(torch.uint8) == 2).all()
 
 
 def test_given_operations_that_depend_on_each_other_then_they_run_in_order(cache: Cache) -> None:

@@ -162,17 +162,20 @@ class AttentionBackend(ABC):
             raise InvalidArgumentError(
                 f"the plan was made by another {plan.backend.name} backend; plan and run with the same"
             )
-        if cache.dtype is not spec.kv_dtype or cache.block_size != plan.block_size or cache.k.shape[2] != spec.kv_heads:
-            raise InvalidArgumentError(
-                f"the layer holds {cache.dtype.value} in blocks of {cache.block_size} with {cache.k.shape[2]} heads, planned "
-                f"was {spec.kv_dtype.value}, {plan.block_size} and {spec.kv_heads}"
-            )
-        if (cache.v is None) != spec.k_only:
-            raise InvalidArgumentError(
-                f"k_only={spec.k_only} was planned, but the layer has {'no' if cache.v is None else 'a'} V"
-            )
-        if q.device != cache.k.device:
-            raise InvalidArgumentError(f"q is on {q.device}, the layer on {cache.k.device}")
+        for name, dtype, width in spec.reads:
+            part = cache.get(name)
+            if part is None:
+                raise InvalidArgumentError(
+                    f"the layer has no part {name!r}, which the plan reads; it has {list(cache)}"
+                )
+            held = part.dtype.value, *part.data.shape[1:3], part.width
+            planned = dtype.value, plan.block_size, spec.kv_heads, width
+            if held != planned:
+                raise InvalidArgumentError(
+                    f"the layer holds {name!r} as (type, block size, heads, elements) {held}, planned was {planned}"
+                )
+            if q.device != part.data.device:
+                raise InvalidArgumentError(f"q is on {q.device}, the layer on {part.data.device}")
         if (sink_logits is not None) != spec.sink_logits:
             raise InvalidArgumentError(
                 f"sink_logits={spec.sink_logits} was planned: pass the tensor if it is True, and None otherwise"

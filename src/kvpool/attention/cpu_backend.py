@@ -18,7 +18,7 @@ from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels import compiled_attention
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 from kvpool.pools.arrays import within
 
 _KINDS = {DType.FLOAT32: 0, DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.INT8: 3}
@@ -94,14 +94,13 @@ class CpuBackend(AttentionBackend):
         q = q if q.stride(2) == 1 else q.contiguous()
         result = out if out.stride(2) == 1 else out.new_empty(out.shape)
         logits = None if sink_logits is None else sink_logits.float().contiguous()
-        k = _stored(cache.k, cache.k_scale, cache.dtype)
         shape = (spec.q_heads, spec.kv_heads, spec.head_dim, spec.v_dim, plan.block_size, spec.sink_tokens)
         self._module.attend(
             self.instructions,
             _packed(q, spec.dtype),
             _packed(result, spec.dtype),
-            k,
-            k if cache.v is None else _stored(cache.v, cache.v_scale, cache.dtype),
+            _stored(cache[spec.keys]),
+            _stored(cache[spec.values]),
             0 if logits is None else logits.data_ptr(),
             (*shape, spec.sink_slots(plan.block_size)),
             (spec.scale, spec.soft_cap or 0.0),
@@ -120,9 +119,9 @@ def _packed(data: Tensor, dtype: DType) -> tuple[int, ...]:
     return data.data_ptr(), _KINDS[dtype], data.stride(0), data.stride(1)
 
 
-def _stored(data: Tensor, scale: Tensor | None, dtype: DType) -> tuple[int, ...]:
-    scales = (0, 0, 0, 0) if scale is None else (scale.data_ptr(), *scale.stride())
-    return data.data_ptr(), _KINDS[dtype], *data.stride()[:3], *scales
+def _stored(part: StoredPart) -> tuple[int, ...]:
+    scales = (0, 0, 0, 0) if part.scale is None else (part.scale.data_ptr(), *part.scale.stride())
+    return part.data.data_ptr(), _KINDS[part.dtype], *part.data.stride()[:3], *scales
 
 
 def _divide(spec: AttentionSpec, batch: PagedBatch, threads: int) -> _Pieces:

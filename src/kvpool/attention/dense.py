@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvpool.config.layers import DType
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize
@@ -230,15 +229,17 @@ def _is_run(stored: Tensor) -> bool:
 
 
 def gather_layer(
-    cache: LayerCache, places: TokenPlaces, dtype: torch.dtype, head_dim: int, v_dim: int, scratch: Scratch
+    cache: LayerCache, spec: AttentionSpec, places: TokenPlaces, dtype: torch.dtype, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """K and V of the given tokens, dequantised: [sequences, heads, tokens, dim] of type `dtype`."""
 
-    def worth(name: str, stored: DType, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
-        parts = [None if part is None else places.gather(part, scratch, name) for part in scales]
-        return dequantize(Quantized(places.gather(data, scratch, name), *parts), stored, dim, factor).to(dtype)
+    def worth(name: str) -> Tensor:
+        part = cache[name]
+        scale, zero = (
+            None if tensor is None else places.gather(tensor, scratch, name) for tensor in (part.scale, part.zero)
+        )
+        stored = Quantized(places.gather(part.data, scratch, name), scale, zero)
+        return dequantize(stored, part.dtype, part.width, part.factor).to(dtype)
 
-    k = worth("k", cache.dtype.of_keys, head_dim, cache.k_factor, cache.k, cache.k_scale)
-    if cache.v is None:
-        return k, k[..., :v_dim]
-    return k, worth("v", cache.dtype, v_dim, cache.v_factor, cache.v, cache.v_scale, cache.v_zero)
+    k = worth(spec.keys)
+    return k, k[..., : spec.v_dim] if spec.shares_part else worth(spec.values)

@@ -123,7 +123,7 @@ class FlashInferBackend(AttentionBackend):
             f"K and V stored as {spec.kv_dtype.value}": spec.kv_dtype is not spec.dtype,
             f"heads of {spec.head_dim} elements": spec.head_dim not in _HEAD_DIMS,
             f"V of {spec.v_dim} elements beside K of {spec.head_dim}": spec.v_dim != spec.head_dim,
-            "K-only layers": spec.k_only,
+            "K and V in one part of the cache": spec.shares_part,
             "sink tokens": spec.sink_tokens > 0,
             "chunked attention": spec.chunk is not None,
             "sink logits": spec.sink_logits,
@@ -182,12 +182,13 @@ class FlashInferBackend(AttentionBackend):
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
     ) -> None:
         """Runs the planned wrappers on the current stream."""
-        assert isinstance(plan, _FlashInferPlan) and cache.v is not None
+        assert isinstance(plan, _FlashInferPlan)
+        stored = cache[plan.spec.keys].data, cache[plan.spec.values].data
         for wrapper, tokens in plan.parts:
             if isinstance(tokens, slice) and out.is_contiguous():  # its kernels take strides of queries, not of outputs
-                wrapper.run(q[tokens], (cache.k, cache.v), out=out[tokens])
+                wrapper.run(q[tokens], stored, out=out[tokens])
             else:
-                out[tokens] = wrapper.run(q[tokens].contiguous(), (cache.k, cache.v))
+                out[tokens] = wrapper.run(q[tokens].contiguous(), stored)
         if plan.empty is not None:
             out.index_fill_(0, plan.empty, 0.0)
 

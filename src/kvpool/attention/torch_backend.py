@@ -123,7 +123,7 @@ class TorchBackend(AttentionBackend):
         sums = q.new_empty(q.shape[0], spec.q_heads, dtype=torch.float32) if plan.shared else None
         compute = computing_dtype(q.dtype, q.device)
         for bucket in plan.buckets:
-            k, v = gather_layer(cache, bucket.places, compute, spec.head_dim, spec.v_dim, self._scratch)
+            k, v = gather_layer(cache, spec, bucket.places, compute, self._scratch)
             queries = q.index_select(0, bucket.tokens).to(compute)
             queries = queries.view(bucket.num_sequences, bucket.num_queries, *q.shape[1:])
             if bucket.partial:
@@ -135,7 +135,7 @@ class TorchBackend(AttentionBackend):
             out.index_copy_(0, bucket.tokens, result.reshape(-1, *result.shape[2:]).to(q.dtype))
         for keys in plan.shared:
             assert sums is not None
-            k, v = gather_layer(cache, keys.places, compute, spec.head_dim, spec.v_dim, self._scratch)
+            k, v = gather_layer(cache, spec, keys.places, compute, self._scratch)
             result, part = attend_with_sums(q.index_select(0, keys.tokens).to(compute)[None], k, v, None, spec)
             rest = out.index_select(0, keys.tokens).to(compute)
             share = torch.sigmoid(part - sums.index_select(0, keys.tokens)).to(compute)

@@ -271,7 +271,7 @@ class TritonBackend(AttentionBackend):
         """Launches the kernel of one tile shape on the current stream, and the merge after it."""
         shape, tile_tokens, items, tiles, partials = launch
         spec = plan.spec
-        if shape == PREFILL_TILE and reads(q, cache):
+        if shape == PREFILL_TILE and reads(q, cache[spec.keys], cache[spec.values]):
             prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
         else:
             shape = _LONG_TILE if shape == PREFILL_TILE else shape

@@ -183,10 +183,11 @@ class Adapter:
         for layer in range(len(self.manager.config.layers)):
             spec = self.manager.config.attention_layer(layer)
             if not spec.cross_attention:
-                shape = (num_tokens, spec.kv_heads)
-                k = torch.zeros((*shape, spec.head_dim), device=self.plane.device)
-                v = None if spec.k_only else torch.zeros((*shape, spec.value_dim), device=self.plane.device)
-                self.plane.write(step, k, v, layer)
+                values = {
+                    part.name: torch.zeros(num_tokens, part.heads, part.width, device=self.plane.device)
+                    for part in spec.parts
+                }
+                self.plane.write_parts(step, values, layer)
 
     def read(
         self, request: Hashable | KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None
@@ -209,11 +210,11 @@ class Adapter:
 
     def _values(self, key: Any, value: Any, layer: int) -> tuple[Tensor, Tensor | None]:
         """Given keys and values as float tensors [token, head, element] on the device, of as many tokens each."""
-        spec = self.manager.config.attention_layer(layer)
-        if (value is None) != spec.k_only:
-            raise InvalidArgumentError(f"layer {layer} {'stores keys only' if spec.k_only else 'stores values too'}")
-        k = self._tensor(key, layer, spec.kv_heads, spec.head_dim)
-        v = None if value is None else self._tensor(value, layer, spec.kv_heads, spec.value_dim)
+        keys, *values = self.manager.config.attention_layer(layer).parts
+        if (value is None) == bool(values):
+            raise InvalidArgumentError(f"layer {layer} {'stores values too' if values else 'stores keys only'}")
+        k = self._tensor(key, layer, keys.heads, keys.width)
+        v = None if value is None else self._tensor(value, layer, values[0].heads, values[0].width)
         if v is not None and len(v) != len(k):
             raise InvalidArgumentError(f"layer {layer} got keys of {len(k)} tokens and values of {len(v)}")
         return k, v

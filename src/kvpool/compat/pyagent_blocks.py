@@ -322,5 +322,8 @@ def _blocks(name: str, given: Any) -> list[KVCacheBlock]:
 
 def _tensors(cache: LayerCache) -> list[Tensor]:
     """Keys and values of a layer, and their scales where it has any."""
-    parts = (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.v_zero)
-    return [part for part in parts if part is not None]
+    tensors = (
+        *(part.data for part in cache.values()),
+        *(scale for part in cache.values() for scale in (part.scale, part.zero)),
+    )
+    return [tensor for tensor in tensors if tensor is not None]

@@ -41,7 +41,8 @@ class CacheEngine:
         for layer, group in enumerate(self.plane.config.group_of_layer):
             store: Any = self.plane.stores[0, tier]  # a BlockStore: torch need not be there to import this
             cache = store.layer_cache(group, self.plane.config.groups[group].layers.index(layer))
-            caches.append((cache.k, cache.v))
+            keys, *values = (part.data for part in cache.values())
+            caches.append((keys, values[0] if values else None))
         return caches
 
     def copy(self, src_to_dst: Pairs) -> None:

@@ -238,8 +238,7 @@ class LayerSpec:
     @property
     def group_key(self) -> tuple[Any, ...]:
         """Layers with equal keys share a group: they keep the same tokens in the same shape."""
-        shape = (self.kv_heads, self.head_dim, self.value_dim, self.dtype)
-        return (self.kind, self.window_tokens, self.sink_tokens, *shape)
+        return (self.kind, self.window_tokens, self.sink_tokens, self.dtype, self.parts)
 
     def max_live_blocks(self, num_tokens: int, block_size: int) -> int:
         """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time.

@@ -40,18 +40,19 @@ class AttentionKind(NamedTuple):
     spec: AttentionSpec
 
 
-def rotates(layer: AttentionSpec | LayerSpec) -> tuple[bool, bool]:
+def rotates(layer: LayerSpec) -> tuple[bool, bool]:
     """Whether keys, and values, of such a layer are rotated before they are stored: outliers would cost others their bits.
 
-    Values in 8 bits gain too little for the time it takes.
+    Values in 8 bits gain too little for the time it takes. A part that is both cannot be rotated: they differ in size.
     """
-    stored = layer.dtype if isinstance(layer, LayerSpec) else layer.kv_dtype
-    return not layer.k_only and stored in (DType.INT8, DType.INT4), not layer.k_only and stored is DType.INT4
+    stored = {part.name: part.dtype for part in layer.parts}
+    return "v" in stored and stored["k"] is DType.INT8, stored.get("v") is DType.INT4
 
 
-def _rotations(spec: AttentionSpec, device: torch.device) -> list[Tensor | None]:
+def _rotations(kind: AttentionKind, device: torch.device) -> list[Tensor | None]:
     """The matrices for keys and queries, and for values and results."""
-    of_both = zip(rotates(spec), (spec.head_dim, spec.v_dim), strict=True)
+    spec = kind.spec
+    of_both = zip(rotates(kind.group.attention), (spec.head_dim, spec.v_dim), strict=True)
     return [rotation(dim).to(device, TORCH_DTYPES[spec.dtype]) if does else None for does, dim in of_both]
 
 
@@ -87,7 +88,7 @@ class EagerRunner:
             if kind not in self.kinds:
                 self.kinds.append(kind)
             self.kind_of_layer[layer] = self.kinds.index(kind)
-        self._rotations = [_rotations(kind.spec, self.device) for kind in self.kinds]
+        self._rotations = [_rotations(kind, self.device) for kind in self.kinds]
         self._kernels: list[Future[None]] = []  # that are being compiled
         self._hidden_source: torch.nn.Module | None = None
         self.num_detours = 0  # how often something was done that later steps do not repeat, such as capturing a graph

@@ -163,12 +163,13 @@ class ModelRunner(EagerRunner):
         jobs_of_kinds: list[list[Callable[[], object]]] = []
         for number, kind in enumerate(self.kinds):
             layer, spec = next(layer for layer, at in self.kind_of_layer.items() if at == number), kind.spec
-            options: Any = {"dtype": TORCH_DTYPES[spec.dtype], "device": self.device}
-            k = torch.zeros(16, spec.kv_heads, spec.head_dim, **options)
-            v = None if spec.k_only else torch.zeros(16, spec.kv_heads, spec.v_dim, **options)
+            values = {
+                part.name: torch.zeros(16, part.heads, part.width, dtype=TORCH_DTYPES[spec.dtype], device=self.device)
+                for part in kind.group.attention.parts
+            }
             nowhere = torch.full((16,), -1, dtype=torch.int32, device=self.device)
             attending = self.backend.compilations(spec, self.plane.layer_cache(layer))
-            jobs_of_kinds.append([*attending, partial(self.plane.write, nowhere, k, v, layer)])
+            jobs_of_kinds.append([*attending, partial(self.plane.write_parts, nowhere, values, layer)])
         torch.cuda.current_stream(self.device).synchronize()  # what they read is there for other streams
         return [job for jobs in zip_longest(*jobs_of_kinds) for job in jobs if job is not None]
 

@@ -254,9 +254,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._written.add(layer)
         cache = plane.layer_cache(layer)
         group = plane.config.group_of_layer[layer]
-        spec = plane.config.groups[group].attention
-        k, v = read_values(cache, self._places[group], spec.head_dim, spec.value_dim)
-        assert v is not None
+        k, v = (read_values(cache[name], self._places[group]) for name in "kv")
         num_rows = len(self.handles)
         gathered = _by_row(k.to(keys.dtype), num_rows), _by_row(v.to(keys.dtype), num_rows)
         if keys.requires_grad or values.requires_grad:

@@ -17,7 +17,7 @@ from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.attention_triton import attend_kernel, merge_kernel
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 
 LOG2_E = 1.4426950408889634
 
@@ -68,11 +68,12 @@ def attend_items(
     if programs == 0:
         return
     nothing = q  # stands in for a pointer that is not used
-    (k_stored, k_parts, k), (v_stored, v_parts, v) = _words(cache)
-    k_scale = nothing if cache.k_scale is None else cache.k_scale
-    v_scale, v_zero = (k_scale, k_scale) if cache.v is None else scales_of(cache.v_scale, cache.v_zero, nothing)
+    keys, values = cache[spec.keys], cache[spec.values]
+    (k_stored, k_parts, k), (v_stored, v_parts, v) = _words(keys, values)
+    k_scale = nothing if keys.scale is None else keys.scale
+    v_scale, v_zero = scales_of(values, nothing)
     no_partials = items.view(torch.float32)  # of the right type, so that one variant of the kernel does for both cases
-    score_scale = spec.scale * cache.k_factor
+    score_scale = spec.scale * keys.factor
     softmax_scale = abs(score_scale) if spec.soft_cap is None else spec.soft_cap
     attend_kernel[(programs,)](
         q,
@@ -96,7 +97,7 @@ def attend_items(
         score_scale,
         spec.soft_cap or 0.0,
         softmax_scale * LOG2_E,
-        cache.k_factor if cache.v is None else cache.v_factor,
+        values.factor,
         KV_HEADS=spec.kv_heads,
         GROUP=spec.group_size,
         HEADS=heads,
@@ -121,7 +122,7 @@ def attend_items(
         V_STORED=v_stored,
         K_PARTS=k_parts,
         V_PARTS=v_parts,
-        K_ONLY=cache.v is None,
+        K_ONLY=spec.shares_part,
         PRECISION="ieee",
         ASSEMBLER=not use_interpreter(),
         num_warps=shape.warps,
@@ -164,20 +165,20 @@ class _Words(NamedTuple):
     data: Tensor
 
 
-def _words(cache: LayerCache) -> tuple[_Words, _Words]:
-    """K and V; a K-only layer has K twice."""
-    sides = [(cache.k, cache.dtype.of_keys)]
-    sides.append(sides[0] if cache.v is None else (cache.v, cache.dtype))
-    if cache.dtype not in KINDS:
-        return _Words("float", 1, sides[0][0]), _Words("float", 1, sides[1][0])
+def _words(keys: StoredPart, values: StoredPart) -> tuple[_Words, _Words]:
+    """K and V, which may be the same."""
+    if values.dtype not in KINDS:
+        return _Words("float", 1, keys.data), _Words("float", 1, values.data)
+    sides = [(part.data, part.dtype) for part in (keys, values)]
     sizes = [size for data, _ in sides for size in (data.shape[-1], data.storage_offset(), *data.stride()[:3])]
     word = torch.uint8 if any(size % 2 for size in sizes) else torch.int16
     k, v = (_Words(KINDS[dtype], 8 * word.itemsize // dtype.bits, data.view(word)) for data, dtype in sides)
     return k, v
 
 
-def scales_of(scale: Tensor | None, zero: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors to point at; one set of strides serves both."""
+def scales_of(part: StoredPart, unused: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zeros to point at; one set of strides serves both."""
+    scale, zero = part.scale, part.zero
     if scale is None:
         return unused, unused
     if zero is not None and zero.stride() != scale.stride():

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.config.layers import DType
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 from kvpool.kernels.quantization import Quantized, dequantize
 
 
@@ -115,11 +114,11 @@ def merge_partials_reference(
 
 
 def _values(cache: LayerCache, spec: AttentionSpec, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    def worth(stored: DType, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
-        parts = [None if part is None else part[ids, offsets] for part in scales]
-        return dequantize(Quantized(data[ids, offsets], *parts), stored, dim, factor).double()
+    def worth(part: StoredPart) -> Tensor:
+        data, scale, zero = (
+            None if tensor is None else tensor[ids, offsets] for tensor in (part.data, part.scale, part.zero)
+        )
+        assert data is not None
+        return dequantize(Quantized(data, scale, zero), part.dtype, part.width, part.factor).double()
 
-    k = worth(cache.dtype.of_keys, spec.head_dim, cache.k_factor, cache.k, cache.k_scale)
-    if cache.v is None:
-        return k, k[..., : spec.v_dim]
-    return k, worth(cache.dtype, spec.v_dim, cache.v_factor, cache.v, cache.v_scale, cache.v_zero)
+    return worth(cache[spec.keys]), worth(cache[spec.values])[..., : spec.v_dim]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from kvpool.checks import check_bool, check_int, check_number
@@ -21,7 +22,10 @@ class AttentionSpec:
     also sees all keys after itself. `soft_cap` bounds
     scores to ±soft_cap by tanh. With `sink_logits`, each query head has a learned logit that takes part in the softmax and
     contributes no value (gpt-oss); the tensor itself comes with every call. `dtype` is that of
-    queries and outputs, `kv_dtype` that of the store. In a `k_only` layer V is the first `v_dim` elements of K.
+    queries and outputs, `kv_dtype` that of the values in the store.
+
+    `keys` and `values` name the parts of the layer's cache that are scored and summed up. They may be one part: then V is its
+    first `v_dim` elements, as in a latent of multi-head latent attention.
 
     >>> AttentionSpec(q_heads=32, kv_heads=8, head_dim=128).scale
     0.08838834764831845
@@ -39,7 +43,8 @@ class AttentionSpec:
     chunk: int | None = None
     soft_cap: float | None = None
     sink_logits: bool = False
-    k_only: bool = False
+    keys: str = "k"
+    values: str = "v"
     dtype: DType = DType.BFLOAT16
     kv_dtype: DType = DType.BFLOAT16
 
@@ -54,7 +59,7 @@ class AttentionSpec:
             if getattr(self, name) is not None:
                 put(self, name, check_int(getattr(self, name), name, 1, MAX_TOKENS))
         put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
-        for name in ("causal", "sink_logits", "k_only"):
+        for name in ("causal", "sink_logits"):
             check_bool(getattr(self, name), name)
         put(self, "dtype", DType.parse(self.dtype))
         put(self, "kv_dtype", DType.parse(self.kv_dtype, "kv_dtype"))
@@ -63,9 +68,9 @@ class AttentionSpec:
     def _check_together(self) -> None:
         if self.q_heads % self.kv_heads:
             raise ConfigError(f"q_heads={self.q_heads} is no multiple of kv_heads={self.kv_heads}: groups must be even")
-        if self.k_only and self.v_dim > self.head_dim:
+        if self.shares_part and self.v_dim > self.head_dim:
             raise ConfigError(
-                f"v_dim={self.v_dim} with k_only=True: V is part of K, which has {self.head_dim} elements"
+                f"v_dim={self.v_dim} with values={self.values!r}: V is part of K, which has {self.head_dim} elements"
             )
         if self.window is not None and self.chunk is not None:
             raise ConfigError(f"window={self.window} and chunk={self.chunk}: a layer slides or is chunked, not both")
@@ -85,21 +90,35 @@ class AttentionSpec:
         >>> AttentionSpec.of(LayerSpec(kv_heads=4, head_dim=64, window=512), q_heads=8, soft_cap=50.0).window
         512
         """
-        if layer.k_only and "v_dim" not in options:
+        keys = layer.parts[0]
+        values = next((part for part in layer.parts if part.name == cls.values), keys)
+        if keys is values and "v_dim" not in options:
             raise ConfigError("a K-only layer needs v_dim: how many elements of K are V (MLA: kv_lora_rank)")
         known = cls(
             q_heads,
-            layer.kv_heads,
-            layer.head_dim,
-            v_dim=layer.head_dim if layer.k_only else layer.value_dim,
+            keys.heads,
+            keys.width,
+            v_dim=values.width,
             causal=not layer.cross_attention,
             window=layer.window,
             sink_tokens=layer.sink_tokens,
             chunk=layer.chunk,
-            k_only=layer.k_only,
+            keys=keys.name,
+            values=values.name,
             kv_dtype=layer.dtype,
         )
         return replace(known, **options)
+
+    @property
+    def shares_part(self) -> bool:
+        """Whether keys and values are the same part of the cache."""
+        return self.keys == self.values
+
+    @cached_property
+    def reads(self) -> tuple[tuple[str, DType, int], ...]:
+        """The parts of the cache that it reads: their names, types, and elements of a head."""
+        keys = self.keys, self.kv_dtype.of_keys, self.head_dim
+        return (keys,) if self.shares_part else (keys, (self.values, self.kv_dtype, self.v_dim))
 
     @property
     def group_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What kernels see: K and V as views, blocks as rows of bytes, states and adapters in slots, and the current GPU."""
+"""What kernels see: the parts of a layer as views, rows of bytes, states and adapters in slots, the current GPU."""
 
 from __future__ import annotations
 
@@ -30,32 +30,35 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class LayerCache(NamedTuple):
-    """Stored K and V of one layer, read and written in place.
+class StoredPart(NamedTuple):
+    """One part of what a layer stores of each token (keys, values, a latent), read and written in place.
 
-    The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a
-    kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale`
+    The index order of `data` is always [block, token in block, head, element]; how these lie in memory is in the strides, so
+    a kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale`
     tensors [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4
-    packs elements 2i and 2i + 1 into the low and high half of byte i, and is a type of V alone. fp8 elements are worth
-    `q * k_factor` (or `v_factor`).
+    packs elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * factor`.
     """
 
-    dtype: DType  # of V; K has `dtype.of_keys`
-    k: Tensor
-    v: Tensor | None  # None in a K-only layer: V is then the first elements of K
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    v_zero: Tensor | None = None
-    k_factor: float = 1.0
-    v_factor: float = 1.0
+    dtype: DType
+    data: Tensor
+    width: int  # elements of a head
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    factor: float = 1.0
+
+
+class LayerCache(dict[str, StoredPart]):
+    """What one layer stores, as views: its parts by name, in the order of `LayerSpec.parts`."""
+
+    __slots__ = ()
 
     @property
     def num_blocks(self) -> int:
-        return self.k.shape[0]
+        return next(iter(self.values())).data.shape[0]
 
     @property
     def block_size(self) -> int:
-        return self.k.shape[1]
+        return next(iter(self.values())).data.shape[1]
 
 
 class Runs(NamedTuple):

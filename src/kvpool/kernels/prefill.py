@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpool.config.layers import DType
 from kvpool.kernels.attention import KINDS, LOG2_E, Partials, TileShape, scales_of
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, StoredPart
 
 PREFILL_TILE = TileShape(128, 128, warps=4, stages=2, programs=1)
 _Q_STAGES = 2
@@ -29,22 +29,22 @@ def prefills_on(device: torch.device) -> bool:
 def prefills(spec: AttentionSpec) -> bool:
     """Whether it computes this kind of attention: plain, causal or not, of 16-bit floats over such or quantised ones."""
     plain = spec.window is None and spec.chunk is None and spec.soft_cap is None
-    plain = plain and not spec.sink_logits and not spec.k_only and spec.scale > 0
+    plain = plain and not spec.sink_logits and not spec.shares_part and spec.scale > 0
     floats = spec.dtype in (DType.BFLOAT16, DType.FLOAT16) and spec.kv_dtype in (spec.dtype, *KINDS)
     even = spec.group_size <= PREFILL_TILE.rows // 2 and spec.group_size & (spec.group_size - 1) == 0
     return plain and floats and even and spec.head_dim == spec.v_dim and spec.head_dim in (64, 128)
 
 
-def reads(q: Tensor, cache: LayerCache) -> bool:
+def reads(q: Tensor, keys: StoredPart, values: StoredPart) -> bool:
     """Whether the kernel can read these tensors.
 
     The copy engine, which reads floats and queries, wants multiples of 16 bytes, and rounds of whole blocks.
     """
-    assert cache.v is not None
-    if cache.dtype in KINDS:
-        return _aligned(q, 16) and _aligned(cache.k, 8) and _aligned(cache.v, 4)
-    in_rounds = cache.block_size >= 8 and cache.block_size & (cache.block_size - 1) == 0
-    return in_rounds and all(_aligned(data, 16) for data in (q, cache.k, cache.v))
+    k, v, block_size = keys.data, values.data, keys.data.shape[1]
+    if values.dtype in KINDS:
+        return _aligned(q, 16) and _aligned(k, 8) and _aligned(v, 4)
+    in_rounds = block_size >= 8 and block_size & (block_size - 1) == 0
+    return in_rounds and all(_aligned(data, 16) for data in (q, k, v))
 
 
 def _aligned(data: Tensor, num_bytes: int) -> bool:
@@ -71,7 +71,7 @@ def prefill_items(
 
     if not len(items):
         return
-    assert cache.v is not None
+    keys, values = cache[spec.keys], cache[spec.values]
     units = len(items) * spec.kv_heads
     grid = (min(units, num_programs),)
     results = (
@@ -83,7 +83,7 @@ def prefill_items(
         units,
         *out.stride()[:2],
     )
-    scales = spec.scale * cache.k_factor * LOG2_E, cache.v_factor
+    scales = spec.scale * keys.factor * LOG2_E, values.factor
     shapes = {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group_size,
@@ -96,14 +96,14 @@ def prefill_items(
         "num_warps": shape.warps,
     }
     q_box = [GROUP_ROWS.value // spec.group_size, spec.group_size, COLUMNS.value]
-    if cache.dtype not in KINDS:
+    if values.dtype not in KINDS:
         box = min(cache.block_size, shape.keys)
-        sides = (_boxes(data, [1, box, 1, COLUMNS.value]) for data in (cache.k, cache.v))
+        sides = (_boxes(data, [1, box, 1, COLUMNS.value]) for data in (keys.data, values.data))
         prefill_kernel[grid](_boxes(q, q_box), *sides, *results, *scales, BOX=box, **shapes)
         return
-    k, v = cache.k.view(torch.int32), cache.v.view(torch.int32)
-    k_scale = k if cache.k_scale is None else cache.k_scale
-    v_scale, v_zero = scales_of(cache.v_scale, cache.v_zero, v)
+    k, v = keys.data.view(torch.int32), values.data.view(torch.int32)
+    k_scale = k if keys.scale is None else keys.scale
+    v_scale, v_zero = scales_of(values, v)
     prefill_quantized_kernel[grid](
         _boxes(q.to(torch.float16), q_box),
         k,
@@ -117,8 +117,8 @@ def prefill_items(
         *k_scale.stride()[:3],
         *v_scale.stride()[:3],
         *scales,
-        K_STORED=KINDS[cache.dtype.of_keys],
-        V_STORED=KINDS[cache.dtype],
+        K_STORED=KINDS[keys.dtype],
+        V_STORED=KINDS[values.dtype],
         **shapes,
     )
 

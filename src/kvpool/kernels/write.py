@@ -1,8 +1,8 @@
-"""Keys and values of a batch of tokens into their slots, and back out of them."""
+"""What layers store of a batch of tokens, such as keys and values, into its slots, and back out of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,38 +10,36 @@ import torch
 from torch import Tensor
 
 from kvpool.kernels import compiled_attention
-from kvpool.kernels.layout import LayerCache, current, widest_view
+from kvpool.kernels.layout import LayerCache, StoredPart, current, widest_view
 from kvpool.kernels.quantization import Quantized, dequantize, quantize
 
-_FIELDS = {"k": ("k", "k_scale"), "v": ("v", "v_scale", "v_zero")}
 
-
-def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-    """Stores token i's K and V, [token, head, element], in slot `slots[i]` (block * block size + offset), quantised.
+def write_slots(cache: LayerCache, slots: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Stores token i's `values` of some parts, [token, head, element], in slot `slots[i]` (block * block size + offset).
 
     A slot of -1 is skipped. Nothing is checked: on CUDA a slot outside the store is skipped too, on a CPU it raises.
     """
-    if k.is_cuda:
+    if slots.is_cuda:
         from kvpool.kernels.write_triton import write_slots_triton
 
-        with current(k.device):
-            write_slots_triton(cache, slots, k, v)
+        with current(slots.device):
+            write_slots_triton(cache, slots, values)
     elif (compiled := compiled_attention()) is None:
-        write_slots_reference(cache, slots, k, v)
+        write_slots_reference(cache, slots, values)
     else:
-        for target, rows in _stored(cache, k, v):
+        for target, rows in _stored(cache, values):
             _write_compiled(compiled, rows, slots, target)
 
 
-def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+def write_slots_reference(cache: LayerCache, slots: Tensor, values: Mapping[str, Tensor]) -> None:
     """What `write_slots` does, with torch (and numpy, which assigns rows at the speed of a plain copy)."""
     if len(slots) and int(slots.min()) < 0:
         kept = slots >= 0
-        slots, k, v = slots[kept], k[kept], None if v is None else v[kept]
+        slots, values = slots[kept], {name: given[kept] for name, given in values.items()}
     if not len(slots):
         return
     places = _Places.of(slots, cache.block_size)
-    for target, rows in _stored(cache, k, v):
+    for target, rows in _stored(cache, values):
         _put_rows(target, places, rows)
 
 
@@ -56,33 +54,27 @@ def _write_compiled(module: Any, rows: Tensor, slots: Tensor, target: Tensor) ->
     module.write(source, rows.shape[1], size, (slots.data_ptr(), slots.numel()), blocks)
 
 
-def _stored(cache: LayerCache, k: Tensor, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors of a layer, each with the rows that are stored in it."""
-    sides = (("k", k, cache.dtype.of_keys, cache.k_factor), ("v", v, cache.dtype, cache.v_factor))
-    for side, values, dtype, factor in sides:
-        if values is not None:
-            for field, rows in zip(_FIELDS[side], quantize(values, dtype, factor), strict=False):
-                if rows is not None:
-                    yield getattr(cache, field), rows
+def _stored(cache: LayerCache, values: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors of these parts, each with the rows that are stored in it."""
+    for name, given in values.items():
+        part = cache[name]
+        for target, rows in zip(
+            (part.data, part.scale, part.zero), quantize(given, part.dtype, part.factor), strict=True
+        ):
+            if target is not None and rows is not None:
+                yield target, rows
 
 
-def read_slots(cache: LayerCache, slots: Tensor) -> tuple[Quantized, Quantized | None]:
-    """K and V as they are stored in these slots, [token, head, element]; V is None in a K-only layer."""
-    places = _Places.of(slots, cache.block_size)
-    sides = []
-    for fields in _FIELDS.values():
-        tensors = [getattr(cache, field) for field in fields]
-        rows = [None if tensor is None else _get_rows(tensor, places) for tensor in tensors]
-        sides.append(None if rows[0] is None else Quantized(rows[0], *rows[1:]))
-    assert sides[0] is not None
-    return sides[0], sides[1]
+def read_slots(part: StoredPart, slots: Tensor) -> Quantized:
+    """A part as it is stored in these slots, [token, head, element]."""
+    places = _Places.of(slots, part.data.shape[1])
+    scale, zero = (None if tensor is None else _get_rows(tensor, places) for tensor in (part.scale, part.zero))
+    return Quantized(_get_rows(part.data, places), scale, zero)
 
 
-def read_values(cache: LayerCache, slots: Tensor, k_dim: int, v_dim: int) -> tuple[Tensor, Tensor | None]:
-    """What K and V in these slots are worth, [token, head, element]; heads have `k_dim` and `v_dim` elements."""
-    k, v = read_slots(cache, slots)
-    values = None if v is None else dequantize(v, cache.dtype, v_dim, cache.v_factor)
-    return dequantize(k, cache.dtype.of_keys, k_dim, cache.k_factor), values
+def read_values(part: StoredPart, slots: Tensor) -> Tensor:
+    """What a part in these slots is worth, [token, head, element]."""
+    return dequantize(read_slots(part, slots), part.dtype, part.width, part.factor)
 
 
 class _Places(NamedTuple):

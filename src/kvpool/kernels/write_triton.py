@@ -3,13 +3,16 @@
 # mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvpool.config.layers import DType, ceil_div
-from kvpool.kernels.layout import LayerCache, dense_rows
+from kvpool.kernels.layout import LayerCache, StoredPart, dense_rows
 from kvpool.kernels.quantization import TORCH_DTYPES
 
 _TILE = 4096  # elements of a program of the converting kernel
@@ -180,57 +183,67 @@ def _quantize_kernel(
             tl.store(scale + scales, step, mask=is_head)
 
 
-def write_slots_triton(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-    """Stores K and V of all tokens; slots that are -1 or lie outside the store are skipped. May be captured in a graph."""
+def write_slots_triton(cache: LayerCache, slots: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Stores some parts of all tokens; slots that are -1 or lie outside the store are skipped. May be captured in a graph."""
     if not len(slots):
         return
-    if cache.dtype in (DType.INT8, DType.INT4):
-        _quantize(cache.k, cache.k_scale, None, slots, k)
-        if v is not None and cache.v is not None:
-            _quantize(cache.v, cache.v_scale, cache.v_zero, slots, v)
-        return
-    k, target_k = _flat(k), cache.k
-    v, target_v = (k, target_k) if v is None or cache.v is None else (_flat(v), cache.v)
-    k_width, v_width = k.shape[1], v.shape[1]
+    plain: dict[DType, list[_Rows]] = {}
+    for name, given in values.items():
+        part = cache[name]
+        if part.scale is not None:
+            _quantize(part, slots, given)
+        else:
+            plain.setdefault(part.dtype, []).append(_Rows(part, dense_rows(given).flatten(1)))
+    for alike in plain.values():  # one launch for two parts of a type, as keys and values mostly are
+        for at in range(0, len(alike), 2):
+            _convert_pair(slots, *alike[at : at + 2])
+
+
+class _Rows(NamedTuple):
+    """Values for a part, [token, head * element]: a view where the heads of a token lie side by side, as in a slice of a
+    fused projection.
+    """
+
+    part: StoredPart
+    values: Tensor
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the kernel."""
+        data = self.part.data
+        return self.values, self.values.stride(0), data, data.stride(0), data.stride(1), self.part.factor
+
+
+def _convert_pair(slots: Tensor, k: _Rows, v: _Rows | None = None) -> None:
+    """Stores one part, or two of the same type."""
+    num_parts = 1 if v is None else 2
+    v = v or k
+    num_blocks, block_size = k.part.data.shape[:2]
+    k_width, v_width = k.values.shape[1], v.values.shape[1]
     padded = triton.next_power_of_2(k_width), triton.next_power_of_2(v_width)
     tokens = max(1, _TILE // max(padded))
-    is_fp8 = cache.dtype in (DType.FP8_E4M3, DType.FP8_E5M2)
-    grid = (triton.cdiv(len(slots), tokens), 1 if cache.v is None else 2)
-    _convert_kernel[grid](
-        k,
-        k.stride(0),
-        target_k,
-        target_k.stride(0),
-        target_k.stride(1),
-        cache.k_factor,
-        v,
-        v.stride(0),
-        target_v,
-        target_v.stride(0),
-        target_v.stride(1),
-        cache.v_factor,
+    is_fp8 = k.part.dtype in (DType.FP8_E4M3, DType.FP8_E5M2)
+    _convert_kernel[triton.cdiv(len(slots), tokens), num_parts](
+        *k.arguments,
+        *v.arguments,
         slots,
         len(slots),
-        cache.num_blocks * cache.block_size,
-        torch.finfo(TORCH_DTYPES[cache.dtype]).max if is_fp8 else 0.0,
+        num_blocks * block_size,
+        torch.finfo(TORCH_DTYPES[k.part.dtype]).max if is_fp8 else 0.0,
         K_WIDTH=k_width,
         V_WIDTH=v_width,
         K_PADDED=padded[0],
         V_PADDED=padded[1],
         TOKENS=tokens,
-        BLOCK_SIZE=cache.block_size,
+        BLOCK_SIZE=block_size,
         IS_FP8=is_fp8,
         num_warps=4,
     )
 
 
-def _flat(values: Tensor) -> Tensor:
-    """[token, head * element]; a view where the heads of a token lie side by side, as in a slice of a fused projection."""
-    return dense_rows(values).flatten(1)
-
-
-def _quantize(data: Tensor, scale: Tensor | None, zero: Tensor | None, slots: Tensor, values: Tensor) -> None:
+def _quantize(part: StoredPart, slots: Tensor, values: Tensor) -> None:
     """Rows with zero points have 4 bits an element, others 8."""
+    data, scale, zero = part.data, part.scale, part.zero
     assert scale is not None
     is_int4 = zero is not None
     values = dense_rows(values)

@@ -114,7 +114,7 @@ def _same(
             setattr(module, way, chosen)
             slots = StateSlots.allocate({module.layer: StateSpec(module.parts)}, 3, hidden.device)
             generator = torch.Generator().manual_seed(0)
-            for states in slots.store.states(0).values():
+            for states in slots.store.views(0).values():
                 states.copy_(torch.randn(states.shape, generator=generator, dtype=torch.float32))
             step = StateStep.of(slots, lengths, sources, [2, 1])
             if chosen and in_graph:
@@ -122,7 +122,7 @@ def _same(
                 given = (torch.tensor(array, device=hidden.device) for array in (sources, [2, 1], borders, borders[1:]))
                 step = StateStep.stepping(slots, *given)
             outputs = step.run(module, hidden[:, : sum(lengths)], arguments)
-            found.append([_flat(outputs), *(states.float() for states in slots.store.states(0).values())])
+            found.append([_flat(outputs), *(states.float() for states in slots.store.views(0).values())])
     except (AttributeError, TypeError):  # it does something else with a state than calling the functions
         return False
     # Copies in 16 bits are rounded more often.

@@ -3,7 +3,7 @@
 from kvpool.kernels.layout import Runs, SlotStates
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.disk import DiskStore
-from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
+from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout, StoredPart
 from kvpool.storage.memory import free_bytes, measure_budget
 from kvpool.storage.moving import TakenBlocks
 from kvpool.storage.states import StateSlots
@@ -21,6 +21,7 @@ __all__ = [
     "SlotStates",
     "StateLayout",
     "StateSlots",
+    "StoredPart",
     "TakenBlocks",
     "Transfer",
     "TransferEngine",

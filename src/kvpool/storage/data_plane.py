@@ -13,7 +13,7 @@ A step, as an engine drives it:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.checks import as_count
+from kvpool.checks import as_count, show
 from kvpool.config import GroupKind, KVCacheConfig, LayerGroup, Tier
 from kvpool.core.batch import SequenceBatch
 from kvpool.core.handle import KVCacheHandle
@@ -41,7 +41,6 @@ from kvpool.storage.transfer import Transfer, TransferEngine
 from kvpool.storage.transfer_steps import Store
 
 T = TypeVar("T")
-KV = tuple[Tensor, "Tensor | None"]
 _NO_BLOCKS: Int32Array = np.empty(0, np.int32)
 
 
@@ -75,7 +74,7 @@ class DataPlane:
 
     `device` holds the GPU tier: "cuda", or "cpu" where there is none. `check_writes` refuses slots of blocks that are
     published, shared or free (default: on a CPU only; it costs about one operation on the tables per step). `factors` are
-    the (K, V) scale factors of fp8 layers. `disk_directory` is where the file of the DISK tier goes.
+    the scale factors of fp8 layers, one for each part: (K, V). `disk_directory` is where the file of the DISK tier goes.
 
     Any thread may call it, each with requests of its own. Copies run one batch after the other, in the order in which the
     manager planned them, and `prepare` returns after all that were planned before: so nobody writes into a block that
@@ -100,7 +99,7 @@ class DataPlane:
         *,
         check_writes: bool | None = None,
         checksums: bool = False,
-        factors: Mapping[int, tuple[float, float]] | None = None,
+        factors: Mapping[int, tuple[float, ...]] | None = None,
         disk_directory: Path | str | None = None,
     ) -> None:
         self.manager = manager
@@ -124,7 +123,7 @@ class DataPlane:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def layer_cache(self, layer: int) -> LayerCache:
-        """K and V of one layer on the GPU tier, for attention kernels."""
+        """What one layer stores on the GPU tier, such as K and V, for attention kernels."""
         group, index = self._index_in_group[self._layer(layer)]
         return self._gpu_store(self.config.groups[group].pool).layer_cache(group, index)
 
@@ -226,14 +225,17 @@ class DataPlane:
             self.transfers.before_compute(*need)
 
     def write(self, slots: Any, k: Tensor, v: Tensor | None, layer: int) -> None:
-        """Stores K and V of many tokens in one layer: k is [token, head, head_dim], v None in a K-only layer.
+        """Stores K and V of many tokens in one layer: k is [token, head, head_dim], v None in a layer that has none."""
+        self.write_parts(slots, {"k": k} if v is None else {"k": k, "v": v}, layer, whole=True)
+
+    def write_parts(self, slots: Any, values: Mapping[str, Tensor], layer: int, *, whole: bool = False) -> None:
+        """Stores parts of many tokens in one layer, [token, head, element] by name; if `whole`, all that the layer has.
 
         `slots`: what `prepare` returned (best: checked once for all layers); or an int32 tensor [token] on the GPU, which is
         trusted, so that the call can be captured in a CUDA graph; or one row of slots, or all of them, as the manager
         returned them, which are prepared first. -1 is skipped.
         """
         group, index = self._index_in_group[self._layer(layer)]
-        spec = self.config.groups[group].attention
         if isinstance(slots, StepSlots):
             tensor = slots.tensor[group]
         elif isinstance(slots, Tensor) and slots.is_cuda:
@@ -241,19 +243,24 @@ class DataPlane:
         else:
             tensor = self._prepare_one(slots, group)
         num_tokens = tensor.shape[0]  # len() of a tensor is slow
-        _check_values(k, "k", (num_tokens, spec.kv_heads, spec.head_dim), self.device)
-        if (v is None) != spec.k_only:
-            raise InvalidArgumentError(
-                f"layer {layer} {'stores no V: pass v=None' if spec.k_only else 'stores V: pass v'}"
-            )
-        if v is not None:
-            _check_values(v, "v", (num_tokens, spec.kv_heads, spec.value_dim), self.device)
-        write_slots(self._gpu_store(self.config.groups[group].pool).layer_cache(group, index), tensor, k, v)
+        cache = self._gpu_store(self.config.groups[group].pool).layer_cache(group, index)
+        if not values.keys() <= cache.keys() or (whole and len(values) < len(cache)):
+            raise InvalidArgumentError(f"layer {layer} stores {_listed(cache)}, got {_listed(values)}")
+        for name, given in values.items():
+            _check_values(given, name, (num_tokens, cache[name].data.shape[2], cache[name].width), self.device)
+        write_slots(cache, tensor, values)
 
     def read(
         self, handle: KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None, *, raw: bool = False
-    ) -> KV:
-        """K and V of written tokens `start..start + num_tokens` of a sequence, [token, head, element], dequantised.
+    ) -> tuple[Tensor, Tensor | None]:
+        """`read_parts` of K and V; None in the place of a V that the layer does not have."""
+        parts = self.read_parts(handle, layer, start, num_tokens, raw=raw)
+        return parts["k"], parts.get("v")
+
+    def read_parts(
+        self, handle: KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None, *, raw: bool = False
+    ) -> dict[str, Tensor]:
+        """What a layer stores of written tokens `start..start + num_tokens`, [token, head, element] by name, dequantised.
 
         `raw` returns the elements as they are stored, without scales. A swapped-out sequence is read from the host.
         """
@@ -275,10 +282,9 @@ class DataPlane:
             if tier == Tier.HOST:
                 self.transfers.wait_for(store)
             cache, places = store.layer_cache(group, index), upload(slots, store.device)
-            if not raw:
-                return read_values(cache, places, spec.attention.head_dim, spec.attention.value_dim)
-            stored_k, stored_v = read_slots(cache, places)
-            return stored_k.data, None if stored_v is None else stored_v.data
+            if raw:
+                return {name: read_slots(part, places).data for name, part in cache.items()}
+            return {name: read_values(part, places) for name, part in cache.items()}
 
     def cross_slots(self, handle: KVCacheHandle, group: int) -> Int32Array:
         """Slots of the encoder's tokens of a request in a cross-attention group."""
@@ -456,6 +462,10 @@ def checked_device(device: torch.device | str) -> torch.device:
     if chosen.type != "cpu":
         raise InvalidArgumentError(f"device={str(device)!r}: stores live on 'cuda' or 'cpu'")
     return chosen
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return " and ".join(map(show, parts)) or "nothing"
 
 
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:

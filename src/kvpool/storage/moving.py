@@ -22,7 +22,7 @@ from kvpool.kernels.copy import upload as send
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.dma import HostSide, Places, copy_over_link, copy_places
-from kvpool.storage.layout import GroupLayout, StateLayout
+from kvpool.storage.layout import BlockLayout
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer_steps import TransferStep
 
@@ -48,7 +48,7 @@ def _copy(
     src: Int32Array,
     dst: Int32Array,
     num_tokens: Int32Array | None,
-    layout: GroupLayout | StateLayout,
+    layout: BlockLayout,
     host: HostSide | None,
 ) -> None:
     """Copies between two tensors of blocks, on any device; `host` if one is a GPU's and the other not."""
@@ -66,7 +66,7 @@ def _copy(
     if num_tokens is None:
         copy_blocks(source, target, *upload(np.stack([src, dst]), device))
     else:
-        assert isinstance(layout, GroupLayout)  # a state has no tokens of which a few could be copied
+        assert layout.runs  # a state has no tokens of which a few could be copied
         sources, targets, tokens = upload(np.stack([src, dst, num_tokens]), device)
         copy_tokens(source, target, sources, targets, tokens, layout.runs)
 

@@ -54,7 +54,7 @@ class StateSlots:
     @property
     def tensors(self) -> Mapping[tuple[int, str], Tensor]:
         """The parts of all states by the number of their layer in the model and their name, [slot, *shape], as views."""
-        stored = self.store.states(self.group)
+        stored = self.store.views(self.group)
         if stored is not self._stored:  # the store has new memory
             self._stored = stored
             self._tensors = {(self._numbers[layer], part): tensor for (layer, part), tensor in stored.items()}

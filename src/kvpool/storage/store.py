@@ -12,12 +12,12 @@ from kvpool.config import PoolSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array
-from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
+from kvpool.storage.layout import BlockLayout, GroupLayout, LayerCache
 from kvpool.storage.memory import HostMemory, allocate_device
 
 
 class BlockStore:
-    """One allocation, uint8 [block, byte]; `layer_cache` shows it as typed K and V, `states` as the parts of states.
+    """One allocation, uint8 [block, byte]; `layer_cache` shows what a layer stores of each token, `views` all tensors.
 
     `device` is where the bytes are. Host memory is pinned when `gpu` names the GPU that will read it. Bytes allocated are
     bytes reported: `num_blocks * block_bytes`, and as many for each `spare` block: steps of a fixed size write into it what
@@ -28,7 +28,7 @@ class BlockStore:
         self,
         pool: PoolSpec,
         tier: Tier,
-        layouts: Mapping[int, GroupLayout | StateLayout],
+        layouts: Mapping[int, BlockLayout],
         num_blocks: int | None = None,
         *,
         device: torch.device | str = "cpu",
@@ -55,7 +55,7 @@ class BlockStore:
         else:
             self.data = allocate_device(self.device, num_blocks, self.block_bytes)
         self._caches: dict[tuple[int, int], LayerCache] = {}
-        self._states: dict[int, dict[tuple[int, str], Tensor]] = {}
+        self._views: dict[int, dict[tuple[int, str], Tensor]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -90,14 +90,12 @@ class BlockStore:
             cache = self._caches[group, index] = layout.layer_cache(self.data, index)
         return cache
 
-    def states(self, group: int) -> Mapping[tuple[int, str], Tensor]:
-        """The parts of a group's states by layer and name, [slot, *shape], as views. A resize makes earlier ones stale."""
-        states = self._states.get(group)
-        if states is None:
-            layout = self.layouts[group]
-            assert isinstance(layout, StateLayout)
-            states = self._states[group] = layout.views(self.data)
-        return states
+    def views(self, group: int) -> Mapping[tuple[int, str], Tensor]:
+        """All that a group stores by layer and name, [block, *shape], as views. A resize makes earlier ones stale."""
+        views = self._views.get(group)
+        if views is None:
+            views = self._views[group] = self.layouts[group].views(self.data)
+        return views
 
     def resize(self, num_blocks: int) -> None:
         """Makes room for more blocks or gives memory back; the blocks that remain keep their bytes.
