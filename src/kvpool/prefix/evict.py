@@ -366,7 +366,7 @@ def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[In
         node.root.policies[source].remove(node)
         node.entry = None  # the policy of the new tier starts afresh
     if not node.active:
-        count_run(cache, node, -1, -int(node.pins > 0))
+        count_run(cache, node, -1, -1 if node.pins else 0)
     old, host_copy = node.ids, None
     if node.host_copy is not None:
         if target != HOST:
@@ -386,7 +386,7 @@ def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[In
             group.tiers[source].give(ids[ids >= 0] if group.by_block else ids)
     _change_tier(node, target)
     if not node.active:
-        count_run(cache, node, 1, int(node.pins > 0))
+        count_run(cache, node, 1, 1 if node.pins else 0)
     if node.pins and target == GPU:
         keep_pinned(cache, node)
     offer(cache, node)

@@ -28,7 +28,7 @@ def ref(cache: Cache, node: Node) -> None:
             return
         if not (node.pins or node.same_tier_children):
             node.root.policies[node.tier].remove(node)
-        count_run(cache, node, -1, -int(node.pins > 0))
+        count_run(cache, node, -1, -1 if node.pins else 0)
         node = node.parent
 
 
@@ -53,7 +53,7 @@ def unref(cache: Cache, node: Node, used: bool = True) -> None:
         if node.detached:
             _free_detached(cache, node)
         else:
-            count_run(cache, node, 1, int(node.pins > 0))
+            count_run(cache, node, 1, 1 if node.pins else 0)
             if waiting is not None:
                 waiting.append(node)
             if node.ttl is not None:
@@ -126,7 +126,8 @@ def count_run(cache: Cache, node: Node, idle: int, pinned: int) -> None:
     if cache.only_pools is not None and root.quota is None:
         pool = cache.only_pools[tier]
         pool.num_cached += idle * length
-        pool.num_pinned += pinned * length
+        if pinned:
+            pool.num_pinned += pinned * length
         return
     for index, per_position in cache.full_per_pool:
         num_blocks = length * per_position

@@ -246,9 +246,10 @@ def watch(cache: Cache, node: Node) -> None:
 
 def end_at(cache: Cache, node: Node, depth: int) -> Node:
     """The run of `node` that ends at `depth` and has an end that others may follow: cut there, or closed."""
-    if node.end > depth:
+    if node.start + node.num_blocks > depth:
         return split(cache, node, depth - node.start)
-    close(cache, node)
+    if node.open_row >= 0:
+        close(cache, node)
     return node
 
 
@@ -262,9 +263,10 @@ def tip_of(cache: Cache, row: int) -> Node:
 
 def close(cache: Cache, node: Node) -> None:
     """Ends the growth of a node, if it is open: it gets arrays of its own and may have other readers."""
-    rows, row, size = cache.rows, node.open_row, cache.block_size
+    row = node.open_row
     if row < 0:
         return
+    rows, size = cache.rows, cache.block_size
     start, end = node.start, rows.committed_of[row] // size
     node.open_row = -1
     node.num_blocks = end - start
