@@ -190,7 +190,7 @@ class Value(Run):
         self.turn = self.fan_out = self.hint = self.hits = self.scope_hash = 0
         self.session = self.entry = None
         self.tokens = np.frombuffer(self.key[-8:], np.int32)  # stands for its content
-        self._fingerprint = int.from_bytes(self.key[-8:], "little")
+        self.known_fingerprint = int.from_bytes(self.key[-8:], "little")
         self.is_gone = False
         self.shelf: EvictionPolicy | None = None
 
