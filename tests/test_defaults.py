@@ -113,13 +113,16 @@ def options() -> Iterator[str]:
 
 
 def tier_settings() -> Iterator[str]:
-    """What clients of tiers use where nothing is set."""
+    """What an engine uses where a setting of tiers is None."""
     from dataclasses import fields
 
+    from kvpool.engine.settings import EngineSettings
     from kvpool.tiers import TierConfig
 
-    for setting in fields(TierConfig):
-        yield f"kvpool.tiers.TierConfig: {setting.name} means {shown(setting.metadata['default'])}"
+    of_engine = {each.name.removeprefix("tier_"): each.default for each in fields(EngineSettings)}
+    for each in fields(TierConfig):
+        if each.name in of_engine:
+            yield f"kvpool.tiers.TierConfig: {each.name} means {shown(of_engine[each.name])}"
 
 
 def found(part: str) -> list[str]:

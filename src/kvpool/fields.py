@@ -6,11 +6,30 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from kvpool.checks import show
 from kvpool.errors import ConfigError
 from kvpool.removed import instead_of
+
+
+class Kind(NamedTuple):
+    """The kind of a setting: `check` returns the value to use, or raises for a wrong one. `rule` is the end of the error.
+
+    `parse` makes a value of a text; it also gets the name of the setting, for errors. None: the value is text.
+    """
+
+    rule: str
+    check: Callable[[Any], Any]
+    parse: Callable[[str, str], Any] | None = None
+    is_secret: bool = False
+    type: type = str  # of an option of commands
+
+    def read(self, value: Any, name: str = "size") -> Any:
+        """Checks a value that may also be written as text."""
+        if isinstance(value, str) and self.parse is not None:
+            value = self.parse(value, name)
+        return self.check(value)
 
 
 def setting(
@@ -24,13 +43,14 @@ def setting(
     variable: str | None = None,
     low: int | None = None,
     high: int | None = None,
+    in_address: str = "",
 ) -> Any:
     """A setting that files have, and commands if there is a `help`.
 
     `kind` is a type, or has one as `type`, checks values by itself, and may be a secret, which `repr` leaves out. `option`
     is the setting's name as an option and `key` its name in a file, where they differ from the field's. `flag` is how the
-    option is written, where that differs from its name; `variable` gives it from the environment. The default `dict` is an
-    empty one.
+    option is written, where that differs from its name; `variable` gives it from the environment. `in_address` is its
+    name in the address of its tier. The default `dict` is an empty one.
     """
     shown = {
         "help": help,
@@ -41,6 +61,7 @@ def setting(
         "variable": variable,
         "low": low,
         "high": high,
+        "in_address": in_address,
     }
     made = {"default_factory": default} if default is dict else {"default": default}
     return field(**made, repr=not getattr(kind, "is_secret", False), metadata=shown)
@@ -113,3 +134,36 @@ def checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]
         if not isinstance(value, (int, float) if kind is float else kind) or is_bool != (kind is bool):
             raise ConfigError(f"{where}: {key} must be of type {kind.__name__}, got {show(value)}")
     return dict(table)
+
+
+class Given(NamedTuple):
+    """A value, and the name under which it was given: a keyword, a key of a file, a variable or an option."""
+
+    value: Any
+    name: str
+    is_keyword: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}={show(self.value)}" if self.is_keyword else f"{self.name} = {show(self.value)}"
+
+    def checked(self, kind: Kind) -> Any:
+        """The value to use; raises `ConfigError` for a wrong one. Only what is no keyword may be text for a number."""
+        try:
+            return kind.check(self.value) if self.is_keyword else kind.read(self.value)
+        except Exception:  # an object of the caller may raise anything
+            if kind.is_secret:
+                problem = f"{self.name} {kind.rule}"
+            elif self.is_keyword and kind.parse is None:
+                problem = f"{self.name} {kind.rule}, got {show(self.value)}"
+            else:
+                problem = f"{self} {kind.rule}"
+            raise ConfigError(problem) from None
+
+
+def given_in(path: Path, section: str, table: Mapping[str, Any], cls: Any) -> dict[str, Given]:
+    """What a section of a file gives of a dataclass of settings; an unknown key raises `ConfigError`."""
+    known = [each.name for each in fields(cls)]
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"{path}: [{section}] has no key {show(name)}; it has {', '.join(known)}")
+    return {name: Given(value, f"{path}: {section}.{name}") for name, value in table.items()}

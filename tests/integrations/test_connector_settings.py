@@ -37,7 +37,7 @@ def test_given_host_bytes_then_rows_are_as_many_blocks_as_fit() -> None:
     [
         ({"host_byte": 1}, "did you mean host_bytes"),
         ({"zzz": 1}, "there are host_bytes, "),
-        ({"host_bytes": "much"}, "write a size"),
+        ({"host_bytes": "much"}, "host_bytes='much' must be a size above 0"),
         ({"host_bytes": 0}, "host_bytes"),
         ({"host_bytes": 10, "host_blocks": 10}, "give one of them"),
         ({"disk_bytes": "1GB"}, "needs disk"),
@@ -45,11 +45,14 @@ def test_given_host_bytes_then_rows_are_as_many_blocks_as_fit() -> None:
         ({"disk": ""}, "disk must be text"),
         ({"remote": 7}, "remote must be text"),
         ({"timeout": 0}, "timeout=0"),
-        ({"disk": "/cache", "read_only": "yes"}, "read_only='yes' must be True or False"),
+        ({"disk": "/cache", "read_only": "yes"}, "read_only='yes' must be true or false"),
         ({"read_only": True}, "needs disk or remote"),
-        ({"ttl": -1}, "ttl=-1"),
-        ({"quotas": {"ada": {"most": 1}}}, "guaranteed, maximum or both"),
+        ({"ttl": -1}, "ttl must be seconds above 0.*got -1"),
+        ({"quotas": {"ada": {"most": 1}}}, "guaranteed share, maximum share or both"),
         ({"quotas": 3}, "must map a salt"),
+        ({"disk": "/cache", "disk_bytes": "much"}, "disk_bytes='much' must be a size above 0"),
+        ({"host_write": "never"}, "host_write must be one of back, through, got 'never'"),
+        ({"remote": ["redis://user:secret@host"]}, "^remote must be text that is not empty$"),
     ],
 )
 def test_given_settings_that_cannot_work_then_one_line_says_why(given: dict[str, object], message: str) -> None:
@@ -124,3 +127,7 @@ def test_given_a_directory_that_somebody_writes_to_then_read_only_reads_it_and_s
         tier.close()
     with pytest.raises(ConfigError, match=r"there is no directory .*nowhere, and read_only=True makes none"):
         open_worker_tiers(ConnectorSettings.of({"disk": str(tmp_path / "nowhere"), "read_only": True}), worker)
+
+
+def test_given_a_store_with_a_password_then_the_settings_do_not_show_it() -> None:
+    assert "secret" not in repr(ConnectorSettings.of({"remote": "redis://user:secret@host"}))

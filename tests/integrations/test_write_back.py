@@ -422,5 +422,5 @@ def test_given_a_setting_that_needs_blocks_when_they_are_computed_then_they_are_
 
 
 def test_given_a_wrong_moment_then_it_is_named() -> None:
-    with pytest.raises(ConfigError, match="host_write must be 'back' or 'through', got 'later'"):
+    with pytest.raises(ConfigError, match="host_write must be one of back, through, got 'later'"):
         ConnectorSettings.of({"host_write": "later"})

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.fields import Kind
 from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import DiskOptions
 from kvpool.tiers.node.node_tier import NodeOptions
 from kvpool.tiers.node.settings import NodeSettings
-from kvpool.tiers.options import Kind, TierURL, count, read_options, size
+from kvpool.tiers.options import TierURL, count, read_options, size
 from kvpool.tiers.remote.mooncake import MooncakeOptions
 from kvpool.tiers.remote.redis_node import RedisOptions
 from kvpool.tiers.remote.s3 import S3Options

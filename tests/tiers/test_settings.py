@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.fields import Given
 from kvpool.tiers import DiskTier, TierConfig, open_tier, read_tiers
 from kvpool.tiers.options import count, text
-from kvpool.tiers.settings import COMMAND_OPTIONS, PREFIX, _Given, help_of
+from kvpool.tiers.settings import COMMAND_OPTIONS, PREFIX, help_of
 
 WHOLE = """
 title = "not ours"
@@ -306,15 +307,15 @@ def test_given_neither_argument_nor_setting_then_the_error_says_where_to_name_a_
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        (_Given(3, "codec", is_keyword=True), text("be a name"), "codec must be a name, got 3"),
-        (_Given(3, "codec"), text("be a name"), "codec = 3 must be a name"),
-        (_Given(9, "ttl", is_keyword=True), count(1, 8), "ttl=9 must be a whole number from 1 to 8"),
-        (_Given("9", "KVPOOL_TTL"), count(1, 8), "KVPOOL_TTL = '9' must be a whole number from 1 to 8"),
-        (_Given(3, "password"), text("be a text", is_secret=True), "password must be a text"),
+        (Given(3, "codec", is_keyword=True), text("be a name"), "codec must be a name, got 3"),
+        (Given(3, "codec"), text("be a name"), "codec = 3 must be a name"),
+        (Given(9, "ttl", is_keyword=True), count(1, 8), "ttl=9 must be a whole number from 1 to 8"),
+        (Given("9", "KVPOOL_TTL"), count(1, 8), "KVPOOL_TTL = '9' must be a whole number from 1 to 8"),
+        (Given(3, "password"), text("be a text", is_secret=True), "password must be a text"),
     ],
 )
 def test_given_a_wrong_value_then_the_error_shows_it_as_it_was_given_unless_it_is_secret(
-    given: _Given, kind: Any, message: str
+    given: Given, kind: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         given.checked(kind)
@@ -322,6 +323,6 @@ def test_given_a_wrong_value_then_the_error_shows_it_as_it_was_given_unless_it_i
 
 
 def test_given_a_number_as_text_then_a_file_may_have_it_and_a_keyword_may_not() -> None:
-    assert _Given("8", "ttl").checked(count(1, 8)) == _Given(1, "ttl", is_keyword=True).checked(count(1, 8)) + 7
+    assert Given("8", "ttl").checked(count(1, 8)) == Given(1, "ttl", is_keyword=True).checked(count(1, 8)) + 7
     with pytest.raises(ConfigError, match="ttl='8'"):
-        _Given("8", "ttl", is_keyword=True).checked(count(1, 8))
+        Given("8", "ttl", is_keyword=True).checked(count(1, 8))

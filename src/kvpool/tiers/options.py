@@ -9,12 +9,13 @@ import operator
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvpool.checks import show
 from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import InvalidArgumentError
+from kvpool.fields import Kind
 from kvpool.terminal import parse_bytes
 
 MAX_SECONDS = 1e8
@@ -24,25 +25,6 @@ _FLAGS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0
 
 
 # --- kinds of values -------------------------------------------------------------------------------------------------
-
-
-class Kind(NamedTuple):
-    """The kind of a setting: `check` returns the value to use, or raises for a wrong one. `rule` is the end of the error.
-
-    `parse` makes a value of a text; it also gets the name of the setting, for errors. None: the value is text.
-    """
-
-    rule: str
-    check: Callable[[Any], Any]
-    parse: Callable[[str, str], Any] | None = None
-    is_secret: bool = False
-    type: type = str  # of an option of commands
-
-    def read(self, value: Any, name: str = "size") -> Any:
-        """Checks a value that may also be written as text."""
-        if isinstance(value, str) and self.parse is not None:
-            value = self.parse(value, name)
-        return self.check(value)
 
 
 def text(rule: str, is_right: Callable[[str], bool] = bool, *, is_secret: bool = False) -> Kind:

@@ -15,22 +15,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from kvpool.checks import show
 from kvpool.config.cache_config import HOST_WRITES
 from kvpool.errors import ConfigError
+from kvpool.fields import Given, given_in, setting, settings_of
 from kvpool.files import other_format, read_plain
 from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
 from kvpool.tiers.node.node_tier import NodeOptions
 from kvpool.tiers.opening import opener_of, schemes
-from kvpool.tiers.options import FLAG, Kind, choice, count, option_kinds, seconds, size, text
+from kvpool.tiers.options import FLAG, choice, count, option_kinds, seconds, size, text
 from kvpool.tiers.remote.mooncake import MooncakeOptions
 from kvpool.tiers.remote.redis_node import RedisOptions
 from kvpool.tiers.remote.s3 import S3Options
@@ -56,34 +57,27 @@ _DIRECTORY = text("be the path of a directory, without a question mark", lambda 
 _REMOTE = text("be the address of a tier, such as node: or redis://HOST", is_secret=True)
 
 
-def _setting(kind: Kind, *, default: Any = None, option: str = "", in_address: str = "", help: str = "") -> Any:
-    """A setting. Clients use `default` if it is not set. `option` is its name as an option of commands, if that differs;
-    `in_address` is its name in the address of its tier."""
-    metadata = {"kind": kind, "default": default, "option": option, "in_address": in_address, "help": help}
-    return field(default=None, metadata=metadata)
-
-
 def _of_tier(options: Any, name: str, help: str = "") -> Any:
     """A setting of one tier, which its address may also have as an option."""
-    return _setting(option_kinds(options)[name], in_address=name, help=help)
+    return setting(None, help, option_kinds(options)[name], in_address=name)
 
 
 @dataclass(frozen=True)
 class TierConfig:
     """All settings of tiers, checked. None means not set."""
 
-    timeout: float | None = _setting(
+    timeout: float | None = setting(
+        None,
+        f"Longest wait for --disk and --remote, in seconds (default {REQUEST_TIMEOUT:g}).",
         seconds(LONGEST_TIMEOUT),
-        default=REQUEST_TIMEOUT,
         option="tier_timeout",
-        help=f"Longest wait for --disk and --remote, in seconds (default {REQUEST_TIMEOUT:g}).",
     )
-    min_uses: int | None = _setting(count(1, MAX_COUNT), default=1)  # of a block before it is stored
-    host_bytes: int | None = _setting(size(0), option="host_memory")
-    offload_on_evict: bool | None = _setting(FLAG)
-    offload_min_priority: int | None = _setting(count(0, 100))
-    host_write: str | None = _setting(choice(*HOST_WRITES))
-    disk: str | None = _setting(_DIRECTORY, help="Keep prefixes in this directory: the next start finds them.")
+    min_uses: int | None = setting(None, kind=count(1, MAX_COUNT))  # of a block before it is stored
+    host_bytes: int | None = setting(None, kind=size(0), option="host_memory")
+    offload_on_evict: bool | None = setting(None, kind=FLAG)
+    offload_min_priority: int | None = setting(None, kind=count(0, 100))
+    host_write: str | None = setting(None, kind=choice(*HOST_WRITES))
+    disk: str | None = setting(None, "Keep prefixes in this directory: the next start finds them.", _DIRECTORY)
     disk_bytes: int | None = _of_tier(DiskOptions, "bytes", help="As much as --disk may hold (default 10GiB).")
     disk_threads: int | None = _of_tier(DiskOptions, "threads")
     disk_direct: bool | None = _of_tier(DiskOptions, "direct")
@@ -91,13 +85,13 @@ class TierConfig:
     disk_timeout: float | None = _of_tier(DiskOptions, "timeout")
     disk_compression: str | None = _of_tier(CompressionOptions, "compress")
     disk_dtype: str | None = _of_tier(CompressionOptions, "dtype")
-    remote: str | None = _setting(  # may hold a password: `repr` leaves it out
-        _REMOTE, help="Share prefixes through a store: node:, redis://, rediss://, s3://, mooncake://."
+    remote: str | None = setting(
+        None, "Share prefixes through a store: node:, redis://, rediss://, s3://, mooncake://.", _REMOTE
     )
     remote_namespace: str | None = _of_tier(RedisOptions, "namespace")
     remote_ttl: float | None = _of_tier(RedisOptions, "ttl")
     remote_timeout: float | None = _of_tier(RedisOptions, "timeout")
-    remote_max_value_bytes: int | None = _setting(size(1), in_address="max_value_bytes")
+    remote_max_value_bytes: int | None = setting(None, kind=size(1), in_address="max_value_bytes")
     remote_compression: str | None = _of_tier(CompressionOptions, "compress")
     remote_dtype: str | None = _of_tier(CompressionOptions, "dtype")
 
@@ -106,13 +100,13 @@ class TierConfig:
         """From keywords of a client, such as `tier_timeout` and `disk`; raises `ConfigError` for a wrong one."""
         given = {}
         for name, value in keywords.items():
-            setting = _SETTINGS[name.removeprefix("tier_")]
-            if value is not None or setting.metadata["default"] is not None:
-                given[setting.name] = _Given(value, name, is_keyword=True)
+            setting_name = name.removeprefix("tier_")
+            if value is not None or setting_name in _NEVER_NONE:
+                given[setting_name] = Given(value, name, is_keyword=True)
         return _checked(given)
 
     def __repr__(self) -> str:
-        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "remote"}
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
         return f"TierConfig({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
 
     @property
@@ -161,42 +155,14 @@ class TierConfig:
 
 
 _SETTINGS = {each.name: each for each in fields(TierConfig)}
-COMMAND_OPTIONS = {
-    each.metadata["option"] or each.name: each.name for each in fields(TierConfig) if each.metadata["help"]
-}
+_NEVER_NONE = ("timeout", "min_uses")  # clients have a default of their own
+COMMAND_OPTIONS = {option: each.name for option, each in settings_of(TierConfig).items() if each.metadata["help"]}
 """Options that commands of engines have, and the settings that they set."""
 
 
 def help_of(name: str) -> str:
     """What a setting is for, in the help of commands."""
     return str(_SETTINGS[name].metadata["help"])
-
-
-class _Given(NamedTuple):
-    """A value, and the name under which it was given: a keyword, a key of a file, a variable or an option."""
-
-    value: Any
-    name: str
-    is_keyword: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}={show(self.value)}" if self.is_keyword else f"{self.name} = {show(self.value)}"
-
-    def other(self, name: str) -> str:
-        """The name of another setting, written in the same way."""
-        return name if self.is_keyword else f"{SECTION}.{name}"
-
-    def checked(self, kind: Kind) -> Any:
-        try:
-            return kind.check(self.value) if self.is_keyword else kind.read(self.value)
-        except Exception:  # an object of the caller may raise anything
-            if kind.is_secret:
-                problem = f"{self.name} {kind.rule}"
-            elif self.is_keyword and kind.parse is None:
-                problem = f"{self.name} {kind.rule}, got {show(self.value)}"
-            else:
-                problem = f"{self} {kind.rule}"
-            raise ConfigError(problem) from None
 
 
 def read_tiers(
@@ -220,7 +186,7 @@ def read_tiers(
     for name, value in (options or {}).items():
         if value is not None:
             option = _SETTINGS[name].metadata["option"] or name
-            found[name] = _Given(value, f"--{option.replace('_', '-')}")
+            found[name] = Given(value, f"--{option.replace('_', '-')}")
     return _checked(found)
 
 
@@ -249,19 +215,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     return found
 
 
-def _of_file(path: Path) -> dict[str, _Given]:
+def _of_file(path: Path) -> dict[str, Given]:
     file = read_toml(path)
     section = file.get(SECTION, {} if OTHER_SECTIONS.intersection(file) else None)
     if not isinstance(section, dict):
         others = f"; it has {', '.join(file)}" if file else ""
         raise ConfigError(f"the configuration {path} has no section [{SECTION}]{others}")
-    for name in section:
-        if name not in _SETTINGS:
-            raise ConfigError(f"{path}: [{SECTION}] has no key {show(name)}; it has {', '.join(_SETTINGS)}")
-    return {name: _Given(value, f"{path}: {SECTION}.{name}") for name, value in section.items()}
+    return given_in(path, SECTION, section, TierConfig)
 
 
-def _of_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+def _of_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     found = {}
     for variable, value in environ.items():
         if not variable.startswith(PREFIX):
@@ -270,11 +233,11 @@ def _of_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
         if name not in _SETTINGS or variable != variable.upper():
             known = ", ".join(PREFIX + each.upper() for each in _SETTINGS)
             raise ConfigError(f"the environment has {show(variable)}, which is no setting of tiers; these are: {known}")
-        found[name] = _Given(value, variable)
+        found[name] = Given(value, variable)
     return found
 
 
-def _take_away(found: dict[str, _Given], name: str) -> None:
+def _take_away(found: dict[str, Given], name: str) -> None:
     """An empty variable unsets a setting. If it names a tier, all settings of that tier are unset."""
     for each in list(found):
         if each == name or (name in ("disk", "remote") and each.startswith(f"{name}_")):
@@ -293,17 +256,17 @@ def _toml() -> Any:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _checked(given: Mapping[str, _Given]) -> TierConfig:
+def _checked(given: Mapping[str, Given]) -> TierConfig:
     """Refuses wrong values, and values that would have no effect."""
     found = {name: each.checked(_SETTINGS[name].metadata["kind"]) for name, each in given.items()}
     for name, each in given.items():
         tier, divider, _ = name.partition("_")
         if tier in ("disk", "remote") and divider and tier not in given:
-            raise ConfigError(f"{each} needs {each.other(tier)} as well")
+            raise ConfigError(f"{each} needs {_other(each, tier)} as well")
         if (tier == "offload" or name == "host_write") and not found.get("host_bytes"):
-            raise ConfigError(f"{each} needs {each.other('host_bytes')} as well")
+            raise ConfigError(f"{each} needs {_other(each, 'host_bytes')} as well")
         if name.endswith("_dtype") and f"{tier}_compression" not in given:
-            raise ConfigError(f"{each} needs {each.other(f'{tier}_compression')} as well")
+            raise ConfigError(f"{each} needs {_other(each, f'{tier}_compression')} as well")
     if found.get("disk_bytes", MIN_CAPACITY_BYTES) < MIN_CAPACITY_BYTES:
         raise ConfigError(f"{given['disk_bytes']} must be at least {MIN_CAPACITY_BYTES} bytes")
     if "remote" in found:
@@ -311,7 +274,12 @@ def _checked(given: Mapping[str, _Given]) -> TierConfig:
     return TierConfig(**found)
 
 
-def _check_remote(given: Mapping[str, _Given], address: str) -> None:
+def _other(given: Given, name: str) -> str:
+    """The name of another setting, written in the same way."""
+    return name if given.is_keyword else f"{SECTION}.{name}"
+
+
+def _check_remote(given: Mapping[str, Given], address: str) -> None:
     scheme, divider, _ = address.partition(":")
     if not divider or opener_of(scheme) is None:
         raise ConfigError(f"{given['remote'].name} must be the address of a tier, which begins with one of {schemes()}")

@@ -10,24 +10,43 @@ import difflib
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kvpool.checks import check_bool, check_int, check_number, show
+from kvpool.checks import check_number, show
 from kvpool.config.cache_config import HOST_WRITES
-from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES
-from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.config.layers import MAX_BLOCKS
+from kvpool.errors import ConfigError
 from kvpool.eviction import make_policy
+from kvpool.fields import Given, Kind, setting
 from kvpool.files import read_plain
 from kvpool.integrations.connector.orders import Introduction
-from kvpool.terminal import parse_bytes
 from kvpool.tiers import KeyedTier, KeySpace, opening
-from kvpool.tiers.settings import REQUEST_TIMEOUT, TierConfig
+from kvpool.tiers.options import FLAG, choice, count, seconds, size, text
+from kvpool.tiers.settings import LONGEST_TIMEOUT, REQUEST_TIMEOUT, TierConfig
 
 _CHECKPOINT_SHARE = 4  # checkpoints get one byte in so many of the host, as in a cache of kvpool's own engine
 _QUOTA_KEYS = {"guaranteed", "maximum"}
+
+
+def _above_0(value: Any) -> float:
+    if check_number(value, "ttl", "seconds above 0") <= 0:
+        raise ValueError
+    return float(value)
+
+
+def _quotas(value: Any) -> Mapping[str, Mapping[str, float]]:
+    for salt, limits in value.items():
+        if not isinstance(salt, str) or not isinstance(limits, Mapping) or not set(limits) <= _QUOTA_KEYS:
+            raise ValueError
+    return dict(value)
+
+
+_TEXT = text("be text that is not empty")
+_TTL = Kind("must be seconds above 0; leave it out for no limit", _above_0)
+_QUOTAS = Kind("must map a salt to its guaranteed share, maximum share or both", _quotas)
 
 
 @dataclass(frozen=True)
@@ -38,28 +57,28 @@ class ConnectorSettings:
     2147483648
     """
 
-    host_bytes: int | None = None
+    host_bytes: int | None = setting(None, kind=size(1))
     """Memory of the host in each worker; None: see `sized`."""
-    host_blocks: int | None = None
+    host_blocks: int | None = setting(None, kind=count(1, MAX_BLOCKS))
     """The same in blocks; instead of `host_bytes`."""
-    host_write: str | None = None
+    host_write: str | None = setting(None, kind=choice(*HOST_WRITES))
     """When blocks go to the host. `"back"`: when the engine's own cache gives them up next; the block that it gave up first
     leaves the host first. `"through"`: when they are computed. The default is `"back"`, or `"through"` if a setting is given
     that needs it: `policy`, `ttl`, `quotas`, `disk` or `remote`."""
-    policy: str | None = None
+    policy: str | None = setting(None, kind=_TEXT)
     """The order in which blocks leave the host; None: `"adaptive"`, if they are stored when they are computed."""
-    ttl: float | None = None
+    ttl: float | None = setting(None, kind=_TTL)
     """Seconds after which an unused block is forgotten by the host."""
-    quotas: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    quotas: Mapping[str, Mapping[str, float]] = setting(dict, kind=_QUOTAS)
     """`{salt: {"guaranteed": 0.2, "maximum": 0.5}}`: shares of the host, or numbers of blocks, by `cache_salt`."""
-    disk: str | None = None
-    disk_bytes: int | None = None
-    remote: str | None = None
-    timeout: float = REQUEST_TIMEOUT
+    disk: str | None = setting(None, kind=_TEXT)
+    disk_bytes: int | None = setting(None, kind=size(1))
+    remote: str | None = setting(None, kind=text("be text that is not empty", is_secret=True))
+    timeout: float = setting(REQUEST_TIMEOUT, kind=seconds(LONGEST_TIMEOUT))
     """Seconds that a request waits for the tiers below at most."""
-    model_id: str | None = None
+    model_id: str | None = setting(None, kind=_TEXT)
     """Names the weights in tiers, instead of a digest of their files."""
-    read_only: bool = False
+    read_only: bool = setting(False, kind=FLAG)
     """Nothing is stored in tiers; the directory may be one that another process writes to."""
 
     @classmethod
@@ -78,37 +97,25 @@ class ConnectorSettings:
         if "host_bytes" in given and given.get("host_blocks") is not None:
             raise ConfigError("host_bytes and host_blocks both size the host; give one of them")
         values = dict(given)
-        for name in ("host_bytes", "disk_bytes"):
-            if name in values and (name == "host_bytes" or values.get("disk") is not None):
-                values[name] = _bytes(name, values[name])
         if isinstance(values.get("disk"), str):
             values["disk"] = os.path.expanduser(values["disk"])  # no shell does so within JSON
         return cls(**values)
 
     def __post_init__(self) -> None:
-        if self.host_bytes is not None:
-            check_int(self.host_bytes, "host_bytes", 1, MAX_BYTES)
-        if self.host_blocks is not None:
-            check_int(self.host_blocks, "host_blocks", 1, MAX_BLOCKS)
-        for name in ("policy", "disk", "remote", "model_id"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name} must be text that is not empty, got {show(value)}")
-        if check_bool(self.read_only, "read_only") and not self.has_tiers:
+        for each in fields(self):
+            if (value := getattr(self, each.name)) is not each.default:
+                checked = Given(value, each.name, is_keyword=True).checked(each.metadata["kind"])
+                object.__setattr__(self, each.name, checked)
+        if self.read_only and not self.has_tiers:
             raise ConfigError("read_only=True needs disk or remote, to read from")
         if self.policy is not None:
             make_policy(self.policy)
-        if self.host_write not in (None, *HOST_WRITES):
-            raise ConfigError(f"host_write must be {' or '.join(map(repr, HOST_WRITES))}, got {show(self.host_write)}")
         if self.host_write == "back" and (needing := self._needs_through()):
             raise ConfigError(
                 f"host_write='back' has no {needing}, which needs blocks on the host when they are computed; take "
                 f"host_write='through', or leave out {needing}"
             )
         self.tiers(self.disk, read_only=self.read_only)
-        if self.ttl is not None and check_number(self.ttl, "ttl", "seconds above 0") <= 0:
-            raise ConfigError(f"ttl={self.ttl} must be seconds above 0; leave it out for no limit")
-        _check_quotas(self.quotas)
 
     def of_engine(self, number: int) -> ConnectorSettings:
         """The settings of one of several equal engines. Only one may write to a directory, so each other has a subfolder."""
@@ -194,23 +201,6 @@ def _with_lmcache(given: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(path, str) or not path:
         raise ConfigError(f"lmcache_config must be the path of a file, got {show(path)}")
     return {**settings_of(path), **own}
-
-
-def _bytes(name: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_bytes(value, name)
-    except InvalidArgumentError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _check_quotas(quotas: object) -> None:
-    if not isinstance(quotas, Mapping):
-        raise ConfigError(f"quotas={show(quotas)} must map a salt to its guaranteed and maximum share")
-    for salt, limits in quotas.items():
-        if not isinstance(salt, str) or not isinstance(limits, Mapping) or not set(limits) <= _QUOTA_KEYS:
-            raise ConfigError(f"the quota of {show(salt)} must be guaranteed, maximum or both, got {show(limits)}")
 
 
 # --- files of LMCache ------------------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvpool.checks import show
-from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.fields import setting
+from kvpool.errors import ConfigError
+from kvpool.fields import Given, Kind, given_in, setting
 from kvpool.tiers.keys import tenant_tag
 from kvpool.tiers.node.region import MIN_BYTES
 from kvpool.tiers.node.values import Quotas
-from kvpool.tiers.options import Kind, choice, size, text
+from kvpool.tiers.options import choice, size, text
 from kvpool.tiers.settings import TierConfig, read_toml
 
 SECTION = "node"
@@ -78,31 +77,23 @@ class NodeSettings:
 
 def read_node(path: Path | None, options: Mapping[str, Any]) -> NodeSettings:
     """The settings of a file, overridden by `options` of a command (None: not given). `ConfigError` names what is wrong."""
-    given = {name: (f"--{name.replace('_', '-')}", value) for name, value in options.items() if value is not None}
-    known = {each.name: each.metadata["kind"] for each in fields(NodeSettings)}
+    given: dict[str, Given] = {}
     if path is not None:
         section = read_toml(path).get(SECTION)
         if not isinstance(section, dict):
             raise ConfigError(f"the configuration {path} has no section [{SECTION}]")
-        for name, value in section.items():
-            if name not in known:
-                raise ConfigError(f"{path}: [{SECTION}] has no key {show(name)}; it has {', '.join(known)}")
-            given.setdefault(name, (f"{path}: {SECTION}.{name}", value))
-    found = {name: _checked(known[name], *each) for name, each in given.items()}
+        given = given_in(path, SECTION, section, NodeSettings)
+    for name, value in options.items():
+        if value is not None:
+            given[name] = Given(value, f"--{name.replace('_', '-')}")
+    kinds = {each.name: each.metadata["kind"] for each in fields(NodeSettings)}
+    found = {name: each.checked(kinds[name]) for name, each in given.items()}
     if "bytes" not in found:
         raise ConfigError(f"say how much memory the node owns: --bytes 32GB, or bytes in the section [{SECTION}]")
     if "disk_bytes" in found and "disk" not in found:
-        raise ConfigError(f"{given['disk_bytes'][0]} needs a disk as well")
+        raise ConfigError(f"{given['disk_bytes'].name} needs a disk as well")
     if str(found.get("remote", "")).startswith("node:"):
-        raise ConfigError(f"{given['remote'][0]} is for what lies behind the node, and a node cannot be its own store")
+        raise ConfigError(
+            f"{given['remote'].name} is for what lies behind the node, and a node cannot be its own store"
+        )
     return NodeSettings(**found)
-
-
-def _checked(kind: Kind, name: str, value: Any) -> Any:
-    try:
-        return kind.check(value)
-    except InvalidArgumentError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    except (ValueError, TypeError, AttributeError):
-        shown = "" if kind.is_secret else f" = {show(value)}"
-        raise ConfigError(f"{name}{shown} {kind.rule}") from None
