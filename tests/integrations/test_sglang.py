@@ -55,7 +55,7 @@ class StandIn(ABC):
 
 @dataclass
 class Config:
-    """The fields of SGLang's storage configuration that a backend reads."""
+    """The fields of SGLang's storage configuration that a backend reads. SGLang 0.5.17 has them all."""
 
     extra_config: dict[str, Any]
     tp_rank: int = 0
@@ -63,14 +63,16 @@ class Config:
     pp_rank: int = 0
     pp_size: int = 1
     attn_cp_size: int = 1
-    dcp_size: int = 1
-    dp_rank: int = 0
     is_mla_model: bool = False
     model_name: str = "tiny"
 
-    @property
-    def is_storage_writer(self) -> bool:
-        return not self.is_mla_model or self.tp_rank == 0
+
+@dataclass
+class Parallel:
+    """The place of a process among the ranks of SGLang. Only later versions say it in their storage configuration."""
+
+    attn_dcp_size: int = 1
+    attn_dp_rank: int = 0
 
 
 @dataclass
@@ -103,6 +105,7 @@ NAMESPACES = dict(
     forward_hooks="observability",
 )
 SERVER_ARGS = ServerArgs()
+PARALLEL = Parallel()
 
 
 class HostPool:
@@ -129,7 +132,10 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend's class, made from SGLang's own or the stand-in."""
     sources = os.environ.get("KVPOOL_SGLANG")
     stand_ins: dict[str, dict[str, Any]] = {  # nothing of a server runs here, whoever's classes are used
-        "sglang.srt.runtime_context": {"get_server_args": lambda: SERVER_ARGS},
+        "sglang.srt.runtime_context": {
+            "get_server_args": lambda: SERVER_ARGS,
+            "get_parallel": lambda: PARALLEL,
+        },
         "sglang.srt.arg_groups.arg_utils": {"namespace_of": lambda cls: NAMESPACES},
     }
     if sources:
@@ -245,7 +251,7 @@ def test_given_an_sglang_whose_settings_cannot_be_read_then_one_line_says_so(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
-    with pytest.raises(ConfigError, match=r"does not know SGLang .*use SGLang 0\.5\.23"):
+    with pytest.raises(ConfigError, match=r"does not know SGLang .*use SGLang 0\.5\.17 to 0\.5\.23"):
         opened(storage, tmp_path)
 
 
@@ -261,6 +267,34 @@ def test_given_a_model_whose_ranks_have_the_same_bytes_then_one_writes_and_all_r
     assert torch.equal(reader.mem_pool_host.data[4:8], data[0:4])
     reader.close()
     writer.close()
+
+
+def test_given_replicas_of_attention_then_each_writes_to_a_directory_of_its_own(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(storage, tmp_path)
+    monkeypatch.setattr(PARALLEL, "attn_dp_rank", 1)
+    second = opened(storage, tmp_path)
+    filled(first)
+    for backend in (first, second):
+        assert backend.batch_set_v1(["a"], indices(0)) == [True]
+        backend.close()
+
+
+def test_given_a_context_that_ranks_decode_together_then_one_line_says_that_it_is_not_served(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PARALLEL, "attn_dcp_size", 2)
+    with pytest.raises(ConfigError, match="context parallelism"):
+        opened(storage, tmp_path)
+
+
+@pytest.mark.skipif(not os.environ.get("KVPOOL_SGLANG"), reason="needs SGLang's sources in KVPOOL_SGLANG")
+def test_given_sglangs_own_storage_configuration_then_it_has_the_fields_that_a_backend_reads(storage: Any) -> None:
+    theirs = {each.name for each in fields(importlib.import_module(STORAGE).HiCacheStorageConfig)}
+    assert {each.name for each in fields(Config)} <= theirs
+    source = (Path(os.environ["KVPOOL_SGLANG"]) / "sglang/srt/runtime_context.py").read_text()
+    assert all(f'"{each.name}"' in source for each in fields(Parallel))
 
 
 def test_given_a_flipped_byte_then_the_page_is_a_miss(storage: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
       "module_path": "kvpool.integrations.sglang", "class_name": "KVPoolStorage", "interface_v1": 1,
       "kvpool": {"disk": "/var/cache/kvpool", "disk_bytes": "50GB"}}'
 
-Importing this needs SGLang. It was tested against the class definitions of 0.5.23 and not run on a GPU: docs/sglang.md.
+Importing this needs SGLang 0.5.17 to 0.5.23. It was tested against their classes and not run on a GPU: docs/sglang.md.
 """
 
 from __future__ import annotations
@@ -106,10 +106,11 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             raise ConfigError(f"{idle}: memory of the host is SGLang's own here (--hicache-size); leave that out")
         if not self._settings.has_tiers:
             raise ConfigError('KVPoolStorage needs "kvpool": {"disk": …} or {"remote": …} in the extra config')
-        if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+        parallel, _, _ = _runtime()  # the storage configuration of 0.5.17 does not say all of this
+        if storage_config.attn_cp_size > 1 or parallel.attn_dcp_size > 1:
             raise ConfigError("KVPoolStorage does not serve context parallelism: pages are divided between ranks there")
-        if storage_config.dp_rank and self._settings.disk is not None:  # two replicas must not write to one directory
-            directory = str(Path(self._settings.disk) / f"dp-{storage_config.dp_rank}")
+        if parallel.attn_dp_rank and self._settings.disk is not None:  # two replicas must not write to one directory
+            directory = str(Path(self._settings.disk) / f"dp-{parallel.attn_dp_rank}")
             self._settings = replace(self._settings, disk=directory)
         self._config = storage_config
         self._store: PageStore | None = None
@@ -132,7 +133,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             shard=shard,
         )
         worker = Introduction(shard.rank, shard.of, 0, fingerprint)
-        self._store = PageStore(self._settings, worker, is_reader=not config.is_storage_writer)
+        self._store = PageStore(self._settings, worker, is_reader=config.is_mla_model and config.tp_rank > 0)
 
     def _weights(self) -> str:
         name = self._config.model_name
@@ -208,18 +209,24 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         return self._store
 
 
-def _settings() -> dict[str, dict[str, Any]]:
-    """The settings of SGLang, by its namespaces."""
+def _runtime() -> tuple[Any, Any, dict[str, str]]:
+    """The place of this process among the ranks of SGLang, its settings, and the namespaces of these."""
     try:
         from sglang.srt.arg_groups.arg_utils import namespace_of
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_parallel, get_server_args
     except ImportError:
         raise ConfigError(
             f"KVPoolStorage does not know SGLang {_version()}: it cannot tell which settings its pages depend on; "
-            "use SGLang 0.5.23"
+            "use SGLang 0.5.17 to 0.5.23"
         ) from None
     given = get_server_args()
-    places, settings = namespace_of(type(given)), dict[str, dict[str, Any]]()
+    return get_parallel(), given, namespace_of(type(given))
+
+
+def _settings() -> dict[str, dict[str, Any]]:
+    """The settings of SGLang, by its namespaces."""
+    _, given, places = _runtime()
+    settings = dict[str, dict[str, Any]]()
     for name in getattr(given, "__struct_fields__", None) or vars(given):
         place = "" if name in _CHANGING else places.get(name, "")
         settings.setdefault(place.partition(".")[0], {})[name] = getattr(given, name)
