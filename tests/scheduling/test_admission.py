@@ -8,8 +8,8 @@ from toy_engine import expected_output
 
 from kvpool import CopyKind, KVCacheManager, LayerSpec, PrefixMatch, ReuseScope, Tier
 from kvpool.scheduling import CapacityMode, FinishReason, Request
-from kvpool.scheduling.admitting import RETRY_STEPS
-from kvpool.scheduling.plan_builder import PlanBuilder
+from kvpool.scheduling.batch_plan import PlanBuilder
+from kvpool.scheduling.planning import RETRY_STEPS
 from managers import FULL, cached, make_manager
 
 

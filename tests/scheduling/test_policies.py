@@ -17,7 +17,7 @@ from kvpool.scheduling import (
     SchedulerConfig,
     SoonestFirstToken,
 )
-from kvpool.scheduling.admitting import LOOK_UP_EVERY
+from kvpool.scheduling.planning import LOOK_UP_EVERY
 from kvpool.sequences.admit import PrefixMatch
 from managers import Clock, make_manager
 

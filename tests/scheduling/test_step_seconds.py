@@ -11,7 +11,7 @@ from toy_engine import ToyEngine
 
 from kvpool.errors import ConfigError
 from kvpool.scheduling import LinearCostModel, SchedulerConfig
-from kvpool.scheduling.plan_builder import PlanBuilder, PromptChunk
+from kvpool.scheduling.batch_plan import PlanBuilder, PromptChunk
 from managers import make_manager
 
 

@@ -128,7 +128,12 @@ class Scheduler:
         if self._is_scheduled(request.id):
             raise DuplicateRequestError(f"request {request.id!r} is already scheduled; use another id")
         self.refuse_oversized(request)
-        self._refuse_live_id(request.id)
+        try:
+            self.manager.get((request.id, 0))
+        except UnknownRequestError:
+            pass
+        else:
+            raise DuplicateRequestError(f"the manager already has a sequence {(request.id, 0)!r}; use another id")
         group = RequestGroup(request, self.clock() if request.arrival is None else request.arrival)
         self._groups[request.id] = group
         self._num_added += 1
@@ -175,14 +180,6 @@ class Scheduler:
         self._capacity.promise(running.lanes, child)
         running.decoding.add(child)
         return True
-
-    def _refuse_live_id(self, request_id: Hashable) -> None:
-        """Refuses an id that is live at the manager: somebody else may use it too."""
-        try:
-            self.manager.get((request_id, 0))
-        except UnknownRequestError:
-            return
-        raise DuplicateRequestError(f"the manager already has a sequence {(request_id, 0)!r}; use another id")
 
     def cancel(self, request_id: Hashable) -> Finished:
         """Ends a request at any moment, also while a plan with it is in flight; what it has computed stays cached."""
