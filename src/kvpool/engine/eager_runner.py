@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from kvpool.kernels.lora import group_tokens, tile_size
 from kvpool.kernels.quantization import TORCH_DTYPES, rotation
 from kvpool.model.adapter_steps import AdapterStep, adapting
 from kvpool.model.forward import forward
-from kvpool.model.hook import Attend, AttentionCall
+from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape
 from kvpool.model.state_steps import StateStep
 from kvpool.model.vision import Shown
@@ -75,7 +75,7 @@ class EagerRunner:
         self.adapters = adapters
         self.device = plane.device
         config = plane.config
-        # Layers of the cache, by their numbers in the model
+        # The layers of the cache that layers of the model attend over, by the numbers of these
         self.layer_of_number = {number: layer for layer, number in enumerate(shape.attending)}
         states = dict(enumerate(shape.states, len(shape.layers)))
         self.states = plane.state_slots(states) if states else None
@@ -127,9 +127,9 @@ class EagerRunner:
             for kind, batch in zip(self.kinds, batches, strict=True)
         ]
 
-        def attend(call: AttentionCall) -> Tensor:
-            self.plane.write(slots, call.k, call.v, self.layer_of(call))
-            return self.attention(call, plans)
+        def attend(layer: int, call: AttentionCall) -> Tensor:
+            self.plane.write(slots, call.k, call.v, layer)
+            return self.attention(layer, call, plans)
 
         return self.forward(token_ids, positions, keep, attend, states, shown)
 
@@ -138,23 +138,24 @@ class EagerRunner:
         token_ids: Tensor,
         positions: Tensor,
         keep: Tensor,
-        attend: Attend,
+        attend: Callable[[int, AttentionCall], Tensor],
         states: StateStep | None,
         shown: Shown | None = None,
     ) -> Tensor:
-        """The logits of a step; raises if its attention was computed by something else than `attend`."""
+        """The logits of a step; raises if attention of a layer of the cache was computed by something else than `attend`."""
         num_calls = 0
 
         def counted(call: AttentionCall) -> Tensor:
             nonlocal num_calls
             num_calls += 1
-            of_keys, of_values = self._rotations[self.kind_of_layer[self.layer_of(call)]]
+            layer = self.layer_of_number[call.layer]
+            of_keys, of_values = self._rotations[self.kind_of_layer[layer]]
             if of_keys is None:
-                return attend(call)
+                return attend(layer, call)
             call = call._replace(q=call.q @ of_keys, k=call.k @ of_keys)
             if of_values is None:
-                return attend(call)
-            return attend(call._replace(v=call.v @ of_values)) @ of_values.T
+                return attend(layer, call)
+            return attend(layer, call._replace(v=call.v @ of_values)) @ of_values.T
 
         logits = forward(self.model, token_ids, positions, keep, counted, states, shown)
         if num_calls != len(self.kind_of_layer):
@@ -171,14 +172,10 @@ class EagerRunner:
             self._hidden_source = source_of(self.model)
         return self._hidden_source
 
-    def layer_of(self, call: AttentionCall) -> int:
-        """The layer of the cache that a layer of the model attends over."""
-        return self.layer_of_number[call.layer]
-
-    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
-        """Attention of one layer over the blocks in its plan."""
-        self._wait_for_kernels()
-        layer = self.layer_of(call)
+    def attention(self, layer: int, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
+        """Attention of a layer of the cache over the blocks in its plan."""
+        while self._kernels:
+            self._kernels.pop().result()
         plan = plans[self.kind_of_layer[layer]]
         if isinstance(plan, SpannedPlan):
             return plan.run(call.q, self.plane.layer_cache(layer), call.sinks)
@@ -192,7 +189,3 @@ class EagerRunner:
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy of a host array on the device, without waiting for it."""
         return upload(array, self.device)
-
-    def _wait_for_kernels(self) -> None:
-        while self._kernels:
-            self._kernels.pop().result()

@@ -298,10 +298,9 @@ class StepGraphs(ABC):
             buffers.append(reserved)
             plans.append(runner.backend.plan(kind.spec, batch, reserved))
 
-        def attend(call: AttentionCall) -> Tensor:
-            layer = runner.layer_of(call)
+        def attend(layer: int, call: AttentionCall) -> Tensor:
             runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
-            return runner.attention(call, plans)
+            return runner.attention(layer, call, plans)
 
         inputs = states = None
         if runner.states is not None:

@@ -156,7 +156,8 @@ class ModelRunner(EagerRunner):
                     self._drop_graphs()
             if self.device.type == "cuda":
                 self._run_once()
-            self._wait_for_kernels()
+            for kernel in self._kernels:
+                kernel.result()
 
     def _compilations(self) -> list[Callable[[], object]]:
         """Calls that compile the kernels that attend and write, the slowest first."""
@@ -206,7 +207,7 @@ class ModelRunner(EagerRunner):
         def attend(call: AttentionCall) -> Tensor:
             if is_stopped():
                 raise SequenceStateError("the engine was closed while its layers were compiled")
-            spec = self.kinds[self.kind_of_layer[self.layer_of(call)]].spec
+            spec = self.kinds[self.kind_of_layer[self.layer_of_number[call.layer]]].spec
             return call.q.new_zeros(len(call.q), spec.q_heads, spec.v_dim)
 
         # torch measures variants of kernels, for which it waits for the whole device
