@@ -28,7 +28,7 @@ def run(main: Coroutine[Any, Any, Any], cache: AsyncKVCacheManager, *, expect_li
     result = asyncio.run(asyncio.wait_for(main, timeout=60))
     cache.manager.check()
     assert cache.num_waiting == 0
-    assert cache.manager._guard.capacity_callbacks == []
+    assert cache.manager._guard.capacity_callbacks == ()
     assert len(cache.manager.handles) == expect_live
     if not expect_live:
         assert cache.stats().pool().referenced == 0

@@ -95,7 +95,7 @@ def test_token_ids_that_arrive_one_by_one_are_read_in_order() -> None:
     rows.recent[row, :3] = [3, 4, 5]
     rows.known[row] = 5
     assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5]
-    rows.append_token_ids(row, tokens_of(6))
+    rows.store_recent(row, tokens_of(6))
     assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -103,10 +103,10 @@ def test_a_history_has_room_to_grow_and_older_views_stay_valid() -> None:
     rows = make_rows()
     row = add(rows)
     rows.set_token_ids(row, tokens_of(1, 2), 0)
-    rows.append_token_ids(row, tokens_of(3))
+    rows.store_recent(row, tokens_of(3))
     view, memory = rows.token_ids(row), rows.history[row]
     for token in range(4, RECENT_TOKENS):
-        rows.append_token_ids(row, tokens_of(token))
+        rows.store_recent(row, tokens_of(token))
     assert rows.history[row] is memory
     assert view.tolist() == [1, 2, 3]
 
@@ -133,7 +133,7 @@ def test_the_ids_of_a_cached_prefix_are_read_from_the_path_and_kept_when_the_row
     row = add(rows)
     make_path(rows, row, 1, 2, 3, 4)
     rows.set_token_ids(row, tokens_of(1, 2, 3, 4, 5, 6), 4)
-    rows.append_token_ids(row, tokens_of(7))
+    rows.store_recent(row, tokens_of(7))
     assert rows.history[row][:3].tolist() == [5, 6, 7]
     assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert rows.ids_between(row, 4, 6).tolist() == [5, 6]
@@ -189,8 +189,8 @@ def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:
     rows.known[source] = 3
     target = rows.copy_row(source, KVCacheHandle(rows, "b", ReuseScope()))
     assert rows.token_ids(target).tolist() == [1, 2, 3]
-    rows.append_token_ids(source, tokens_of(4))
-    rows.append_token_ids(target, tokens_of(5))
+    rows.store_recent(source, tokens_of(4))
+    rows.store_recent(target, tokens_of(5))
     assert rows.token_ids(source).tolist() == [1, 2, 3, 4]
     assert rows.token_ids(target).tolist() == [1, 2, 3, 5]
 
@@ -201,7 +201,7 @@ def test_a_rewind_never_overwrites_ids_that_others_look_at() -> None:
     rows.set_token_ids(row, tokens_of(1, 2, 3, 4), 0)
     seen = rows.token_ids(row)
     rows.forget_token_ids(row, 2)
-    rows.append_token_ids(row, tokens_of(9, 9))
+    rows.store_recent(row, tokens_of(9, 9))
     assert seen.tolist() == [1, 2, 3, 4]
     assert rows.token_ids(row).tolist() == [1, 2, 9, 9]
     rows.forget_token_ids(row, 8)  # nothing to forget

@@ -29,7 +29,7 @@ def test_given_tokens_one_by_one_and_then_several_then_all_of_them_are_known() -
         manager.extend_batch(batch)
         manager.commit_batch(batch, [token])
     rows = manager._cache.rows
-    rows.append_token_ids(handle.row, np.array([40, 41, 42], np.int32))
+    rows.store_recent(handle.row, np.array([40, 41, 42], np.int32))
     assert rows.token_ids(handle.row).tolist() == [0, 1, 2, 30, 31, 40, 41, 42]
 
 

@@ -38,7 +38,7 @@ class Prompt:
     (True, 5)
     """
 
-    __slots__ = ("_fixed_tokens", "_items", "_outlives_call", "_scope", "_tokens")
+    __slots__ = ("_fixed_tokens", "_is_named", "_items", "_outlives_call", "_scope", "_tokens")
 
     def __init__(
         self,
@@ -59,6 +59,8 @@ class Prompt:
         if type(cross_tokens) is not int or cross_tokens:
             cross_tokens = as_count(cross_tokens, "cross_tokens")
         self._fixed_tokens = cross_tokens  # those whose places are fixed at admission
+        # Whether all that it stands for is named, so that others may have the same: an encoder's input may have no name.
+        self._is_named = not cross_tokens or scope.encoder != ""
         self._outlives_call = True  # somebody may ask about it again
 
     @property
@@ -75,11 +77,6 @@ class Prompt:
     def items(self) -> tuple[MultimodalItem, ...] | None:
         """The images behind its placeholder tokens, in order of their positions."""
         return self._items
-
-    @property
-    def is_named(self) -> bool:
-        """Whether all that it stands for is named, so that others may have the same: an encoder's input may have no name."""
-        return not self._fixed_tokens or self._scope.encoder != ""
 
     @property
     def cross_tokens(self) -> int:

@@ -293,20 +293,21 @@ class SequenceRows(Generic[TipT, HandleT]):
             self.history[row] = self.token_ids(row)
             self.history_start[row] = 0
 
-    def store_recent(self, row: int) -> None:
-        """Moves ids from the matrix of recent ones to the row's history."""
-        known, have = self.known_of[row], self.num_history_of[row]
-        if known > have:
-            self._extend_history(row, have, known, self.recent[row, : known - have])
-
-    def _extend_history(self, row: int, have: int, known: int, tokens: Int32Array) -> None:
-        history, base = self.history[row], self.history_start[row]
-        if len(history) < known - base:
-            grown = np.empty(known - base + max((known - base) // 4, RECENT_TOKENS), np.int32)
+    def store_recent(self, row: int, more: Int32Array | None = None) -> None:
+        """Moves ids from the matrix of recent ones to the row's history, and adds `more` behind them."""
+        have, known, base = self.num_history_of[row], self.known_of[row], self.history_start[row]
+        total = known if more is None else known + len(more)
+        if total == have:
+            return
+        history = self.history[row]
+        if len(history) < total - base:
+            grown = np.empty(total - base + max((total - base) // 4, RECENT_TOKENS), np.int32)
             grown[: have - base] = history[: have - base]
             self.history[row] = history = grown
-        history[have - base : known - base] = tokens
-        self.num_history_of[row] = known
+        history[have - base : known - base] = self.recent[row, : known - have]
+        if more is not None:
+            history[known - base : total - base] = more
+        self.known_of[row] = self.num_history_of[row] = total
 
     def final_token_ids(self, row: int, start: int, stop: int, have: int) -> Int32Array:
         """Ids `start..stop` for a node that outlives the row, whose `num_history` is `have`: no larger than it must be."""
@@ -333,13 +334,6 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.history[row] = copied(tokens, num_cached, known) if num_cached < known else _NO_TOKENS
         self.history_start[row] = num_cached
         self.known_of[row] = self.num_history_of[row] = known
-
-    def append_token_ids(self, row: int, tokens: Int32Array) -> None:
-        """Adds ids behind those known already."""
-        self.store_recent(row)
-        have = self.known_of[row]
-        self.known_of[row] = have + len(tokens)
-        self._extend_history(row, have, have + len(tokens), tokens)
 
     def forget_token_ids(self, row: int, known: int) -> None:
         """Keeps only the first `known` ids (after a rewind)."""

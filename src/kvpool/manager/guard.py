@@ -51,9 +51,10 @@ class Guard:
             0  # while the only pool's referenced blocks lie there, the level cannot change
         )
         self.level = MemoryPressure.LOW
-        self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
-        self.capacity_callbacks: list[Callable[[], None]] = []
-        self.observers: tuple[Observer, ...] = ()
+        # Who listens: a tuple of its own for each registration
+        self.pressure_callbacks: tuple[tuple[Callable[[PressureChange], None]], ...] = ()
+        self.capacity_callbacks: tuple[tuple[Callable[[], None]], ...] = ()
+        self.observers: tuple[tuple[Observer], ...] = ()
         self.num_expired = 0  # positions whose time was over when the present operation began
         self._depth = 0  # operations under way, one inside the other
         self._changes: deque[PressureChange] = deque()
@@ -102,7 +103,7 @@ class Guard:
             self.lock.release()
         if self._changes:
             self._deliver()
-        for callback in self.capacity_callbacks:
+        for (callback,) in self.capacity_callbacks:
             contain(callback)
         if self.failures:
             self._log_failures()
@@ -113,56 +114,35 @@ class Guard:
         """Adds an observer; returns a function that takes it off."""
         if not callable(getattr(observer, "done", None)):
             raise InvalidArgumentError(f"observe takes an object with a method done, got {show(observer)}")
-        stopped = False
-
-        def stop() -> None:
-            nonlocal stopped
-            with self.lock:
-                places = [at for at, known in enumerate(self.observers) if known is observer]
-                if places and not stopped:  # one that is there twice is told once less
-                    self.observers = self.observers[: places[0]] + self.observers[places[0] + 1 :]
-                stopped = True
-
-        with self.lock:
-            self.observers = (*self.observers, observer)
-        return stop
+        return self._add("observers", observer)
 
     def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:
         """Adds a callback for changes of the level; returns a function that takes it off."""
         if not callable(callback):
             raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {callback!r}")
-
-        def call(change: PressureChange) -> None:  # a registration of its own, also of a callback that has one already
-            callback(change)
-
-        def stop() -> None:
-            with self.lock:
-                if call in self.pressure_callbacks:
-                    self.pressure_callbacks.remove(call)
-
-        with self.lock:
-            self.pressure_callbacks.append(call)
-        return stop
+        return self._add("pressure_callbacks", callback)
 
     def on_operation(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Adds a callback for the end of every operation; returns a function that takes it off."""
         if not callable(callback):
             raise InvalidArgumentError(f"on_operation takes a callable, got {callback!r}")
+        return self._add("capacity_callbacks", callback)
 
-        def call() -> None:
-            callback()
+    def _add(self, name: str, listener: Any) -> Callable[[], None]:
+        """Registers a listener once more; the function that it returns takes off this registration and no other."""
+        registration = (listener,)
 
         def stop() -> None:
-            with self.lock:  # a new list: another thread may be walking along the old one
-                self.capacity_callbacks = [c for c in self.capacity_callbacks if c is not call]
+            with self.lock:  # a new tuple: another thread may be walking along the old one
+                setattr(self, name, tuple([each for each in getattr(self, name) if each is not registration]))
 
         with self.lock:
-            self.capacity_callbacks = [*self.capacity_callbacks, call]
+            setattr(self, name, (*getattr(self, name), registration))
         return stop
 
     def tell(self, verb: str, result: Any, *arguments: Any) -> None:
         """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
-        for observer in self.observers:
+        for (observer,) in self.observers:
             try:
                 observer.done(verb, self.cache.now, result, arguments)
             except Exception as error:
@@ -174,7 +154,7 @@ class Guard:
             try:
                 while self._changes:
                     change = self._changes.popleft()
-                    for callback in list(self.pressure_callbacks):
+                    for (callback,) in self.pressure_callbacks:
                         contain(lambda call=callback, now=change: call(now))  # type: ignore[misc]
             finally:
                 self._delivery.release()

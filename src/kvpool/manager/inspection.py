@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator
+from dataclasses import fields
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -382,29 +383,10 @@ class Inspector:
             for pool in tiers
             if pool.num_blocks or pool.tier == Tier.GPU
         )
-        same = {
-            name: getattr(counters, name)
-            for name in (
-                "requests",
-                "allocation_failures",
-                "extend_failures",
-                "prompt_tokens",
-                "prompt_blocks",
-                "partial_hit_tokens",
-                "full_hits_with_logits",
-                "blocks_allocated",
-                "blocks_merged",
-                "copies_on_write",
-                "forks",
-                "rewinds",
-                "swaps_out",
-                "swaps_in",
-                "swapped_blocks",
-                "offloaded_blocks",
-                "onboarded_blocks",
-                "blocks_copied_ahead",
-                "defragmented_blocks",
-            )
+        totals = {
+            each.name: getattr(counters, each.name)
+            for each in fields(CacheStats)
+            if isinstance(getattr(counters, each.name, None), int)
         }
         return CacheStats(
             pools=pools,
@@ -420,7 +402,7 @@ class Inspector:
             reuse_gap_seconds=counters.reuse_gap.summary(),
             tenants={tenant: tuple(quota.cached) for tenant, quota in self.cache.orders.quotas.items()},
             pressure=self.pressure,
-            **same,
+            **totals,
         )
 
     def _held(self, pool: BlockPool) -> Iterator[tuple[Hashable, int, Int32Array]]:

@@ -211,7 +211,7 @@ class KVCacheManager:
             handle.session = session
             handle.num_fixed_tokens = prompt._fixed_tokens
             handle.is_lease = lease
-            handle.publishes = cache.caches_prefixes and prompt.is_named
+            handle.publishes = cache.caches_prefixes and prompt._is_named
             allocate(cache, handle, prompt, places, lookahead)
             if self._guard.observers:
                 options = dict(
@@ -349,8 +349,7 @@ class KVCacheManager:
         with self._guard:
             chosen = self.batch(batch)
             slots = slot_mapping(self._cache, chosen, start, stop, out)
-            if self._guard.observers:
-                self._guard.tell("slot_mapping", slots, chosen, start, stop)
+            self._guard.tell("slot_mapping", slots, chosen, start, stop)
             return slots
 
     def state_places(self, batch: BatchLike, start: Any, stop: Any) -> StatePlaces:
@@ -362,8 +361,7 @@ class KVCacheManager:
         with self._guard:
             chosen = self.batch(batch)
             step = state_places(self._cache, chosen, start, stop)
-            if self._guard.observers:
-                self._guard.tell("slot_mapping", step, chosen, start, stop)
+            self._guard.tell("slot_mapping", step, chosen, start, stop)
             return step
 
     def step_end(self, handle: KVCacheHandle, start: int, stop: int) -> int:
@@ -384,8 +382,7 @@ class KVCacheManager:
             chosen = self.batch([batch] if isinstance(batch, KVCacheHandle) else batch)
             counts = as_counts(num_tokens, len(chosen))
             mark_written(self._cache, chosen, counts)
-            if self._guard.observers:
-                self._guard.tell("mark_written", None, chosen, counts)
+            self._guard.tell("mark_written", None, chosen, counts)
 
     def commit(self, handle: KVCacheHandle, tokens: Any = None, multimodal: Items | None = None) -> None:
         """The next tokens are written and final; blocks that are full become matchable.
@@ -442,8 +439,7 @@ class KVCacheManager:
             longest = max(handle.num_prompt_tokens, self._cache.rows.reserved_of[row])
             position = as_count(position, "position", maximum=longest)
             slide(self._cache, row, position)
-            if self._guard.observers:
-                self._guard.tell("narrow", None, handle, position)
+            self._guard.tell("narrow", None, handle, position)
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
         """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.
@@ -456,8 +452,7 @@ class KVCacheManager:
             limit = self._cache.rows.reserved_of[row]
             count = as_count(num_tokens, "num_tokens", maximum=limit)
             rewind(self._cache, handle, count)
-            if self._guard.observers:
-                self._guard.tell("rewind", None, handle, count)
+            self._guard.tell("rewind", None, handle, count)
 
     def blocks_needed(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> tuple[int, ...]:
         """Blocks per pool that `extend(handle, num_tokens, lookahead)` would take, copies of shared blocks included.
@@ -489,8 +484,7 @@ class KVCacheManager:
         with self._guard:
             self._cache.any_row_of(handle)
             handle.hint = hint.code
-            if self._guard.observers:
-                self._guard.tell("hint", None, handle, hint)
+            self._guard.tell("hint", None, handle, hint)
 
     def free(self, handle: KVCacheHandle, keep: bool = True, hint: ReuseHint | None = None) -> None:
         """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped.
@@ -512,8 +506,7 @@ class KVCacheManager:
         with self._guard:
             handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
             free_batch(self._cache, handles, keep)
-            if self._guard.observers:
-                self._guard.tell("free_batch", None, handles, keep)
+            self._guard.tell("free_batch", None, handles, keep)
 
     def store_last_logits(self, handle: KVCacheHandle, logits: Any, num_tokens: int | None = None) -> bool:
         """Keeps the logits behind a prompt, so that the same prompt, fully cached, needs no forward pass at all.
@@ -531,8 +524,7 @@ class KVCacheManager:
             ids, tip = self._cache.rows.token_ids(row)[:length], tip_of(self._cache, row)
             kept = handle.publishes and store_logits(self._cache, tip, ids, logits, handle.sessions)
             stored = kept and is_whole(self._cache, ids, handle.scope)
-            if self._guard.observers:
-                self._guard.tell("store_last_logits", stored, handle, logits, num_tokens)
+            self._guard.tell("store_last_logits", stored, handle, logits, num_tokens)
             return stored
 
     # --- swapping and copies -----------------------------------------------------------------------------------------
@@ -546,8 +538,7 @@ class KVCacheManager:
         """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
         with self._guard:
             moved = swap_out(self._cache, handles)
-            if self._guard.observers:
-                self._guard.tell("swap_out", moved, *handles)
+            self._guard.tell("swap_out", moved, *handles)
             return moved
 
     def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
@@ -559,8 +550,7 @@ class KVCacheManager:
         """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
         with self._guard:
             moved = swap_in(self._cache, handles)
-            if self._guard.observers:
-                self._guard.tell("swap_in", moved, *handles)
+            self._guard.tell("swap_in", moved, *handles)
             return moved
 
     @property

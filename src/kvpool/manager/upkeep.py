@@ -67,8 +67,7 @@ class CacheUpkeep:
                 tokens, scope, items = prompt.tokens, prompt.scope, prompt.items
                 coded = self._coded(prompt)
             pin = pin_prefix(self._cache, coded, scope, ttl)
-            if self._guard.observers:
-                self._guard.tell("pin", pin, tokens, scope, ttl, items)
+            self._guard.tell("pin", pin, tokens, scope, ttl, items)
             return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -76,8 +75,7 @@ class CacheUpkeep:
         _check_pin(pin)
         with self._guard:
             unpin(self._cache, pin)
-            if self._guard.observers:
-                self._guard.tell("unpin", None, pin)
+            self._guard.tell("unpin", None, pin)
 
     def is_pinned(self, pin: Pin) -> bool:
         """Whether a pin still holds: it was not ended, its time is not over, its prefix was not invalidated."""
@@ -96,8 +94,7 @@ class CacheUpkeep:
         limits: list[Any] = [n.item() if isinstance(n, np.generic) else n for n in (guaranteed, maximum)]
         with self._guard:
             set_quota(self._cache, tenant, *limits)
-            if self._guard.observers:
-                self._guard.tell("set_quota", None, tenant, *limits)
+            self._guard.tell("set_quota", None, tenant, *limits)
 
     def quotas(self) -> dict[str, TenantQuota]:
         """The quotas in force, by tenant, with what each tenant has cached."""
@@ -131,8 +128,7 @@ class CacheUpkeep:
         with self._guard:
             chosen = self._cache.pool(pool, tier)
             freed = evict(self._cache, chosen, chosen.num_free + num_blocks, None, EvictionReason.EXPLICIT)
-            if self._guard.observers:
-                self._guard.tell("evict", freed, num_blocks, chosen.index, tier)
+            self._guard.tell("evict", freed, num_blocks, chosen.index, tier)
             return freed
 
     def gc(self) -> int:
@@ -199,8 +195,7 @@ class CacheUpkeep:
         """
         with self._guard:
             removed = invalidate_everything(self._cache)
-            if self._guard.observers:
-                self._guard.tell("reset_prefix_cache", removed)
+            self._guard.tell("reset_prefix_cache", removed)
             return removed
 
     # --- tiers -------------------------------------------------------------------------------------------------------
@@ -211,8 +206,7 @@ class CacheUpkeep:
         with self._guard:
             chosen = self._cache.pool(pool, tier)
             moved = offload(self._cache, chosen, num_blocks)
-            if self._guard.observers:
-                self._guard.tell("offload", moved, num_blocks, chosen.index, tier)
+            self._guard.tell("offload", moved, num_blocks, chosen.index, tier)
             return moved
 
     def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None) -> int:
@@ -220,8 +214,7 @@ class CacheUpkeep:
         prompt = as_prompt(tokens, scope, multimodal)
         with self._guard:
             moved = onboard(self._cache, self._coded(prompt), prompt.scope)
-            if self._guard.observers:
-                self._guard.tell("onboard", moved, prompt.tokens, prompt.scope, prompt.items)
+            self._guard.tell("onboard", moved, prompt.tokens, prompt.scope, prompt.items)
             return moved
 
     # --- the pools ---------------------------------------------------------------------------------------------------
@@ -231,8 +224,7 @@ class CacheUpkeep:
         with self._guard:
             self._cache.pool(0, tier)
             moved = defragment(self._cache, tier)
-            if self._guard.observers:
-                self._guard.tell("defragment", moved, tier)
+            self._guard.tell("defragment", moved, tier)
             return moved
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
@@ -246,8 +238,7 @@ class CacheUpkeep:
             self._guard.calm_until = 0  # the level is measured anew
             if self._cache.events.listening:
                 self._cache.events.created(self._cache.pool_sizes())
-            if self._guard.observers:
-                self._guard.tell("resize", result, num_blocks, chosen.index, tier)
+            self._guard.tell("resize", result, num_blocks, chosen.index, tier)
             return result
 
     def _coded(self, prompt: Prompt) -> Int32Array:

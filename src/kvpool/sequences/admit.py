@@ -52,7 +52,7 @@ def find_match(cache: Cache, prompt: Prompt) -> Match:
     tokens, items, fresh = prompt._tokens, prompt._items, None
     if items and tokens is not None:
         tokens, fresh = cache.rows.symbols.encode(tokens, items)
-    if tokens is None or not prompt.is_named:
+    if tokens is None or not prompt._is_named:
         match = Match(None, [], 0)  # what is not known is like no other
     else:
         match = best_match(cache, tokens, prompt._scope)

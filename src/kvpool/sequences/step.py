@@ -445,7 +445,7 @@ def commit_rows(
     pieces, fresh = divide_ids(cache, batch, tokens, counts, items)
     for row, _, ids in pieces:  # all ids first: forks that publish compare them
         if ids is not None and len(ids):
-            rows.append_token_ids(row, ids)
+            rows.store_recent(row, ids)
     if fresh:
         keep_symbols(cache, fresh)
     for row, count, _ in pieces:
