@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.core.batch import SequenceBatch
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import PressureChange
 from kvpool.pools.arrays import Int32Array

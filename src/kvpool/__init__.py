@@ -4,9 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, StatePart, StateSpec, Tier
-from kvpool.core.batch import CSRTable, SequenceBatch
 from kvpool.core.cache import Admission, AllocStatus, Pin
-from kvpool.core.handle import BlockTable, KVCacheHandle
+from kvpool.core.handle import BlockTable, CSRTable, KVCacheHandle, SequenceBatch
 from kvpool.core.kind import StatePlaces
 from kvpool.core.orders import TenantQuota
 from kvpool.core.prompt import Prompt

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseHint, Tier
-from kvpool.core.batch import SequenceBatch
+from kvpool.core.handle import SequenceBatch
 from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.manager.inspection import Inspector

@@ -350,7 +350,7 @@ class WildMachine:
     def postponed_ends(self, request: Request) -> list[int]:
         """The last bytes of blocks that a request committed and may not publish yet: a rewound fork holds them too."""
         handle, rows = request.handle, self.cache.rows
-        if request.swapped or not handle.family or rows.tips[row := self.cache.row_of(handle)].open_row == row:
+        if request.swapped or not handle.family or rows.tips[row := handle.row].open_row == row:
             return []
         first, last = rows.tips[row].end, request.committed // self.size
         held = [

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config.layers import LayerGroup, ceil_div
-from kvpool.core.batch import CSRTable
+from kvpool.core.handle import CSRTable
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.attention_spec import AttentionSpec
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvpool.checks import as_count
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
-from kvpool.core.handle import GivenHandle, KVCacheHandle, Rows
+from kvpool.core.handle import KVCacheHandle, Rows
 from kvpool.core.host_copies import HostCopies
 from kvpool.core.kind import ByBlock, Group
 from kvpool.core.node import Node, Root
@@ -26,8 +26,6 @@ from kvpool.errors import (
     InvalidArgumentError,
     NeverFitsError,
     OutOfBlocksError,
-    SequenceStateError,
-    UnknownRequestError,
 )
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
@@ -227,24 +225,6 @@ class Cache:
     def group(self, index: Any) -> Group:
         """The layer group of a user's choice."""
         return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
-
-    def row_of(self, handle: GivenHandle) -> int:
-        """The row of a live handle of this manager that is on the GPU."""
-        if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is self.rows:
-            return handle.row
-        self.any_row_of(handle)
-        raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
-
-    def any_row_of(self, handle: GivenHandle) -> int:
-        """The row of a live handle of this manager, swapped out or not."""
-        if not isinstance(handle, KVCacheHandle):
-            raise UnknownRequestError(f"expected a KVCacheHandle from allocate() or fork(), got {handle!r}")
-        row = handle.row
-        if row < 0:
-            raise UnknownRequestError(f"request {handle.request_id!r} was freed; its handle cannot be used any more")
-        if handle._rows is not self.rows:
-            raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
-        return row
 
     def pool_sizes(self) -> tuple[PoolSize, ...]:
         """How many blocks each layer group has on each tier, for subscribers."""

@@ -1,17 +1,20 @@
-"""A live sequence as its user sees it: its handle and its block table."""
+"""Live sequences as their users see them: handles and block tables, batches, and what kernels are handed for these."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.checks import as_count, show
 from kvpool.core.node import Node
 from kvpool.core.retention import Retention
-from kvpool.core.rows import SequenceRows
-from kvpool.errors import InvalidArgumentError, UnknownRequestError
-from kvpool.pools.arrays import Int32Array
+from kvpool.core.rows import SequenceRows, TableKind
+from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
+from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.scope import ReuseScope
 from kvpool.stats import HandleStats
 
@@ -232,3 +235,223 @@ def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
     except Exception as raised:
         error = str(raised)
     raise InvalidArgumentError(f"a request id must be hashable and comparable, got {show(request_id)}: {error}")
+
+
+def row_of(rows: Rows, handle: GivenHandle) -> int:
+    """The row of a handle: a live one, on the GPU, and of the manager whose rows these are."""
+    if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is rows:
+        return handle.row
+    any_row_of(rows, handle)
+    raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
+
+
+def any_row_of(rows: Rows, handle: GivenHandle) -> int:
+    """`row_of` for a handle that may be swapped out."""
+    if not isinstance(handle, KVCacheHandle):
+        raise UnknownRequestError(f"expected a KVCacheHandle from allocate() or fork(), got {handle!r}")
+    row = handle.row
+    if row < 0:
+        raise UnknownRequestError(f"request {handle.request_id!r} was freed; its handle cannot be used any more")
+    if handle._rows is not rows:
+        raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
+    return row
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+_NOT_PREPARED: Int64Array = np.empty(0, np.int64)
+
+
+class CSRTable(NamedTuple):
+    """The blocks of a batch in FlashInfer's form: sequence i has `indices[indptr[i]:indptr[i + 1]]`.
+
+    `last_page_len` is the number of tokens in each sequence's last block. Only blocks that a sequence still holds are
+    listed; `first_position` is the position of the first token behind those that it gave up.
+    """
+
+    indptr: Int32Array
+    indices: Int32Array
+    last_page_len: Int32Array
+    first_position: Int32Array
+
+
+def as_handles(handles: Sequence[GivenHandle]) -> tuple[GivenHandle, ...]:
+    """The members of a batch; whether they are live handles is checked where they are used."""
+    try:
+        return tuple(handles)
+    except Exception:
+        message = f"a batch is a sequence of handles, got {handles!r}; put a single one in a list"
+        raise InvalidArgumentError(message) from None
+
+
+class SequenceBatch:
+    """Handles whose rows are looked up once and used for many steps. Make it with `manager.batch(handles)`.
+
+    A batch stays usable while all of its sequences live; after one of them is freed or swapped out, every use raises
+    until a new batch is made.
+    """
+
+    __slots__ = (
+        "_checked",
+        "_serials",
+        "_all_rows",
+        "handles",
+        "last_slots",
+        "moves",
+        "ones",
+        "rows",
+        "selection",
+        "sizes",
+        "slot_steps",
+    )
+
+    def __init__(self, rows: Rows, handles: Sequence[GivenHandle]) -> None:
+        self._all_rows = rows
+        self.handles = as_handles(handles)
+        self.rows: Int64Array = np.array([row_of(rows, handle) for handle in self.handles], np.int64)
+        if len(set(self.rows.tolist())) != len(self.rows):
+            raise InvalidArgumentError("a batch must not hold the same sequence twice; fork it instead")
+        # Consecutive rows are addressed by a slice: array operations then work on views instead of copies.
+        self.selection: Any = self.rows
+        if len(self.rows) and (np.diff(self.rows) == 1).all():
+            self.selection = slice(int(self.rows[0]), int(self.rows[-1]) + 1)
+        self._serials = rows.serials[self.rows]
+        self._checked = rows.moves  # when these were looked at last
+        # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
+        self.last_slots: Int32Array | None = None
+        self.moves = -1
+        self.ones = self.sizes = _NOT_PREPARED  # set with the first step, as the next one
+        self.slot_steps: Int32Array
+
+    @property
+    def num_committed(self) -> Int64Array:
+        """The committed tokens of each sequence."""
+        return self._all_rows.committed[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __iter__(self) -> Iterator[KVCacheHandle]:
+        return iter(self.handles)
+
+    def refresh(self) -> None:
+        """Checks that all sequences still live on the GPU (only after something ended or moved)."""
+        rows = self._all_rows
+        if rows.moves != self._checked:
+            if (rows.serials[self.rows] != self._serials).any():
+                for handle in self.handles:
+                    row_of(rows, handle)  # raises for the one that ended
+            self._checked = rows.moves
+
+    def lengths(self) -> Int64Array:
+        """Reserved tokens of each sequence (a copy)."""
+        with self._all_rows.lock:
+            self.refresh()
+            lengths: Int64Array = self._all_rows.reserved[self.selection].copy()
+            return lengths
+
+    def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
+        """Block ids, one row per sequence, -1 behind the last block and where a block was given up.
+
+        Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
+        valid until the next operation. `out` receives a copy and must have enough columns.
+        """
+        with self._all_rows.lock:
+            self.refresh()
+            return self._padded_table(group, out)
+
+    def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
+        rows = self._all_rows
+        kind = _group(rows, group)
+        counts = kind.pick(rows.num_blocks, rows.num_fixed)
+        columns = largest(counts[self.selection]) if len(self.rows) else 0
+        table = rows.tables[group]
+        if out is not None:
+            _check_out(out, (len(self.rows), columns), "a padded table", exact=False)
+            out[:, columns:] = -1
+            target = out[:, :columns]
+            target[...] = table[self.selection, :columns]
+        else:
+            target = table[self.selection, :columns]  # an array of its own, whose memory may be the table's
+        if kind.by_block:
+            target = target if out is not None else target.copy()
+            starts = rows.first_held[group][self.selection][:, None]
+            target[kind.hidden(np.arange(columns), starts)] = -1
+        elif out is None:
+            target.setflags(write=False)
+        return out if out is not None else target
+
+    def csr(
+        self,
+        group: int = 0,
+        *,
+        indptr: Int32Array | None = None,
+        indices: Int32Array | None = None,
+        last_page_len: Int32Array | None = None,
+    ) -> CSRTable:
+        """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
+        with self._all_rows.lock:
+            self.refresh()
+            return self._csr(group, indptr, indices, last_page_len)
+
+    def _csr(
+        self, group: int, indptr: Int32Array | None, indices: Int32Array | None, last_page_len: Int32Array | None
+    ) -> CSRTable:
+        rows = self._all_rows
+        size = rows.block_size
+        kind = _group(rows, group)
+        count = len(self.rows)
+        lengths = kind.lengths(rows, self.selection, self.handles)
+        ends = (lengths + (size - 1)) // size
+        starts = np.zeros(count, np.int64)
+        table = rows.tables[group]
+        columns = int(ends.max()) if count else 0
+        column = np.arange(columns)
+        held = column < ends[:, None]
+        first = np.zeros(count, np.int32)
+        sizes = ends
+        if kind.by_block:
+            starts = rows.first_held[group][self.selection]
+            held &= ~kind.hidden(column, starts[:, None])
+            sizes = held.sum(axis=1)
+            first = (kind.first_listed(starts) * size).astype(np.int32)
+        indptr = _array(indptr, count + 1, "indptr")
+        indptr[0] = 0
+        np.cumsum(sizes, out=indptr[1:])
+        total = int(indptr[-1])
+        picked = table[self.selection, :columns][held]
+        if indices is None:
+            indices = picked
+        else:
+            _check_out(indices, (total,), "indices", exact=False)
+            indices[:total] = picked
+        last_page_len = _array(last_page_len, count, "last_page_len")
+        np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
+        last_page_len[lengths == 0] = 0
+        return CSRTable(indptr, indices, last_page_len, first)
+
+
+def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:
+    if out is None:
+        return np.empty(length, np.int32)
+    _check_out(out, (length,), name, exact=True)
+    return out
+
+
+def _check_out(out: npt.NDArray[Any], shape: tuple[int, ...], name: str, exact: bool) -> None:
+    if not isinstance(out, np.ndarray) or out.dtype != np.int32:
+        raise InvalidArgumentError(
+            f"the array for {name} must be int32, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
+    fits = (
+        out.shape == shape
+        if exact
+        else len(out.shape) == len(shape) and out.shape[:-1] == shape[:-1] and out.shape[-1] >= shape[-1]
+    )
+    if not fits:
+        raise InvalidArgumentError(f"the array for {name} has shape {out.shape}, needed is {shape}")
+
+
+def _group(rows: Rows, index: Any) -> TableKind:
+    """The layer group of a user's choice."""
+    return rows.groups[as_count(index, "group", maximum=len(rows.groups) - 1)]

@@ -23,13 +23,16 @@ RECENT_TOKENS: Final = 128
 
 
 class TableKind(Protocol):
-    """What rows ask of a layer group, whose table they keep. `Group` is one."""
+    """What rows and batches ask of a layer group, whose table rows keep. `Group` is one."""
 
     grows: ClassVar[bool]
     by_block: ClassVar[bool]
 
     def pick(self, of_sequence: Any, of_fixed: Any) -> Any: ...
     def visible(self, ids: Int32Array, start: int) -> Int32Array: ...
+    def hidden(self, columns: Any, starts: Any) -> BoolArray: ...
+    def first_listed(self, starts: Int64Array) -> Int64Array: ...
+    def lengths(self, rows: Any, selection: Any, handles: Any) -> Int64Array: ...
 
 
 class PathNode(Protocol):

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvpool.compiling import mypyc_attr
-from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache
-from kvpool.core.handle import KVCacheHandle, Rows
+from kvpool.core.handle import KVCacheHandle, Rows, SequenceBatch
 from kvpool.core.kind import StatePlaces
 from kvpool.core.node import Node
 from kvpool.core.prompt import AdmissionPlan, Prompt
@@ -119,7 +118,7 @@ class StateGroup(BlockwiseGroup):
 
     def places(self, batch: SequenceBatch, start: Int64Array, stop: Int64Array) -> StatePlaces:
         """Where a step reads and writes that writes the tokens `start..stop` of each sequence."""
-        rows = batch._cache.rows
+        rows = batch._all_rows
         size, table = self.block_size, rows.tables[self.index]
         if (start >= stop).any():
             raise InvalidArgumentError(

@@ -30,9 +30,8 @@ import numpy as np
 from kvpool.checks import as_count, as_duration, as_flag, show
 from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
-from kvpool.core.batch import SequenceBatch, as_handles
 from kvpool.core.cache import Admission, Cache, make_pools
-from kvpool.core.handle import KVCacheHandle, is_among
+from kvpool.core.handle import KVCacheHandle, SequenceBatch, any_row_of, as_handles, is_among, row_of
 from kvpool.core.kind import StatePlaces
 from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.core.retention import Retention
@@ -306,11 +305,11 @@ class KVCacheManager:
     def batch(self, handles: BatchLike) -> SequenceBatch:
         """A batch to use for many steps: rows are looked up once. Also exports tables for kernels."""
         if isinstance(handles, SequenceBatch):
-            if handles._cache is not self._cache:
+            if handles._all_rows is not self._cache.rows:
                 raise UnknownRequestError("this batch was made by another manager")
             return handles
         with self._guard.lock:
-            return SequenceBatch(self._cache, handles)
+            return SequenceBatch(self._cache.rows, handles)
 
     def extend(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> Int32Array:
         """Reserves places for `num_tokens` more tokens; returns their slots, [layer group, token]."""
@@ -368,7 +367,7 @@ class KVCacheManager:
         """Where a step should end that begins at `start` and may go up to `stop`, so that it leaves a state worth keeping."""
         start, stop = as_count(start, "start"), as_count(stop, "stop")
         with self._guard.lock:
-            self._cache.any_row_of(handle)
+            any_row_of(self._cache.rows, handle)
             return min(group.step_end(self._cache, handle, start, stop) for group in self._cache.groups)
 
     def writable_blocks(self, group: int = 0) -> BoolArray:
@@ -399,7 +398,7 @@ class KVCacheManager:
             raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
         count = None if tokens is None else as_count(tokens, "tokens")
         with self._guard:
-            commit_prompt(self._cache, self._cache.row_of(handle), count)
+            commit_prompt(self._cache, row_of(self._cache.rows, handle), count)
             if self._guard.observers and count is None:
                 self._guard.tell("commit", None, handle)
             elif self._guard.observers:
@@ -435,7 +434,7 @@ class KVCacheManager:
         what it gave back is not published, so only what it still holds must be written.
         """
         with self._guard:
-            row = self._cache.row_of(handle)
+            row = row_of(self._cache.rows, handle)
             longest = max(handle.num_prompt_tokens, self._cache.rows.reserved_of[row])
             position = as_count(position, "position", maximum=longest)
             slide(self._cache, row, position)
@@ -448,7 +447,7 @@ class KVCacheManager:
         may follow where written ones were. A prompt is still known where its places were reserved only.
         """
         with self._guard:
-            row = self._cache.row_of(handle)
+            row = row_of(self._cache.rows, handle)
             limit = self._cache.rows.reserved_of[row]
             count = as_count(num_tokens, "num_tokens", maximum=limit)
             rewind(self._cache, handle, count)
@@ -461,7 +460,7 @@ class KVCacheManager:
         """
         total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
         with self._guard.query:
-            return blocks_needed(self._cache, self._cache.row_of(handle), total)
+            return blocks_needed(self._cache, row_of(self._cache.rows, handle), total)
 
     # --- forks and the end -------------------------------------------------------------------------------------------
 
@@ -482,7 +481,7 @@ class KVCacheManager:
         """Tells the eviction policy why a request stops, or when its continuation is expected; say it before `free`."""
         check_hint(hint)
         with self._guard:
-            self._cache.any_row_of(handle)
+            any_row_of(self._cache.rows, handle)
             handle.hint = hint.code
             self._guard.tell("hint", None, handle, hint)
 
@@ -517,7 +516,7 @@ class KVCacheManager:
         `cache_unfilled_blocks` once the request is freed.
         """
         with self._guard:
-            row = self._cache.row_of(handle)
+            row = row_of(self._cache.rows, handle)
             length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
             if not length or self._cache.rows.committed_of[row] < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")

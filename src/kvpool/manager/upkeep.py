@@ -11,7 +11,7 @@ from kvpool.checks import as_count, as_duration, show
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.core.cache import Cache, Pin
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, any_row_of
 from kvpool.core.node import NEVER
 from kvpool.core.orders import TenantQuota
 from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
@@ -59,7 +59,7 @@ class CacheUpkeep:
                     raise InvalidArgumentError(
                         "the multimodal items of a request are known; give them with tokens only"
                     )
-                row = self._cache.any_row_of(tokens)
+                row = any_row_of(self._cache.rows, tokens)
                 scope, items = tokens.scope, None
                 coded = self._cache.rows.token_ids(row)[: int(self._cache.rows.committed[row])]
             else:
@@ -110,7 +110,7 @@ class CacheUpkeep:
         ):
             raise InvalidArgumentError(f"media must map numbers of blocks to tiers, got {show(media)}")
         with self._guard.query:
-            self._cache.any_row_of(handle)
+            any_row_of(self._cache.rows, handle)
             counters, size = self._cache.counters, self._cache.config.block_size
             for block, tier in media.items():
                 num_tokens = min(size, handle.num_cached_tokens - block * size)

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.core.batch import SequenceBatch
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.policy import MOMENTS_PER_SECOND, moment_of
 from kvpool.manager import KVCacheManager

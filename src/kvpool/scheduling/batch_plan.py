@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.config import KVCacheConfig, Tier
-from kvpool.core.batch import SequenceBatch
+from kvpool.core.handle import SequenceBatch
 from kvpool.core.kind import StatePlaces
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array

@@ -12,9 +12,8 @@ from enum import Enum, auto
 import numpy as np
 
 from kvpool.config import Tier
-from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Admission
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.core.prompt import Prompt
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array, Int64Array

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.config import Tier
-from kvpool.core.batch import SequenceBatch
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import CopyOp

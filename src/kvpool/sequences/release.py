@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool.core.cache import Cache
-from kvpool.core.handle import GivenHandle, KVCacheHandle
+from kvpool.core.handle import GivenHandle, KVCacheHandle, any_row_of
 from kvpool.core.node import NEVER, Node
 from kvpool.core.retention import Retention
 from kvpool.errors import InvalidArgumentError, SequenceStateError
@@ -23,7 +23,7 @@ from kvpool.stats import EvictionReason
 
 def free(cache: Cache, handle: GivenHandle, keep: bool, is_listed: bool = True) -> None:
     """Ends a sequence; what it published stays cached unless `keep` is False. `is_listed`: the index still has it."""
-    row = cache.any_row_of(handle)
+    row = any_row_of(cache.rows, handle)
     if is_listed:
         _forget(cache, handle)
     tip = cache.rows.tips[row]
@@ -128,7 +128,7 @@ def _drop_own(cache: Cache, tip: Node, serial: int) -> None:
 
 def free_batch(cache: Cache, given: Sequence[GivenHandle], keep: bool) -> None:
     """Ends many sequences; checked as a whole first."""
-    row_list = [cache.any_row_of(handle) for handle in given]
+    row_list = [any_row_of(cache.rows, handle) for handle in given]
     handles: list[KVCacheHandle] = list(given)
     if len(set(row_list)) < len(row_list):
         twice = next(handle for i, handle in enumerate(handles) if handle.row in row_list[:i])

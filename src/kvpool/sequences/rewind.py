@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
-from kvpool.core.handle import KVCacheHandle, note_sessions
+from kvpool.core.handle import KVCacheHandle, note_sessions, row_of
 from kvpool.core.node import Node
 from kvpool.errors import OutOfBlocksError
 from kvpool.kinds.by_block import close_again, reopen
@@ -22,7 +22,7 @@ from kvpool.sequences.publish import track, untrack
 def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:
     """Forgets the last `num_tokens` reserved tokens and gives back the blocks behind them."""
     rows, size = cache.rows, cache.block_size
-    row = cache.row_of(handle)
+    row = row_of(cache.rows, handle)
     length = rows.reserved_of[row] - num_tokens
     rows.moves += 1
     tip = tip_of(cache, row)

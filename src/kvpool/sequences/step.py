@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache, common_tenant
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.core.kind import Group, StatePlaces
 from kvpool.core.rows import RECENT_TOKENS
 from kvpool.errors import InvalidArgumentError, SequenceStateError

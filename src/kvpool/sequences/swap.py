@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Admission, AllocStatus, Cache
-from kvpool.core.handle import KVCacheHandle, SwappedBlocks, note_sessions
+from kvpool.core.handle import KVCacheHandle, SwappedBlocks, any_row_of, note_sessions, row_of
 from kvpool.core.kind import Group
 from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import Match
@@ -30,7 +30,7 @@ from kvpool.sequences.release import release_gpu, release_host
 def can_swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
     """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
     _no_repeats(handles)
-    held = _held(cache, [cache.row_of(handle) for handle in handles])
+    held = _held(cache, [row_of(cache.rows, handle) for handle in handles])
     needs = _distinct_needs(cache, held)
     supply = []
     status, reason = AllocStatus.OK, "fits"
@@ -62,7 +62,7 @@ def _distinct_needs(cache: Cache, held: list[list[Int32Array]]) -> list[int]:
 def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     """Moves requests to the host; returns how many blocks are copied."""
     _no_repeats(handles)
-    row_list = [cache.row_of(handle) for handle in handles]
+    row_list = [row_of(cache.rows, handle) for handle in handles]
     held = _held(cache, row_list)
     needs = _distinct_needs(cache, held)
     for index, need in enumerate(needs):
@@ -154,7 +154,7 @@ def can_swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
 
 
 def _swapped_row(cache: Cache, handle: KVCacheHandle) -> int:
-    row = cache.any_row_of(handle)
+    row = any_row_of(cache.rows, handle)
     if handle.swapped is None:
         raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
     return row

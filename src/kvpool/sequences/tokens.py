@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.checks import show
-from kvpool.core.batch import SequenceBatch
 from kvpool.core.cache import Cache
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.symbols import Fresh

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from kvpool.checks import as_count, show
 from kvpool.config import GroupKind, KVCacheConfig, LayerGroup, Tier
-from kvpool.core.batch import SequenceBatch
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, SequenceBatch
 from kvpool.core.kind import StatePlaces
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.write import read_slots, read_values, write_slots
