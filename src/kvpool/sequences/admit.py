@@ -436,13 +436,15 @@ def _promote_path(cache: Cache, plan: AdmissionPlan, tip: Node, held: Held, prom
 def _count_hits(cache: Cache, handle: KVCacheHandle, match: Match, promoted: dict[Tier, int]) -> None:
     """Counts what was reused, on the tier where it was: `promoted` says how many blocks came up from lower ones."""
     counters, size = cache.counters, cache.block_size
-    blocks_by_tier = {GPU: match.num_blocks - sum(promoted.values()), **promoted}
-    for tier, num_blocks in blocks_by_tier.items():
+    resident, lowest = match.num_blocks, GPU
+    for tier, num_blocks in promoted.items():
         counters.hit_tokens[tier] += num_blocks * size
         counters.hit_blocks[tier] += num_blocks
-        if tier != GPU:
-            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
-    counters.hit_tokens[max(blocks_by_tier)] -= match.num_recomputed
+        handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+        resident, lowest = resident - num_blocks, max(lowest, tier)
+    counters.hit_tokens[GPU] += resident * size
+    counters.hit_blocks[GPU] += resident
+    counters.hit_tokens[lowest] -= match.num_recomputed
     if match.partial is not None:
         counters.hit_tokens[match.partial.tier] += match.num_partial
         counters.partial_hit_tokens += match.num_partial
