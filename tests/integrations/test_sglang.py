@@ -189,6 +189,20 @@ def test_given_pages_that_were_stored_when_another_process_loads_them_then_they_
     second.close()
 
 
+def test_given_a_load_then_no_page_of_sglang_is_made_for_it(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = opened(storage, tmp_path)
+    data = filled(backend)
+    backend.batch_set_v1(["a"], indices(0))
+    monkeypatch.delattr(HostPool, "get_dummy_flat_data_page")  # it pins each page by itself, and fills it with zeros
+    assert backend.batch_get_v1(["a"], indices(1)) == [True]
+    assert backend.batch_get_v1([], indices(1)[:0]) == []
+    assert torch.equal(backend.mem_pool_host.data[4:8], data[0:4])
+    assert torch.equal(backend.get("a"), data[0:4].flatten())
+    backend.close()
+
+
 def test_given_flat_pages_then_get_and_set_bring_them_back(storage: Any, tmp_path: Path) -> None:
     backend = opened(storage, tmp_path)
     filled(backend)

@@ -28,7 +28,7 @@ from kvpool.integrations.connector.settings import ConnectorSettings, open_worke
 from kvpool.tiers import Fingerprint, KeySpace, Outcome, Shard
 from kvpool.tiers.identity import files_id, settings_id
 from kvpool.tiers.transport.chain import TierChain
-from kvpool.tiers.transport.staging import Bytes
+from kvpool.tiers.transport.staging import Bytes, page_aligned
 
 
 class PageStore:
@@ -119,6 +119,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         """SGLang has made its host pool. The size of a page is known now, so this opens the tiers."""
         super().register_mem_pool_host(mem_pool_host)
         page, config = mem_pool_host.get_dummy_flat_data_page(), self._config
+        self._page_bytes, self._dtype = page.numel() * page.element_size(), page.dtype
         shard = Shard(0, 1)
         if not config.is_mla_model:  # every rank of such a model has the same bytes
             shard = Shard(config.pp_rank * config.tp_size + config.tp_rank, config.pp_size * config.tp_size)
@@ -128,7 +129,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
             model=f"{config.model_name} {page.dtype} {settings_id({**_settings(), 'storage': config}, IRRELEVANT)}",
             weights=self._weights(),
             block_size=int(mem_pool_host.page_size),
-            groups=(f"{page.numel() * page.element_size()} bytes",),
+            groups=(f"{self._page_bytes} bytes",),
             layout=f"sglang {_version()} {getattr(mem_pool_host, 'layout', '')} {type(mem_pool_host).__name__}",
             shard=shard,
         )
@@ -147,8 +148,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Fills pages of the host pool."""
-        pool = self.mem_pool_host
-        pages = [pool.get_dummy_flat_data_page() for _ in keys]
+        pool, pages = self.mem_pool_host, self._new_pages(len(keys))
         found = self._ready.load(keys, [_as_bytes(page) for page in pages])
         for number, page in enumerate(pages[:found]):
             pool.set_from_flat_data_page(int(host_indices[number * pool.page_size]), page)
@@ -172,7 +172,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
         """The pages; None for the first missing page and all after it."""
-        pages = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        pages = target_locations or self._new_pages(len(keys))
         rows = [page.contiguous() for page in pages]  # itself, unless its values lie apart
         found = self._ready.load(keys, [_as_bytes(row) for row in rows])
         for page, row in zip(pages[:found], rows, strict=False):
@@ -202,6 +202,14 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         """Lets go of the tiers."""
         if self._store is not None:
             self._store.close()
+
+    def _new_pages(self, number: int) -> list[Tensor]:
+        """Flat pages with undefined content, in one piece of memory: SGLang's own are zeros, and pinned one by one.
+
+        A tier may still write to them after its timeout, so they are neither kept nor part of the host pool.
+        """
+        memory = page_aligned(number * self._page_bytes).reshape(number, self._page_bytes)
+        return list(torch.from_numpy(memory).view(self._dtype))
 
     @property
     def _ready(self) -> PageStore:
