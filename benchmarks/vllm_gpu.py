@@ -121,7 +121,7 @@ async def _serve(row: dict[str, Any], folder: str, begun: float) -> None:
     _say({"ready": time.monotonic() - begun})
     while line := await asyncio.to_thread(sys.stdin.readline):
         kind, seed = json.loads(line)
-        _say(await {"traffic": _traffic, "prompts": _prompts}[kind](engine, seed))
+        _say(await (_traffic(engine, seed) if kind == "traffic" else _prompts(engine, seed)))
     engine.shutdown()
 
 
