@@ -607,8 +607,8 @@ def test_given_a_cache_that_nobody_has_any_more_then_its_directory_is_free(
     ("settings", "message"),
     [
         (dict(disk=None, disk_bytes=None), "needs disk= or remote="),
-        (dict(disk=None), "disk_bytes='64MB' needs disk"),
-        (dict(disk_bytes="much"), "write a size"),
+        (dict(disk=None), "disk_bytes=67108864 needs disk as well"),
+        (dict(disk_bytes="much"), "disk_bytes='much' must be a size above 0"),
         (dict(disk=""), "disk must be text"),
         (dict(timeout=0), "timeout=0 must be a number of seconds from 0.001"),
         (dict(min_tokens=10), "min_tokens=10"),
