@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
 from collections.abc import Callable, Hashable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,33 +38,6 @@ COUNTERS = (
     "defragmented_blocks",
     "num_cached_runs",
 )
-
-
-def signature(method: Any) -> inspect.Signature:
-    """The signature of a method, also of a compiled one, which has none where a default is more than a number or a name.
-
-    Then it is that of the same source, interpreted.
-    """
-    try:
-        return inspect.signature(method)
-    except ValueError:
-        owners = type(method.__self__).__mro__ if hasattr(method, "__self__") else (method.__objclass__,)
-        owner = next(kind for kind in owners if method.__name__ in vars(kind))
-        return inspect.signature(getattr(_interpreted(owner), method.__name__))
-
-
-@cache
-def _interpreted(kind: type) -> Any:
-    """The class as its source says it, also where it is compiled."""
-    compiled = sys.modules[kind.__module__]
-    assert compiled.__file__ is not None
-    name = compiled.__name__.rpartition(".")[2]
-    spec = importlib.util.spec_from_file_location(f"interpreted_{name}", Path(compiled.__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, kind.__name__)
 
 
 class Clock:

@@ -9,12 +9,11 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from managers import signature
 
 PROMISED = Path(__file__).with_name("defaults")
 SOURCE = Path(__file__).parent.parent / "src" / "kvpool"

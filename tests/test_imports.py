@@ -25,7 +25,6 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 # engine the tools that analyse it.
 LAYERS = (
     *(
-        "compiling",
         "errors",
         "checks",
         "prometheus",

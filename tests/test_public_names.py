@@ -1,6 +1,6 @@
 """What public methods return has a public name: whoever annotates a variable with it imports it from a package, not a module.
 
-This reads the sources, so it sees the packages that need torch and the compiled ones alike.
+This reads the sources, so it sees the packages that need torch, too.
 """
 
 from __future__ import annotations

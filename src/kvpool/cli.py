@@ -72,7 +72,11 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
             raise typer.Exit
 
     version = typer.Option(
-        False, "--version", callback=show_version, is_eager=True, help="Say which kvpool this is, compiled or not."
+        False,
+        "--version",
+        callback=show_version,
+        is_eager=True,
+        help="Say which kvpool this is.",
     )
 
     @app.callback()
@@ -83,10 +87,10 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 
 def version_line() -> str:
-    """Which kvpool this is: its version, and whether its control plane is compiled."""
+    """Which kvpool this is: its version, and whether its C modules are there."""
     from kvpool.version import __version__, compiled
 
-    return f"kvpool {__version__} ({'compiled' if compiled else 'pure Python'})"
+    return f"kvpool {__version__} ({'with C modules' if compiled else 'pure Python'})"
 
 
 def _not_called() -> None:

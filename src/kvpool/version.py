@@ -1,7 +1,7 @@
-"""Which kvpool this is: its version, and whether its control plane was compiled (see `hatch_build.py`)."""
+"""Which kvpool this is: its version, and whether its C modules are there (see `hatch_build.py`)."""
 
-from kvpool.core import node
+from importlib.util import find_spec
 
 __version__ = "0.2.0"
 
-compiled = not str(node.__file__).endswith(".py")
+compiled = find_spec("kvpool.pools._short_arrays") is not None

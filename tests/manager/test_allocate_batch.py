@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,4 +104,4 @@ def test_given_a_recording_then_a_batch_replays_as_the_single_admissions_it_is(t
 
 
 def test_what_a_request_may_say_is_what_allocate_takes() -> None:
-    assert set(managers.signature(KVCacheManager.allocate).parameters) - {"self"} == ALLOCATE_ARGUMENTS
+    assert set(inspect.signature(KVCacheManager.allocate).parameters) - {"self"} == ALLOCATE_ARGUMENTS

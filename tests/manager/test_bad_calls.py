@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.manager.inspection import Inspector
 from kvpool.manager.upkeep import CacheUpkeep
 from kvpool.scheduling import Request, Scheduler
-from managers import signature
 from wrong_values import NASTY, Raises
 
 LAYERS = [LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=8)]
@@ -59,7 +59,7 @@ def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
 
 def public_methods(kind: type) -> list[str]:
     names = [name for name in dir(kind) if not name.startswith("_")]
-    found = [name for name in names if inspect.isroutine(inspect.getattr_static(kind, name))]  # compiled ones too
+    found = [name for name in names if inspect.isroutine(inspect.getattr_static(kind, name))]
     assert found, f"{kind} has no methods"
     return found
 

@@ -18,8 +18,6 @@ from kvpool import KVCacheManager, LayerSpec, ReuseScope
 from kvpool.eviction import policy_names
 from managers import FULL, cached, make_manager
 
-pytestmark = pytest.mark.skipif(kvpool.compiled, reason="compiled code has no lines to count")
-
 PACKAGE = str(Path(kvpool.__file__).parent)
 VICTIM, PROBER = ReuseScope(tenant="victim"), ReuseScope(tenant="prober")
 SECRET, UNKNOWN = 1_000, 50_000  # where the prompts of the victim begin, and one that nobody has

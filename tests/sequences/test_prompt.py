@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvpool
 from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, Prompt, ReuseScope
 from kvpool.core.cache import Cache
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
@@ -35,8 +34,6 @@ def computed(manager: KVCacheManager, name: str, tokens: list[int], **options: A
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the prompts for which the tree was walked."""
-    if kvpool.compiled:
-        pytest.skip("compiled methods cannot be replaced")
     lengths: list[int] = []
     walk = admit.match_tokens
 
@@ -128,8 +125,6 @@ def test_given_another_manager_that_is_asked_in_another_thread_then_the_tokens_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each manager has a lock of its own, so the other one may be asked between a plan and the admission."""
-    if kvpool.compiled:
-        pytest.skip("compiled methods cannot be replaced")
     first, second = make_manager(), make_manager()
     prompt = Prompt(TEXT, multimodal=[(4, 4, "cat")])
     plan = admit.plan_admission

@@ -60,7 +60,6 @@ class SwappedBlocks:
 
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
-GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `Cache` refuses what is no live handle of its own
 
 
 _INHERITED = (  # what a fork has in common with its parent
@@ -237,7 +236,7 @@ def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
     raise InvalidArgumentError(f"a request id must be hashable and comparable, got {show(request_id)}: {error}")
 
 
-def row_of(rows: Rows, handle: GivenHandle) -> int:
+def row_of(rows: Rows, handle: KVCacheHandle) -> int:
     """The row of a handle: a live one, on the GPU, and of the manager whose rows these are."""
     if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is rows:
         return handle.row
@@ -245,7 +244,7 @@ def row_of(rows: Rows, handle: GivenHandle) -> int:
     raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
 
 
-def any_row_of(rows: Rows, handle: GivenHandle) -> int:
+def any_row_of(rows: Rows, handle: KVCacheHandle) -> int:
     """`row_of` for a handle that may be swapped out."""
     if not isinstance(handle, KVCacheHandle):
         raise UnknownRequestError(f"expected a KVCacheHandle from allocate() or fork(), got {handle!r}")
@@ -275,7 +274,7 @@ class CSRTable(NamedTuple):
     first_position: Int32Array
 
 
-def as_handles(handles: Sequence[GivenHandle]) -> tuple[GivenHandle, ...]:
+def as_handles(handles: Sequence[KVCacheHandle]) -> tuple[KVCacheHandle, ...]:
     """The members of a batch; whether they are live handles is checked where they are used."""
     try:
         return tuple(handles)
@@ -305,7 +304,7 @@ class SequenceBatch:
         "slot_steps",
     )
 
-    def __init__(self, rows: Rows, handles: Sequence[GivenHandle]) -> None:
+    def __init__(self, rows: Rows, handles: Sequence[KVCacheHandle]) -> None:
         self._all_rows = rows
         self.handles = as_handles(handles)
         self.rows: Int64Array = np.array([row_of(rows, handle) for handle in self.handles], np.int64)

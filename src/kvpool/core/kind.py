@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from kvpool.compiling import mypyc_attr
 from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.core.handle import KVCacheHandle, Rows
@@ -27,7 +26,6 @@ class StatePlaces(NamedTuple):
     targets: Int32Array
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Group:
     """The blocks of one layer group, and what happens to them in the life of a sequence.
 
@@ -224,7 +222,6 @@ class Group:
         return None
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ByBlock(Group, ABC):
     """A group whose published blocks are read one by one: what the rest of the core asks of it. See `kinds/by_block.py`."""
 

@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from kvpool.checks import as_count
-from kvpool.compiling import mypyc_attr
 from kvpool.core.node import Node, Root
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_token_array
@@ -22,7 +21,6 @@ Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Prompt:
     """The tokens of a request, its scope, the images behind its placeholder tokens, and the length of its encoder's input.
 
@@ -122,7 +120,6 @@ def unknown_prompt(scope: ReuseScope, multimodal: Items | None, cross_tokens: in
 # --- what becomes of it -----------------------------------------------------------------------------------------------
 
 
-@mypyc_attr(acyclic=True)
 class Match:
     """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeVar
 
 from kvpool.checks import show
-from kvpool.compiling import tell_apart
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction.adaptive import AdaptivePolicy
 from kvpool.eviction.contained import ContainedPolicy
@@ -127,7 +126,5 @@ def _normalised(name: object) -> str:
     return name.strip().lower() if isinstance(name, str) else ""
 
 
-tell_apart(KeyedPolicy)
 for _policy in (LRUPolicy, PriorityPolicy, AdaptivePolicy):
-    tell_apart(_policy)
     register_policy(_policy.name)(_policy)

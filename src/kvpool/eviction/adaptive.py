@@ -15,7 +15,6 @@ from bisect import bisect_right
 from math import log2
 from typing import Any, ClassVar, Final
 
-from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.ghosts import Ghosts
 from kvpool.eviction.kind_rows import WEIGHTS, Candidate, RowOrder
@@ -36,7 +35,6 @@ _SLACK: Final = 64  # newcomers that have gone tolerated in their list beyond on
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class AdaptivePolicy(EvictionPolicy):
     """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
 

@@ -20,7 +20,6 @@ Shaped = tuple[Floats, int, npt.NDArray[np.bool_]]  # a hazard by age, the bin o
 
 MAX_AGE: Final = 2**27  # milliseconds, a day and a half; older runs are worth as much as this old ones
 _FANS: Final = 4
-_HINTS: Final = NUM_HINTS  # compiled, what is imported is looked up by its name
 _TURNS: Final = 4
 _SIZES: Final = 11
 _OWN: Final = _FANS * NUM_HINTS  # branches, by fan-out and hint, of what requests add; those of what they share follow
@@ -47,7 +46,7 @@ def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0
     fan = 0 if num_known <= 1 else 1 if fan_out <= 1 else 2 if fan_out <= 3 else 3
     size = num_new.bit_length()
     turn, size = turn if turn < _TURNS else _TURNS - 1, size if size < _SIZES else _SIZES - 1
-    return ((fan * _HINTS + hint) * _TURNS + turn) * _SIZES + size
+    return ((fan * NUM_HINTS + hint) * _TURNS + turn) * _SIZES + size
 
 
 def as_shared(kind: int) -> int:
@@ -77,7 +76,7 @@ _MIDDLES: Floats = (_FROM + _UPTO) / 2
 
 
 def bin_of(age: int) -> int:
-    """The bin of an age that is not negative: a few steps from the first bin of its power of two, compiled, and no search."""
+    """The bin of an age that is not negative: a few steps from the first bin of its power of two, and no search."""
     if age >= MAX_AGE:
         return _BINS - 1
     found = _FIRST_BIN[age.bit_length()]
@@ -120,11 +119,9 @@ class Experience:
         self.num_noted += 1
         changes = self._begun if blocks > 0 else self._ended
         if changes and changes[-3] == cohort and changes[-2] == now:
-            changes[-1] = changes[-1] + blocks  # compiled, `+=` would ask the list's item what to do
+            changes[-1] += blocks
             return
-        changes.append(cohort)  # one by one: compiled, that makes no tuple and asks no iterator
-        changes.append(now)
-        changes.append(blocks)
+        changes += cohort, now, blocks
 
     def digest(self, now: int, fading: float) -> None:
         """Counts what was noted.

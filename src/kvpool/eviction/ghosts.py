@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import Experience
 from kvpool.eviction.policy import Run, Tokens, checksum
 
 _SLACK: Final = 64  # ghosts that are followed no longer tolerated beyond one for each that is
 
 
-@mypyc_attr(acyclic=True)
 class Ghost:
     """A run that has left: what it was known by, and what is followed of it. Without blocks it is followed no longer."""
 

@@ -16,7 +16,6 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.compiling import mypyc_attr
 from kvpool.errors import ConfigError
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
@@ -33,13 +32,8 @@ def checksum(tokens: memoryview | bytes, before: int) -> int:
     return crc32(tokens, before)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Run:
-    """A cached run of blocks as policies see it. Policies read these attributes and write only the first three.
-
-    It is a class, and no protocol, so that compiled policies read them from its memory: looking one up by its name costs more
-    than most of what is done with it.
-    """
+    """A cached run of blocks as policies see it. Policies read these attributes and write only the first three."""
 
     __slots__ = (
         *("created", "entry", "fan_out", "hint", "hits", "key", "known_fingerprint", "last_access", "last_access_at"),
@@ -258,7 +252,6 @@ def moment_of(seconds: float) -> int:
     return int(seconds * MOMENTS_PER_SECOND + 0.5)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionPolicy(ABC):
     """Orders the candidates. One instance serves one cache, and a run is a candidate of one policy at a time.
 
@@ -316,7 +309,6 @@ class EvictionPolicy(ABC):
         """Whether `run` is a candidate."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class KeyedPolicy(EvictionPolicy):
     """Evicts the candidate with the smallest `key`; of equal keys the deepest run, then the oldest.
 
@@ -361,7 +353,6 @@ class KeyedPolicy(EvictionPolicy):
         return isinstance(item, Item) and item.run is run
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class LRUPolicy(KeyedPolicy):
     """The run that was not used for the longest time goes first: what everybody ships."""
 
@@ -371,7 +362,6 @@ class LRUPolicy(KeyedPolicy):
         return run.last_access
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class PriorityPolicy(KeyedPolicy):
     """The run with the lowest retention priority goes first; of equals the least recently used."""
 

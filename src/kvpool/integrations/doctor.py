@@ -60,7 +60,7 @@ BACKEND = {
 
 def diagnosis(find: VersionOf = version_of) -> list[str]:
     """The lines of the screen."""
-    kind = "compiled" if compiled else "pure Python"
+    kind = "with C modules" if compiled else "pure Python"
     return [
         f"kvpool {__version__} ({kind}), Python {platform.python_version()}, numpy {find('numpy')}",
         "",

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvpool.checks import show
-from kvpool.compiling import tell_apart
 from kvpool.config import GroupKind, LayerGroup
-from kvpool.core.kind import ByBlock, Group
+from kvpool.core.kind import Group
 from kvpool.errors import ConfigError
 from kvpool.kinds.cross import CrossGroup
 from kvpool.kinds.state import StateGroup
@@ -24,7 +23,6 @@ KINDS: dict[str, type[Group]] = {
     GroupKind.STATE: StateGroup,
     GroupKind.CROSS: CrossGroup,
 }
-tell_apart(ByBlock, *(kind for kind in KINDS.values() if kind.by_block))
 
 
 def kind_of(spec: LayerGroup) -> type[Group]:

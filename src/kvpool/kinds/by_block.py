@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.compiling import mypyc_attr
 from kvpool.config import LayerGroup
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
@@ -28,7 +27,6 @@ from kvpool.prefix.tree import tip_of
 Reopened = list[tuple[ByBlock, int, int]]
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class BlockwiseGroup(ByBlock):
     """A later query reads the blocks from `first_read` on, and the sinks: leading blocks that stay whatever follows."""
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from kvpool.compiling import mypyc_attr
 from kvpool.config import LayerGroup
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
@@ -21,7 +20,6 @@ from kvpool.scope import ReuseScope
 T = TypeVar("T")
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class CrossGroup(Group):
     """All taken at admission, given back at the end, never in the prefix cache.
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvpool.compiling import mypyc_attr
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows, SequenceBatch
 from kvpool.core.kind import StatePlaces
@@ -19,7 +18,6 @@ from kvpool.prefix.blocks import block_of, remove_block
 from kvpool.stats import EvictionReason
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class StateGroup(BlockwiseGroup):
     """A block is a checkpoint, all states of a sequence behind one of its tokens.
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from kvpool.compiling import mypyc_attr
 from kvpool.kinds.by_block import BlockwiseGroup
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class WindowedGroup(BlockwiseGroup):
     """Blocks that left the window are given up while the sequence runs; published ones stay cached until needed."""
 
@@ -24,7 +22,6 @@ class WindowedGroup(BlockwiseGroup):
         return num_blocks - max(0, given_up)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class SlidingGroup(WindowedGroup):
     """A window of W covers the query itself, so it reaches back to position `num_tokens - W + 1`."""
 
@@ -33,7 +30,6 @@ class SlidingGroup(WindowedGroup):
         return max(0, num_tokens - self.spec.window + 1)
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ChunkedGroup(WindowedGroup):
     """A chunk of C starts at a multiple of C."""
 

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from kvpool.checks import as_count, as_duration, as_flag, show
-from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
 from kvpool.core.cache import Admission, Cache, make_pools
 from kvpool.core.handle import KVCacheHandle, SequenceBatch, any_row_of, as_handles, is_among, row_of
@@ -83,7 +82,6 @@ ALLOCATE_ARGUMENTS = frozenset(  # what a request of `allocate_batch` may say
 )
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class KVCacheManager:
     """Paged KV cache for one model: blocks, tables, prefix reuse, forks, swapping.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.core.cache import Admission, AllocStatus, Cache
-from kvpool.core.handle import GivenHandle, KVCacheHandle, note_sessions, row_of
+from kvpool.core.handle import KVCacheHandle, note_sessions, row_of
 from kvpool.core.kind import ByBlock
 from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import AdmissionPlan, Match, Prompt
@@ -459,7 +459,7 @@ def _count_hits(cache: Cache, handle: KVCacheHandle, match: Match, promoted: dic
 # --- fork ------------------------------------------------------------------------------------------------------------
 
 
-def fork(cache: Cache, parent: GivenHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+def fork(cache: Cache, parent: KVCacheHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
     """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
     rows, source = cache.rows, row_of(cache.rows, parent)
     close(cache, tip_of(cache, source))

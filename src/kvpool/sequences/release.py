@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool.core.cache import Cache
-from kvpool.core.handle import GivenHandle, KVCacheHandle, any_row_of
+from kvpool.core.handle import KVCacheHandle, any_row_of
 from kvpool.core.node import NEVER, Node
 from kvpool.core.retention import Retention
 from kvpool.errors import InvalidArgumentError, SequenceStateError
@@ -21,7 +21,7 @@ from kvpool.sequences.publish import hand_over, publish_postponed, publish_remai
 from kvpool.stats import EvictionReason
 
 
-def free(cache: Cache, handle: GivenHandle, keep: bool, is_listed: bool = True) -> None:
+def free(cache: Cache, handle: KVCacheHandle, keep: bool, is_listed: bool = True) -> None:
     """Ends a sequence; what it published stays cached unless `keep` is False. `is_listed`: the index still has it."""
     row = any_row_of(cache.rows, handle)
     if is_listed:
@@ -126,7 +126,7 @@ def _drop_own(cache: Cache, tip: Node, serial: int) -> None:
         node = parent
 
 
-def free_batch(cache: Cache, given: Sequence[GivenHandle], keep: bool) -> None:
+def free_batch(cache: Cache, given: Sequence[KVCacheHandle], keep: bool) -> None:
     """Ends many sequences; checked as a whole first."""
     row_list = [any_row_of(cache.rows, handle) for handle in given]
     handles: list[KVCacheHandle] = list(given)
