@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def open_files() -> set[str]:
         links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     except OSError:  # not Linux
         return set()
-    found = {os.readlink(link) for link in links if os.path.islink(link)}
+    found = set()
+    for link in links:
+        with suppress(FileNotFoundError):  # a thread has closed it meanwhile
+            found.add(os.readlink(link))
     return {
         path
         for path in found
