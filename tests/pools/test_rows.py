@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
+from kvpool.core.handle import chosen_group
 from kvpool.core.node import Node, Root
 from kvpool.core.rows import RECENT_TOKENS, SequenceRows
 from kvpool.errors import InvalidArgumentError
@@ -235,6 +236,6 @@ def test_visible_blocks_hide_what_left_the_window_but_not_the_sinks() -> None:
 def test_a_group_that_does_not_exist_is_named(index: Any) -> None:
     manager = make_manager()
     with pytest.raises(InvalidArgumentError, match="group"):
-        manager._cache.group(index)
+        chosen_group(manager._cache.groups, index)
     with pytest.raises(InvalidArgumentError, match="group"):
         manager.allocate("a", [1]).block_ids(index)

@@ -222,10 +222,6 @@ class Cache:
             raise InvalidArgumentError(f"pools exist on GPU, HOST and DISK, not on {tier!r}")
         return self.pools[as_count(index, "pool", maximum=len(self.pools) - 1)][tier]
 
-    def group(self, index: Any) -> Group:
-        """The layer group of a user's choice."""
-        return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
-
     def pool_sizes(self) -> tuple[PoolSize, ...]:
         """How many blocks each layer group has on each tier, for subscribers."""
         return tuple(

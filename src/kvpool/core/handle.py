@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvpool.checks import as_count, show
 from kvpool.core.node import Node
 from kvpool.core.retention import Retention
-from kvpool.core.rows import SequenceRows, TableKind
+from kvpool.core.rows import SequenceRows
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.scope import ReuseScope
@@ -60,6 +60,7 @@ class SwappedBlocks:
 
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
+GroupT = TypeVar("GroupT")
 
 
 _INHERITED = (  # what a fork has in common with its parent
@@ -361,7 +362,7 @@ class SequenceBatch:
 
     def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
         rows = self._all_rows
-        kind = _group(rows, group)
+        kind = chosen_group(rows.groups, group)
         counts = kind.pick(rows.num_blocks, rows.num_fixed)
         columns = largest(counts[self.selection]) if len(self.rows) else 0
         table = rows.tables[group]
@@ -398,7 +399,7 @@ class SequenceBatch:
     ) -> CSRTable:
         rows = self._all_rows
         size = rows.block_size
-        kind = _group(rows, group)
+        kind = chosen_group(rows.groups, group)
         count = len(self.rows)
         lengths = kind.lengths(rows, self.selection, self.handles)
         ends = (lengths + (size - 1)) // size
@@ -451,6 +452,6 @@ def _check_out(out: npt.NDArray[Any], shape: tuple[int, ...], name: str, exact: 
         raise InvalidArgumentError(f"the array for {name} has shape {out.shape}, needed is {shape}")
 
 
-def _group(rows: Rows, index: Any) -> TableKind:
+def chosen_group(groups: Sequence[GroupT], index: Any) -> GroupT:
     """The layer group of a user's choice."""
-    return rows.groups[as_count(index, "group", maximum=len(rows.groups) - 1)]
+    return groups[as_count(index, "group", maximum=len(groups) - 1)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.core.cache import Cache, common_tenant
-from kvpool.core.handle import KVCacheHandle, SequenceBatch
+from kvpool.core.handle import KVCacheHandle, SequenceBatch, chosen_group
 from kvpool.core.kind import Group, StatePlaces
 from kvpool.core.rows import RECENT_TOKENS
 from kvpool.errors import InvalidArgumentError, SequenceStateError
@@ -348,7 +348,7 @@ def writable_blocks(cache: Cache, group: Any) -> BoolArray:
     published what it has not committed itself, and of a fully cached prompt the last token is computed again.
     """
     rows, size = cache.rows, cache.block_size
-    kind = cache.group(group)
+    kind = chosen_group(cache.groups, group)
     pool = kind.gpu
     mask = np.zeros(pool.num_blocks, np.bool_)
     live = np.array([r for r in rows.live_rows() if (h := rows.handles[r]) is not None and h.swapped is None], np.int64)
