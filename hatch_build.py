@@ -48,8 +48,7 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
         problem, modules = self._why_not(), list[Path]()
         if problem is None:
             self._folder = Path(tempfile.mkdtemp(prefix="kvpool-build-"))
-            problem = self._compile(self._folder)
-            modules = [*(self._folder / "compiled").rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}")]
+            modules, problem = self._compile(self._folder)
         if problem is not None:
             if _wish() == "1":
                 raise RuntimeError(f"KVPOOL_COMPILE=1, but {problem}")
@@ -78,8 +77,8 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
             return "Python.h is missing; Debian has it in python3-dev"
         return None
 
-    def _compile(self, folder: Path) -> str | None:
-        """Compiles all C modules; returns what went wrong, in one line."""
+    def _compile(self, folder: Path) -> tuple[list[Path], str | None]:
+        """Compiles all C modules; returns those that came out, and what went wrong, in one line."""
         source = Path(self.root, "src")
         for file in [*source.rglob("*.c"), *source.rglob("*.h")]:
             (folder / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
@@ -90,9 +89,9 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         built = [*(folder / "compiled").rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}")]
         if result.returncode == 0 and len(built) == len(sources):
-            return None
+            return built, None
         lines = (result.stdout + result.stderr).strip().splitlines() or ["no output"]
-        return "compiling failed: " + next((line for line in lines if "error" in line.lower()), lines[-1])
+        return built, "compiling failed: " + next((line for line in lines if "error" in line.lower()), lines[-1])
 
 
 def _wish() -> str:
