@@ -87,6 +87,11 @@ class ReplanningBackend(TorchBackend):
         return super().run(q, cache, plan.buffers.newest if isinstance(plan, _PlanInBuffers) else plan, **options)
 
 
+def graph_runner(engine: Engine, *, mixed: bool = True, **options: Any) -> ModelRunner:
+    """A runner for the model and the blocks of an engine, which may have graphs; `options` are those of `ModelRunner`."""
+    return ModelRunner(engine._loop.runner.model, engine.shape, engine.plane, ReplanningBackend(mixed=mixed), **options)
+
+
 def use_runner(engine: Engine, runner: ModelRunner) -> None:
     """Has an engine that has not run yet run its steps by another runner, which may have graphs."""
     loop = engine._loop

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from adapter_files import ALL, ATTENTION, merged, write_adapter  # noqa: E402
-from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from fake_graphs import FakeRecorder, graph_runner  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from vision_models import own_answer, prompt, vision_model  # noqa: E402
@@ -20,7 +20,6 @@ from vision_models import own_answer, prompt, vision_model  # noqa: E402
 from kvpool import ReuseScope  # noqa: E402
 from kvpool.engine import Engine, SamplingParams, engine_parts  # noqa: E402
 from kvpool.engine.generation import Chunk, Generation  # noqa: E402
-from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError, SequenceStateError, UnsupportedModelError  # noqa: E402
 from kvpool.model.faster_layers import join_projections  # noqa: E402
 from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
@@ -238,11 +237,8 @@ def test_given_graphs_then_a_mixed_batch_runs_from_them_also_after_another_adapt
 ) -> None:
     engine = adapters.engine(adapters={"values": adapters.paths["values"]})
     recorder = FakeRecorder()
-    runner = ModelRunner(
-        engine._loop.runner.model,
-        engine.shape,
-        engine.plane,
-        ReplanningBackend(),
+    runner = graph_runner(
+        engine,
         adapters=engine._loop.runner.adapters,
         max_sequences=LIMITS.max_sequences,
         max_tokens=LIMITS.max_tokens_per_step,

@@ -12,12 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fake_graphs import FakeRecorder, ReplanningBackend, use_runner  # noqa: E402
+from fake_graphs import FakeRecorder, graph_runner, use_runner  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams, graphs  # noqa: E402
 from kvpool.engine.graphs import CaptureError, MixedGraphs, mixed_sizes  # noqa: E402
-from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.kernels.layout import whole_device  # noqa: E402
 from kvpool.scheduling import BatchPlan, SchedulerConfig  # noqa: E402
 
@@ -39,11 +38,9 @@ def engine_with_graphs(
 ) -> Engine:
     """An engine on a CPU whose steps run from graphs, as on a GPU."""
     engine = Engine(tiny_model(family), kv_blocks=128, scheduler=LIMITS, **options)
-    runner = ModelRunner(
-        engine._loop.runner.model,
-        engine.shape,
-        engine.plane,
-        ReplanningBackend(mixed=mixed),
+    runner = graph_runner(
+        engine,
+        mixed=mixed,
         max_sequences=LIMITS.max_sequences,
         max_tokens=max_tokens,
         recorder=recorder or FakeRecorder(),
@@ -146,11 +143,8 @@ def test_given_a_model_whose_steps_with_prompts_cannot_be_captured_then_those_th
 
 def test_given_graphs_are_required_then_a_model_that_cannot_be_captured_is_refused() -> None:
     with Engine(tiny_model("llama"), kv_blocks=16) as engine:
-        runner = ModelRunner(
-            engine._loop.runner.model,
-            engine.shape,
-            engine.plane,
-            ReplanningBackend(),
+        runner = graph_runner(
+            engine,
             cuda_graphs=True,
             recorder=FakeRecorder(refuses="no"),
         )

@@ -17,7 +17,7 @@ from kvpool.scheduling import SchedulerConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 
 from adapter_files import merged, write_adapter
-from fake_graphs import FakeRecorder, ReplanningBackend
+from fake_graphs import FakeRecorder, ReplanningBackend, graph_runner
 from hybrids import HYBRIDS, VOCABULARY, hybrid_model
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -167,9 +167,7 @@ def test_given_graphs_and_steps_planned_ahead_then_the_tokens_are_the_same(famil
     recorder = FakeRecorder()
     with engine_for(model, kv_blocks=None, kv_bytes=2**24, overlap=True) as engine:
         limits = {"max_sequences": SMALL_STEPS.max_sequences, "max_tokens": SMALL_STEPS.max_tokens_per_step}
-        runner = ModelRunner(
-            engine._loop.runner.model, engine.shape, engine.plane, ReplanningBackend(), recorder=recorder, **limits
-        )
+        runner = graph_runner(engine, recorder=recorder, **limits)
         runner.warm_up()
         eager = without_graphs(runner)
         engine._loop.runner = runner

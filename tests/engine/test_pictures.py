@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 image_library = pytest.importorskip("PIL.Image")
 
-from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from fake_graphs import FakeRecorder, graph_runner  # noqa: E402
 from models import tiny_model  # noqa: E402
 from vision_models import (  # noqa: E402
     BOTH_WAYS,
@@ -27,7 +27,6 @@ from vision_models import (  # noqa: E402
 )
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.engine.text_commands import Conversation  # noqa: E402
 from kvpool.errors import InvalidArgumentError, NeverFitsError, UnsupportedModelError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -158,11 +157,8 @@ def test_given_graphs_then_steps_without_pictures_replay_with_the_positions_of_t
     limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=8)
 
     with engine_of(models[family_name], scheduler=limits, overlap=True) as engine:
-        runner = ModelRunner(
-            engine._loop.runner.model,
-            engine.shape,
-            engine.plane,
-            ReplanningBackend(),
+        runner = graph_runner(
+            engine,
             max_sequences=8,
             max_tokens=64,
             num_axes=engine._loop.runner.num_axes,

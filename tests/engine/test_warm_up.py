@@ -11,11 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from fake_graphs import FakeRecorder, ReplanningBackend, use_runner  # noqa: E402
+from fake_graphs import FakeRecorder, graph_runner, use_runner  # noqa: E402
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.errors import KVPoolError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -130,11 +129,8 @@ def test_given_an_engine_that_closes_then_its_thread_ends_before_the_next_attent
 def engine_with_graphs(recorder: FakeRecorder) -> Engine:
     """An engine on a CPU whose steps run from graphs of plain layers, which must be there, until others are compiled."""
     engine = Engine(tiny_model("llama"), kv_blocks=64)
-    runner = ModelRunner(
-        engine._loop.runner.model,
-        engine.shape,
-        engine.plane,
-        ReplanningBackend(),
+    runner = graph_runner(
+        engine,
         cuda_graphs=True,
         max_sequences=4,
         max_tokens=64,
