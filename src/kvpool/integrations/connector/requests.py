@@ -144,10 +144,8 @@ class RequestOptions:
             raise ConfigError(f"ttl={self.ttl} must be seconds above 0")
         if self.pin is not None and check_number(self.pin, "pin", "seconds, or 0 to end a pin") < 0:
             raise ConfigError(f"pin={self.pin} must be seconds, or 0 to end a pin")
-        if self.priority is not None:
-            self.retention()
-        if self.expected_seconds is not None:
-            self.hint()
+        self.retention()
+        self.hint()
 
     def retention(self) -> Retention | None:
         """The priority as a `Retention` of the manager."""
