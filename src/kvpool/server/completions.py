@@ -58,16 +58,21 @@ async def chat(
 ) -> Response:
     """Answers a conversation."""
     _refuse_contradictions(body)
-    offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
-    reading, template = context.gate.images.of(caller.key), body.chat_template_kwargs
-    begun = await dialogue(model, body.messages, use, reading, template, continues=body.continue_final_message)
+    begun = await chat_dialogue(body, model, context.gate.images.of(caller.key))
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, caller, context.gate, most, wanted, begun)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun), model.bytes_of)
     exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))
+    return await exchange.run([begun.asked], params, offers_tools=bool(begun.use.offered))
+
+
+async def chat_dialogue(body: ChatCompletions, model: ServedModel, reading: WorkTurn) -> Dialogue:
+    """The conversation of a chat."""
+    offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
+    template = body.chat_template_kwargs
+    return await dialogue(model, body.messages, use, reading, template, continues=body.continue_final_message)
 
 
 def _refuse_contradictions(body: ChatCompletions) -> None:

@@ -19,6 +19,7 @@ from kvpool.server.auth import Caller
 from kvpool.server.completions import FILL_CONTEXT, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
+from kvpool.server.long_work import WorkTurn
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import (
     Body,
@@ -33,7 +34,7 @@ from kvpool.server.schema import (
 )
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tool_forms import ToolCall
-from kvpool.server.tools import new_call_id, tool_use
+from kvpool.server.tools import Dialogue, new_call_id, tool_use
 
 
 class TextFormat(Body):
@@ -106,22 +107,27 @@ async def respond(
             code="unsupported",
             param="previous_response_id",
         )
-    turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _turns(body.input)
-    if body.instructions:
-        turns = [Message(role="system", content=body.instructions), *turns]
     if body.text is not None and body.text.format is not None:
         if body.response_format is not None:
             raise Problem(
                 400, "text.format and response_format: give one", code="invalid_value", param="response_format"
             )
         body.response_format = body.text.format.as_response_format()
-    use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
-    begun = await dialogue(model, turns, use, context.gate.images.of(caller.key))
+    begun = await response_dialogue(body, model, context.gate.images.of(caller.key))
     most = body.max_output_tokens or FILL_CONTEXT
     params = await sampling_params(body, model, caller, context.gate, most, dialogue=begun)
     answer = ResponseAnswer(model.name, body, model.answers.reader(begun))
     exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([begun.asked], params, offers_tools=bool(use.offered))
+    return await exchange.run([begun.asked], params, offers_tools=bool(begun.use.offered))
+
+
+async def response_dialogue(body: Responses, model: ServedModel, reading: WorkTurn) -> Dialogue:
+    """The conversation of a request for a response."""
+    turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _turns(body.input)
+    if body.instructions:
+        turns = [Message(role="system", content=body.instructions), *turns]
+    use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
+    return await dialogue(model, turns, use, reading)
 
 
 def _turns(items: Sequence[ResponseItem]) -> list[Message]:
