@@ -9,7 +9,6 @@ from kvpool.core.handle import BlockTable, CSRTable, KVCacheHandle, SequenceBatc
 from kvpool.core.kind import StatePlaces
 from kvpool.core.orders import TenantQuota
 from kvpool.core.prompt import Prompt
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
@@ -17,7 +16,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
 from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
-from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope
+from kvpool.scope import MultimodalItem, Retention, ReuseHint, ReuseScope, TokenRange
 from kvpool.sequences.admit import PrefixMatch
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled

@@ -9,8 +9,8 @@ import pytest
 
 from kvpool import AllocStatus
 from kvpool.compat import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from kvpool.scope import Retention, TokenRange
 
 torch = pytest.importorskip("torch")
 

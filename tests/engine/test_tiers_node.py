@@ -20,8 +20,8 @@ from nodes import NodeProcess, needs_linux, node_folder  # noqa: E402
 from servers import eventually  # noqa: E402
 from tier_faults import ALL_CACHED, PARAMS, PROMPTS, assert_right, computed, make_engine  # noqa: E402
 
-from kvpool.core.retention import Retention, TokenRange  # noqa: E402
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
+from kvpool.scope import Retention, TokenRange  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.tiers import NodeTier, Outcome  # noqa: E402
 from kvpool.tiers.contract import Worth  # noqa: E402

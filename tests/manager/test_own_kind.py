@@ -11,7 +11,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.errors import ConfigError, OutOfBlocksError
 from kvpool.kinds import KINDS
-from kvpool.kinds.window import WindowedGroup
+from kvpool.kinds.by_block import WindowedGroup
 from managers import FULL, make_manager, running
 
 

@@ -31,16 +31,20 @@ from kvpool.prefix.blocks import (
 )
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.evict import demote, detach, drop_tail, evict, promote
-from kvpool.prefix.expiry import expire, set_priority
-from kvpool.prefix.readers import count_run, pin_path, ref, unpin_path, unref
+from kvpool.prefix.keeping import expire, set_priority
 from kvpool.prefix.tree import (
+    count_run,
     find_logits,
     forget_logits_inside,
     match_tokens,
+    pin_path,
+    ref,
     remove_node,
     root_for,
     split,
     store_logits,
+    unpin_path,
+    unref,
     watch,
 )
 from kvpool.scope import ReuseScope

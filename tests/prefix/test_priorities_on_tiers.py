@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheManager, ReuseScope, Tier
-from kvpool.core.retention import Retention, TokenRange
+from kvpool.scope import Retention, TokenRange
 from managers import make_manager
 
 Blocks = dict[tuple[int, int], tuple[Tier, int]]  # (prompt, index): where it is, and its priority

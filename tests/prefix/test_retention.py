@@ -10,7 +10,7 @@ from kvpool import KVCacheManager, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Stored, Updated
 from kvpool.events.mirror import CacheMirror
-from kvpool.prefix.expiry import set_priority
+from kvpool.prefix.keeping import set_priority
 from kvpool.prefix.tree import all_nodes
 from managers import Clock, cached, make_manager
 

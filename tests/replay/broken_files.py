@@ -25,7 +25,6 @@ from llama_config import LLAMA
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
 from kvpool.config import Tier
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError
 from kvpool.recording.playback import play_recording
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, write_trace
@@ -36,6 +35,7 @@ from kvpool.replay.runs import run_all
 from kvpool.replay.synth import fit, synthesise
 from kvpool.replay.trace import summary, working_set
 from kvpool.scheduling.cost_model import COSTS, read_costs
+from kvpool.scope import Retention, TokenRange
 
 HOSTILE: list[Any] = [
     None,

@@ -13,9 +13,9 @@ from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div
 from kvpool.core.handle import is_among
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import as_token_array
+from kvpool.scope import Retention, TokenRange
 
 
 class Device(str, Enum):

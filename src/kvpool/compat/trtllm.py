@@ -32,10 +32,10 @@ from kvpool.config import DType, KVCacheConfig, Tier
 from kvpool.config.layers import MAX_TOKENS, ceil_div
 from kvpool.core.cache import Pin
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_token_array
+from kvpool.scope import Retention, TokenRange
 
 if TYPE_CHECKING:
     from kvpool.storage import LayerCache

@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from kvpool.checks import as_count, show
 from kvpool.core.node import Node
-from kvpool.core.retention import Retention
 from kvpool.core.rows import SequenceRows
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
-from kvpool.scope import ReuseScope
+from kvpool.scope import Retention, ReuseScope
 from kvpool.stats import HandleStats
 
 

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from kvpool.checks import as_flag, show
 from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
-from kvpool.core.retention import Retention
 from kvpool.engine.adapters import AdapterInfo
 from kvpool.engine.embedding import Pooled, check_pooling, vectors
 from kvpool.engine.engine_parts import assemble
@@ -57,7 +56,7 @@ from kvpool.model.loading import load_model, load_processor
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request, SchedulerConfig
-from kvpool.scope import ReuseHint, ReuseScope
+from kvpool.scope import Retention, ReuseHint, ReuseScope
 from kvpool.tiers.model_tiers import ModelTiers
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple
 
 from kvpool.checks import as_flag, show
-from kvpool.core.retention import Retention
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import PromptScores
@@ -23,7 +22,7 @@ from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import Request
-from kvpool.scope import ReuseHint, ReuseScope, check_hint
+from kvpool.scope import Retention, ReuseHint, ReuseScope, check_hint
 
 TOOL_CALL_MARKS: Final = (
     "<tool_call",

@@ -11,9 +11,9 @@ from kvpool.checks import show
 from kvpool.config import GroupKind, LayerGroup
 from kvpool.core.kind import Group
 from kvpool.errors import ConfigError
+from kvpool.kinds.by_block import ChunkedGroup, SlidingGroup
 from kvpool.kinds.cross import CrossGroup
 from kvpool.kinds.state import StateGroup
-from kvpool.kinds.window import ChunkedGroup, SlidingGroup
 from kvpool.pools.pool import BlockPool
 
 KINDS: dict[str, type[Group]] = {

@@ -18,7 +18,7 @@ from kvpool.checks import show
 from kvpool.core.cache import Cache
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.prefix.evict import copy_ahead
-from kvpool.prefix.expiry import expire
+from kvpool.prefix.keeping import expire
 from kvpool.quiet import QuietErrors
 from kvpool.stats import MemoryPressure
 

@@ -33,7 +33,6 @@ from kvpool.core.cache import Admission, Cache, make_pools
 from kvpool.core.handle import KVCacheHandle, SequenceBatch, any_row_of, as_handles, is_among, row_of
 from kvpool.core.kind import StatePlaces
 from kvpool.core.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
-from kvpool.core.retention import Retention
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -54,10 +53,9 @@ from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.announcer import stored_now
 from kvpool.prefix.tree import store_logits, tip_of
-from kvpool.scope import ReuseHint, ReuseScope, check_hint
+from kvpool.scope import Retention, ReuseHint, ReuseScope, check_hint
 from kvpool.sequences.admit import PrefixMatch, allocate, can_allocate, fork, is_whole, query_prefix
-from kvpool.sequences.release import free, free_batch
-from kvpool.sequences.rewind import rewind
+from kvpool.sequences.release import free, free_batch, rewind
 from kvpool.sequences.step import (
     blocks_needed,
     commit_prompt,

@@ -21,15 +21,12 @@ from kvpool.manager.guard import Guard
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import ResizeResult
 from kvpool.prefix.evict import evict
-from kvpool.prefix.pins import pin_prefix, unpin
-from kvpool.prefix.quotas import set_quota
+from kvpool.prefix.keeping import pin_prefix, set_quota, unpin
 from kvpool.scope import ReuseScope, check_scope
 from kvpool.sequences.invalidate import (
     invalidate_below_prefix,
-    invalidate_everything,
-    invalidate_scope,
+    invalidate_scopes,
     invalidate_session,
-    invalidate_tenant,
 )
 from kvpool.sequences.swap import offload, onboard
 from kvpool.stats import EvictionReason
@@ -174,13 +171,14 @@ class CacheUpkeep:
         with self._guard:
             if session is not None:
                 removed = invalidate_session(self._cache, session)
-            elif tenant is not None:
-                removed = invalidate_tenant(self._cache, tenant)
             elif prompt is not None:
                 removed = invalidate_below_prefix(self._cache, self._coded(prompt), prompt.scope)
             else:
-                assert scope is not None
-                removed = invalidate_scope(self._cache, scope)
+                removed = invalidate_scopes(
+                    self._cache,
+                    lambda each: each == scope if tenant is None else each.tenant == tenant,
+                    EvictionReason.INVALIDATED,
+                )
             if self._guard.observers:
                 ids, items = (None, None) if prompt is None else (prompt.tokens, prompt.items)
                 self._guard.tell(
@@ -194,7 +192,7 @@ class CacheUpkeep:
         What live requests have computed so far, and what they go on to compute with it, is not published either.
         """
         with self._guard:
-            removed = invalidate_everything(self._cache)
+            removed = invalidate_scopes(self._cache, lambda scope: True, EvictionReason.RESET)
             self._guard.tell("reset_prefix_cache", removed)
             return removed
 

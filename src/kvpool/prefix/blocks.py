@@ -24,7 +24,7 @@ from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcer import announce_removed_block
-from kvpool.prefix.readers import add_idle, free_blocks
+from kvpool.prefix.tree import add_idle, free_blocks
 from kvpool.stats import EvictionReason
 
 Held: TypeAlias = list[tuple[ByBlock, Int32Array]]  # blocks that nobody may evict for a while

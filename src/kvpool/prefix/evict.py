@@ -25,15 +25,18 @@ from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.announcer import announce_blocks, announce_moved, announce_removed
 from kvpool.prefix.blocks import evict_last_resort, evict_leftovers, is_usable, keep_pinned, leave_over, remove_block
-from kvpool.prefix.readers import (
+from kvpool.prefix.tree import (
     add_idle,
     count_run,
+    cut_off,
     free_blocks,
     offer,
     ref,
+    remove_node,
+    split,
+    trim_logits,
     unref,
 )
-from kvpool.prefix.tree import cut_off, remove_node, split, trim_logits
 from kvpool.stats import EvictionReason
 
 PIECES_PER_TIER: Final = 16  # at least, of what comes up from a lower tier where others go down for it

@@ -11,12 +11,11 @@ from kvpool.checks import show
 from kvpool.config import KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
 from kvpool.core.cache import Pin
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
-from kvpool.scope import ReuseHint, ReuseScope
+from kvpool.scope import Retention, ReuseHint, ReuseScope, TokenRange
 from kvpool.stats import CacheStats
 
 MAX_BLOCKS = 2**26  # of the pools of a manager that is made for a recording

@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.retention import Retention
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array, as_token_array
 from kvpool.pools.symbols import encoded_key
 from kvpool.recording.operations import MAX_SECONDS, pack
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import MultimodalItem, Retention, ReuseScope
 
 UInt64Array = npt.NDArray[np.uint64]
 Handles = Sequence[KVCacheHandle]

@@ -21,13 +21,13 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec, StatePart, StateSpec,
 from kvpool.config.cache_config import check_host_write, check_objective
 from kvpool.config.layers import ceil_div
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.replay.costs import DISK_BYTES_PER_SECOND
 from kvpool.replay.trace import Trace
 from kvpool.scheduling.cost_model import LinearCostModel
+from kvpool.scope import Retention, TokenRange
 
 _USUAL = LinearCostModel()
 USUAL_TOKEN_BYTES = 131_072  # of K and V, in the 8-billion-parameter model of the default costs

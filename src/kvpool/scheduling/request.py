@@ -14,11 +14,10 @@ import numpy as np
 from kvpool.checks import as_count, show
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.prompt import Prompt
-from kvpool.core.retention import Retention
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import as_items
-from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope, check_hint
+from kvpool.scope import MultimodalItem, Retention, ReuseHint, ReuseScope, check_hint
 
 MAX_PRIORITY = 2**31
 NO_TOKENS: Int32Array = np.empty(0, np.int32)

@@ -20,8 +20,7 @@ from kvpool.pools.arrays import Int32Array, copied
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
 from kvpool.prefix.evict import bring_up, evict, spare, spare_no_more, take_over
-from kvpool.prefix.readers import ref
-from kvpool.prefix.tree import close, end_at, find_logits, keep_symbols, match_tokens, root_for, tip_of
+from kvpool.prefix.tree import close, end_at, find_logits, keep_symbols, match_tokens, ref, root_for, tip_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.publish import row_computing, track
 

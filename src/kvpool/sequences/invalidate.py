@@ -9,53 +9,30 @@ from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import Node
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.evict import detach
-from kvpool.prefix.pins import void_pins
+from kvpool.prefix.keeping import void_pins
 from kvpool.prefix.tree import close, forget_logits_inside, forget_logits_of, match_tokens, split, tip_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.publish import track, untrack
 from kvpool.stats import EvictionReason
 
 
-def invalidate_everything(cache: Cache) -> int:
-    """All scopes, on all tiers."""
-    roots = list(cache.roots.values())
-    for root in roots:
-        root.logits = None
-    nodes = [node for root in roots for node in (root.children or {}).values()]
-    return _remove(cache, nodes, lambda handle: True, EvictionReason.RESET)
-
-
-def invalidate_scope(cache: Cache, scope: ReuseScope) -> int:
-    """All content of one scope."""
-    root = cache.roots.get(scope)
-    nodes: list[Node] = []
-    if root is not None:
-        root.logits = None
-        nodes = list((root.children or {}).values())
-    return _remove(cache, nodes, lambda handle: handle.scope == scope, EvictionReason.INVALIDATED)
-
-
-def invalidate_tenant(cache: Cache, tenant: str) -> int:
-    """All content of a tenant, in all its scopes."""
+def invalidate_scopes(cache: Cache, affected: Callable[[ReuseScope], bool], reason: EvictionReason) -> int:
+    """All content of these scopes, on all tiers."""
     nodes: list[Node] = []
     for scope, root in cache.roots.items():
-        if scope.tenant == tenant:
+        if affected(scope):
             root.logits = None
             nodes += (root.children or {}).values()
-    return _remove(cache, nodes, lambda handle: handle.scope.tenant == tenant, EvictionReason.INVALIDATED)
+    return _remove(cache, nodes, lambda handle: affected(handle.scope), reason)
 
 
 def invalidate_session(cache: Cache, session: str) -> int:
     """What the requests of a session published, and blocks for which others took over a part of it."""
     nodes = sorted(cache.sessions.get(session, ()), key=lambda n: (n.start, n.created))
-
-    def affected(handle: KVCacheHandle) -> bool:
-        return session in handle.sessions
-
     for node in nodes:
         forget_logits_inside(cache, node.parent, node.start, node.key)
     forget_logits_of(cache, session, cache.roots.values())
-    return _remove(cache, nodes, affected, EvictionReason.INVALIDATED)
+    return _remove(cache, nodes, lambda handle: session in handle.sessions, EvictionReason.INVALIDATED)
 
 
 def invalidate_below_prefix(cache: Cache, prefix: Int32Array, scope: ReuseScope) -> int:
@@ -94,16 +71,13 @@ def _nodes_from(cache: Cache, prefix: Int32Array, last: int, scope: ReuseScope) 
 def _remove(
     cache: Cache, nodes: Sequence[Node], affected: Callable[[KVCacheHandle], bool], reason: EvictionReason
 ) -> int:
+    """Takes out what begins with these nodes. Requests that it concerns publish nothing more.
+
+    What they were computing may be in the hands of others.
+    """
     doomed = {part for node in nodes for part in node.subtree()}
-    _silence(cache, lambda handle: cache.rows.tips[handle.row] in doomed or affected(handle))
-    void_pins(cache, doomed)
-    return sum(detach(cache, node, reason) for node in nodes if not node.detached)
-
-
-def _silence(cache: Cache, affected: Callable[[KVCacheHandle], bool]) -> None:
-    """These requests publish nothing more; what they were computing may be in the hands of others."""
     handles = [handle for handle in cache.requests.values() if handle.publishes]
-    silenced = [handle for handle in handles if affected(handle)]
+    silenced = [handle for handle in handles if cache.rows.tips[handle.row] in doomed or affected(handle)]
     for handle in silenced:
         close(cache, tip_of(cache, handle.row))
         handle.publishes = False
@@ -113,3 +87,5 @@ def _silence(cache: Cache, affected: Callable[[KVCacheHandle], bool]) -> None:
     for handle in handles if silenced else ():
         if handle.publishes and handle.inflight is None and handle.swapped is None:
             track(cache, handle.row)
+    void_pins(cache, doomed)
+    return sum(detach(cache, node, reason) for node in nodes if not node.detached)

@@ -8,14 +8,13 @@ from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import NEVER, Node
 from kvpool.core.prompt import Match
-from kvpool.core.retention import Retention
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU
 from kvpool.prefix.announcer import announce_stored
 from kvpool.prefix.evict import adopt_blocks, drop_covered
-from kvpool.prefix.expiry import set_priority
-from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import add_sessions, common_tokens, end_at, new_child, split, tip_of
+from kvpool.prefix.keeping import set_priority
+from kvpool.prefix.tree import add_sessions, common_tokens, end_at, new_child, ref, split, tip_of, unref
+from kvpool.scope import Retention
 
 _NOBODY: list[int] = []
 

@@ -17,8 +17,7 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.evict import bring_up, demote, enforce_quota, evict, make_room_for_each, num_fitting
-from kvpool.prefix.readers import ref, unref
-from kvpool.prefix.tree import end_at, match_tokens, root_for
+from kvpool.prefix.tree import end_at, match_tokens, ref, root_for, unref
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admit import count_match, enter_path
 from kvpool.sequences.publish import publish, track, untrack

@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
+from kvpool.scope import Retention, TokenRange
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
 from kvpool.server.answers import HOLE, EventForm, as_event
 from kvpool.server.auth import Caller

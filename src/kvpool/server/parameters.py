@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.engine.grammar import Grammar
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.scope import ReuseHint
+from kvpool.scope import Retention, ReuseHint, TokenRange
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate

@@ -14,11 +14,10 @@ import typer
 
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import OutOfBlocksError, PinBudgetError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.scope import ReuseScope
+from kvpool.scope import Retention, ReuseScope, TokenRange
 from kvpool.view.http import serve
 
 TENANTS = ("acme", "globex", "initech", "umbrella", "hooli")

@@ -18,12 +18,11 @@ import numpy as np
 
 from kvpool.checks import check_number, show
 from kvpool.core.handle import KVCacheHandle
-from kvpool.core.retention import Retention, TokenRange
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.quiet import QuietLog
-from kvpool.scope import MultimodalItem, ReuseHint, ReuseScope
+from kvpool.scope import MultimodalItem, Retention, ReuseHint, ReuseScope, TokenRange
 from kvpool.tiers.identity import files_id, read_files, settings_id
 from kvpool.tiers.keys import scope_tag
 from kvpool.tiers.transport.threads import Pending
