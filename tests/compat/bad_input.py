@@ -132,7 +132,7 @@ def _of_manager(manager: KVCacheManager) -> Any:
         (
             *(repr(handle.request_id), handle.num_reserved, handle.num_written, handle.num_committed, handle.serial),
             [handle.block_ids(group).tolist() for group in groups],
-            None if handle.swapped is None else [ids.tolist() for ids in handle.swapped.ids],
+            None if handle.swapped is None else [ids.tolist() for ids in handle.swapped],
             handle.token_ids.tolist(),
         )
         for handle in manager.handles

@@ -71,7 +71,7 @@ def mark_a_lost_block_of_a_window_otherwise(manager: KVCacheManager) -> None:
 def mark_a_lost_block_of_a_swapped_request_otherwise(manager: KVCacheManager) -> None:
     swapped = manager.get("swapped").swapped
     assert swapped is not None
-    swapped.ids[0][-1] = -2
+    swapped[0][-1] = -2
 
 
 def lose_a_free_block(manager: KVCacheManager) -> None:
@@ -237,7 +237,7 @@ def free_a_published_block(manager: KVCacheManager) -> None:
 def free_a_swapped_block(manager: KVCacheManager) -> None:
     swapped = manager.get("swapped").swapped
     assert swapped is not None
-    manager._cache.pool(0, Tier.HOST)._free[-1] = swapped.ids[0][0]
+    manager._cache.pool(0, Tier.HOST)._free[-1] = swapped[0][0]
 
 
 def track_a_row_without_a_request(manager: KVCacheManager) -> None:
@@ -433,7 +433,7 @@ def swap_to_a_host_copy(manager: KVCacheManager) -> None:
     manager.commit(swapped)
     manager.swap_out(swapped)
     assert swapped.swapped is not None
-    swapped.swapped.ids[0][0] = host_copies_of(manager)[0][0][0]
+    swapped.swapped[0][0] = host_copies_of(manager)[0][0][0]
 
 
 def free_a_host_copy(manager: KVCacheManager) -> None:

@@ -33,14 +33,14 @@ def tokens_of(*ids: int) -> np.ndarray:
 def test_rows_are_handed_out_from_0_and_reused() -> None:
     rows = make_rows(num_rows=4)
     assert [add(rows), add(rows)] == [0, 1]
-    rows.drop_row(0)
+    rows.drop_rows([0])
     assert add(rows) == 0
     assert rows.live_rows() == [0, 1]
 
 
 def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its_token_ids() -> None:
     rows = make_rows(FULL, CROSS, num_rows=2)
-    for drop, is_shared in ((rows.drop_row, True), (lambda row: rows.drop_rows(np.array([row])), False)):
+    for is_shared in (True, False):
         row = add(rows, 3)
         rows.num_blocks[row], rows.num_fixed[row] = 2, 3
         rows.tables[0][row, :2] = rows.tables[1][row, :2] = 7
@@ -49,7 +49,7 @@ def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its
         rows.set_shared(row, is_shared)
         rows.known[row] = rows.num_history[row] = 0
         moves = rows.moves
-        drop(row)
+        rows.drop_rows([row])
         assert rows.moves > moves  # batches with this row look at it again
         assert rows.serials[row] == -1
         again = add(rows, 1)
@@ -60,7 +60,7 @@ def test_a_row_that_ended_leaves_nothing_behind_the_blocks_of_the_next_or_in_its
         assert not rows.shared.any()
         assert (rows.handles[row] is None, rows.tips[row]) == (False, None)
         rows.num_blocks[row] = 0
-        rows.drop_row(row)
+        rows.drop_rows([row])
 
 
 def test_more_sequences_than_rows_make_the_arrays_grow_and_keep_their_contents() -> None:

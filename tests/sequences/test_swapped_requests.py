@@ -56,7 +56,7 @@ def test_given_forks_that_share_host_block_0_when_they_come_back_then_they_share
     manager.commit(one, 4)
     manager.swap_out(one, fork)
     assert one.swapped is not None
-    assert one.swapped.ids[0].tolist() == [2, 1, 0]
+    assert one.swapped[0].tolist() == [2, 1, 0]
     manager.cache.evict(1)  # "one" has two blocks left in the cache, its fork may take one of them: both miss the last
     manager.swap_in(one, fork)
     manager.check()

@@ -208,7 +208,7 @@ class WildMachine:
     def state_block(self, request: Request, group: int, length: int) -> int:
         """The block that has the state of a request behind so many tokens: the next one that there is; -1 if none is."""
         if request.handle.swapped is not None:
-            table = request.handle.swapped.ids[group].tolist()
+            table = request.handle.swapped[group].tolist()
         else:
             table = request.handle.block_ids(group).tolist()
         return next((block for block in table[(length - 1) // self.size :] if block >= 0), -1)
@@ -287,7 +287,7 @@ class WildMachine:
         swapped = request.handle.swapped
         tier, table = Tier.GPU, request.handle.block_ids(group)
         if swapped is not None:
-            tier, table = Tier.HOST, swapped.ids[group]
+            tier, table = Tier.HOST, swapped[group]
         blocks = table[positions // self.size]
         where = f"{request.handle}, group {group}"
         assert (blocks >= 0).all(), f"{where}: no block for {positions[blocks < 0]} in {table.tolist()}"
@@ -395,7 +395,7 @@ class WildMachine:
                 h.token_ids.tolist(),
                 h.publishes,
                 [h.block_ids(group).tolist() for group in groups],
-                None if h.swapped is None else [ids.tolist() for ids in h.swapped.ids],
+                None if h.swapped is None else [ids.tolist() for ids in h.swapped],
             )
             for h in self.manager.handles
         ]

@@ -31,7 +31,7 @@ def sent(old: Look | None, new: Look) -> dict[str, object]:
 
 def tables_of(handle: KVCacheHandle, traffic: Random) -> list[list[int]]:
     groups = range(len(traffic.manager.config.groups))
-    return [(handle.swapped.ids[group] if handle.swapped else handle.block_ids(group)).tolist() for group in groups]
+    return [(handle.swapped[group] if handle.swapped else handle.block_ids(group)).tolist() for group in groups]
 
 
 def check_against_the_manager(mirror: Mirror, traffic: Random) -> None:

@@ -396,5 +396,5 @@ def _prompt(request: AllocationRequest) -> dict[str, Any]:
 
 def _blocks(handle: KVCacheHandle) -> Int32Array:
     """The ids of a request's blocks, on the GPU or, while it is swapped out, on the host."""
-    ids = handle.block_ids() if handle.swapped is None else handle.swapped.ids[0]
+    ids = handle.block_ids() if handle.swapped is None else handle.swapped[0]
     return ids[ids >= 0]

@@ -104,7 +104,7 @@ class PagedKVCache(Adapter):
         """Where the blocks of a request are now; on the host only those that hold something."""
         handle = self.handle(request_id)
         if handle.swapped is not None:
-            return KVCacheBlocks(cpu_blocks=[block for block in handle.swapped.ids[0].tolist() if block >= 0])
+            return KVCacheBlocks(cpu_blocks=[block for block in handle.swapped[0].tolist() if block >= 0])
         return KVCacheBlocks(gpu_blocks=handle.block_ids().tolist())
 
     def get_block_table(self, request_id: Hashable | KVCacheHandle, layer_idx: int = 0) -> list[int | None]:

@@ -345,7 +345,7 @@ class BlockManager(Adapter):
         on_host, num_behind, num_more = set[int](), 0, 0
         for handle in handles:
             assert handle.swapped is not None  # which `can_swap_in` has refused
-            on_host.update(*(ids[ids >= 0].tolist() for ids in handle.swapped.ids))
+            on_host.update(*(ids[ids >= 0].tolist() for ids in handle.swapped))
             num_behind += handle.num_blocks - ceil_div(handle.num_written, size)
             num_more += max(0, ceil_div(handle.num_reserved + lookahead, size) - handle.num_blocks)
         num_blocks = self.manager.inspect.num_blocks()

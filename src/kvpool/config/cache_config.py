@@ -80,9 +80,8 @@ class KVCacheConfig:
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
     objective: str = "blocks"  # what eviction saves: the number of "blocks", or the "seconds" to compute them
-    depth_cost: float | None = (
-        None  # for "seconds": the added cost of a token for each token before it; None: that of an 8B model
-    )
+    # For "seconds": the added cost of a token for each token before it; None: that of an 8B model
+    depth_cost: float | None = None
     # Of layers that keep a state: also keep one every so many tokens of a prompt, a multiple of block_size
     checkpoint_every: int | None = None
     default_ttl: float | None = None  # seconds

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.checks import as_count, show
-from kvpool.core.node import Node
 from kvpool.core.rows import SequenceRows
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
@@ -51,14 +49,7 @@ class BlockTable(Sequence["int | None"]):
         return f"BlockTable({self._ids})"
 
 
-@dataclass(slots=True)
-class SwappedBlocks:
-    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
-
-    ids: list[Int32Array]
-
-
-Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
+Rows: TypeAlias = SequenceRows["KVCacheHandle"]
 GroupT = TypeVar("GroupT")
 
 
@@ -76,30 +67,10 @@ class KVCacheHandle:
     """
 
     __slots__ = (
-        "_rows",
-        "_stats",
-        "copied_sessions",
-        "num_fixed_tokens",
-        "family",
-        "hint",
-        "inflight",
-        "is_lease",
-        "last_logits",
-        "num_cached_blocks",
-        "num_cached_fixed_tokens",
-        "num_cached_tokens",
-        "num_partial_tokens",
-        "num_prompt_tokens",
-        "num_matched_tokens",
-        "publishes",
-        "request_id",
-        "retention",
-        "row",
-        "scope",
-        "serial",
-        "session",
-        "swapped",
-        "ttl",
+        *("_rows", "_stats", "copied_sessions", "num_fixed_tokens", "family", "hint", "inflight", "is_lease"),
+        *("last_logits", "num_cached_blocks", "num_cached_fixed_tokens", "num_cached_tokens", "num_partial_tokens"),
+        *("num_prompt_tokens", "num_matched_tokens", "publishes", "request_id", "retention", "row", "scope"),
+        *("serial", "session", "swapped", "ttl"),
     )
 
     def __init__(self, rows: Rows, request_id: Hashable, scope: ReuseScope) -> None:
@@ -126,7 +97,8 @@ class KVCacheHandle:
         self.last_logits: Any = None
         self.family: set[int] | None = None  # rows that may share private blocks with this one
         self.inflight: Any = None
-        self.swapped: SwappedBlocks | None = None
+        # Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none
+        self.swapped: list[Int32Array] | None = None
         self._stats: HandleStats | None = None
 
     @property
@@ -291,17 +263,8 @@ class SequenceBatch:
     """
 
     __slots__ = (
-        "_checked",
-        "_serials",
-        "_all_rows",
-        "handles",
-        "last_slots",
-        "moves",
-        "ones",
-        "rows",
-        "selection",
-        "sizes",
-        "slot_steps",
+        *("_checked", "_serials", "_all_rows", "handles", "last_slots", "moves", "ones", "rows", "selection"),
+        *("sizes", "slot_steps"),
     )
 
     def __init__(self, rows: Rows, handles: Sequence[KVCacheHandle]) -> None:

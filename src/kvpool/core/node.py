@@ -42,28 +42,9 @@ class Node(Run):
     """
 
     __slots__ = (
-        "end_sum",
-        "active",
-        "children",
-        "copied_sessions",
-        "created_at",
-        "detached",
-        "digests",
-        "expires_at",
-        "ids",
-        "is_remainder",
-        "logits",
-        "num_remainders",
-        "open_row",
-        "parent",
-        "pins",
-        "priority_until",
-        "published_by",
-        "root",
-        "same_tier_children",
-        "host_copy",
-        "tier",
-        "ttl",
+        *("end_sum", "active", "children", "copied_sessions", "created_at", "detached", "digests", "expires_at"),
+        *("ids", "is_remainder", "logits", "num_remainders", "open_row", "parent", "pins", "priority_until"),
+        *("published_by", "root", "same_tier_children", "host_copy", "tier", "ttl"),
     )
 
     parent: Node

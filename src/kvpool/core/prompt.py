@@ -124,17 +124,8 @@ class Match:
     """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
 
     __slots__ = (
-        "fresh",
-        "logits",
-        "next_key",
-        "num_blocks",
-        "num_matched_blocks",
-        "num_partial",
-        "num_recomputed",
-        "partial",
-        "path",
-        "root",
-        "tokens",
+        *("fresh", "logits", "next_key", "num_blocks", "num_matched_blocks", "num_partial", "num_recomputed"),
+        *("partial", "path", "root", "tokens"),
     )
 
     def __init__(
@@ -156,9 +147,7 @@ class Match:
         self.next_key = next_key  # the tokens of the first block that is not cached, if the path ends where it begins
         self.num_recomputed = num_recomputed  # 1 if all is cached and the last token is computed again, for its logits
         # Set by who looks for a prompt:
-        self.tokens: Int32Array | None = (
-            None  # all of them as the tree holds them, with symbols for placeholders of images
-        )
+        self.tokens: Int32Array | None = None  # all of them as the tree holds them: symbols for placeholders of images
         self.fresh: Fresh | None = None  # symbols among them that nobody keeps yet
         self.logits: Any = None  # stored for exactly these tokens
 

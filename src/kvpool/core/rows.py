@@ -12,54 +12,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
+from kvpool.core.node import Node
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, copied, put
 from kvpool.pools.symbols import Symbols
 
 RECENT_TOKENS: Final = 128
 
 
-class TableKind(Protocol):
-    """What rows and batches ask of a layer group, whose table rows keep. `Group` is one."""
-
-    grows: ClassVar[bool]
-    by_block: ClassVar[bool]
-
-    def pick(self, of_sequence: Any, of_fixed: Any) -> Any: ...
-    def visible(self, ids: Int32Array, start: int) -> Int32Array: ...
-    def hidden(self, columns: Any, starts: Any) -> BoolArray: ...
-    def first_listed(self, starts: Int64Array) -> Int64Array: ...
-    def lengths(self, rows: Any, selection: Any, handles: Any) -> Int64Array: ...
-
-
-class PathNode(Protocol):
-    """What a row reads of the nodes on its path: the tokens that it does not keep itself."""
-
-    open_row: int
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> Int32Array: ...
-    @property
-    def parent(self) -> PathNode: ...
-    @property
-    def root(self) -> PathNode: ...
-
-
-TipT = TypeVar("TipT", bound=PathNode)  # the deepest node that a sequence holds
 HandleT = TypeVar("HandleT")  # a live sequence as its user sees it; rows only remember whose they are
 
 
-class SequenceRows(Generic[TipT, HandleT]):
+class SequenceRows(Generic[HandleT]):
     """The struct of arrays behind all live sequences. Lengths are in tokens, `num_blocks` in blocks."""
 
     def __init__(
         self,
-        groups: Sequence[TableKind],
+        groups: Sequence[Any],
         block_size: int,
         lock: threading.RLock,
         num_rows: int = 64,
@@ -69,7 +41,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.num_columns = num_columns  # of the tables
         self.lock = lock  # the manager's one lock: whoever reads or changes rows holds it
         self.block_size = block_size
-        self.groups = groups
+        self.groups = groups  # `Group`s, whose module imports this one
         self.all_grow = all(group.grows for group in groups)
         self.by_block = [group.by_block for group in groups]
         self.num_shared = 0  # rows flagged in `shared`
@@ -84,22 +56,21 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.present: Int64Array = np.zeros(num_rows, np.int64)  # places below this have their data, written or not
         # `KVCacheHandle.serial` of the sequence whose blocks are in a row; -1 if it holds none on the GPU
         self.serials: Int64Array = np.full(num_rows, -1, np.int64)
-        self.first_held: Int64Array = np.zeros(
-            (num_groups, num_rows), np.int64
-        )  # the first block that a row still reads, those apart that it reads always
+        # The first block that a row still reads, those apart that it reads always
+        self.first_held: Int64Array = np.zeros((num_groups, num_rows), np.int64)
         self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
         self.grows_alone: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is open and takes blocks without a word
         self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
         self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
-        self.tips: list[TipT | None] = [None] * num_rows
+        # The deepest node that a sequence holds, and whose row it is
+        self.tips: list[Node] = [_NOBODY] * num_rows
+        self.handles: list[HandleT] = [_NOBODY] * num_rows
         self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
         # Forks that share blocks another one published: up to this many tokens, where its path ends, a row has not
         # committed them itself, and reads from its path which they are.
         self.following: dict[int, int] = {}
-        self.history_start = [
-            0
-        ] * num_rows  # position of a history's first id; those before are read from the row's path
-        self.handles: list[HandleT | None] = [None] * num_rows
+        # Position of a history's first id; those before are read from the row's path
+        self.history_start = [0] * num_rows
         self.serial = 0  # grows with every sequence
         self.symbols = Symbols()  # what the negative ones among token ids stand for
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -166,30 +137,19 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.known_of[row] = self.num_history_of[row] = known
         return row
 
-    def drop_row(self, row: int) -> None:
-        """Makes a row available again. Its blocks were released before.
+    def drop_rows(self, rows: Sequence[int]) -> None:
+        """Makes rows available again. Their blocks were released before.
 
-        Its lengths and tables stay, because whoever gets it next sets its own.
+        Their lengths and tables stay, because whoever gets them next sets its own.
         """
-        if self.num_shared:
-            self.set_shared(row, False)
-        self.handles[row] = self.tips[row] = None
-        self.history[row] = _NO_TOKENS
-        self.history_start[row] = 0
-        self._free_rows.append(row)
-        self.serials_of[row] = -1
-        self.moves += 1
-
-    def drop_rows(self, rows: Int64Array) -> None:
-        """`drop_row` for many rows of sequences without forks: none of them is flagged as shared."""
-        handles, tips, history, history_start = self.handles, self.tips, self.history, self.history_start
-        free: list[int] = rows.tolist()
-        for row in free:
-            handles[row] = tips[row] = None
-            history[row] = _NO_TOKENS
-            history_start[row] = 0
-        self._free_rows += free
-        self.serials[rows] = -1
+        for row in rows:
+            if self.num_shared:
+                self.set_shared(row, False)
+            self.handles[row] = self.tips[row] = _NOBODY
+            self.history[row] = _NO_TOKENS
+            self.history_start[row] = 0
+            self.serials_of[row] = -1
+        self._free_rows += rows
         self.moves += 1
 
     def set_shared(self, row: int, shared: bool) -> None:
@@ -208,27 +168,18 @@ class SequenceRows(Generic[TipT, HandleT]):
         old = self.num_rows
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
         for name in (
-            "reserved",
-            "written",
-            "committed",
-            "num_blocks",
-            "num_fixed",
-            "present",
-            "known",
-            "num_history",
-            "grows_alone",
-            "shared",
-            "recent",
+            *("reserved", "written", "committed", "num_blocks", "num_fixed", "present", "known", "num_history"),
+            *("grows_alone", "shared", "recent"),
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.first_held = np.concatenate([self.first_held, np.zeros_like(self.first_held)], axis=1)
         self.tables = [np.concatenate([table, np.full_like(table, -1)]) for table in self.tables]
         self.serials = np.concatenate([self.serials, np.full_like(self.serials, -1)])
-        self.tips.extend([None] * old)
+        self.tips.extend([_NOBODY] * old)
         self.history.extend([_NO_TOKENS] * old)
         self.history_start.extend([0] * old)
-        self.handles.extend([None] * old)
+        self.handles.extend([_NOBODY] * old)
         self._view_arrays()
 
     def ensure_columns(self, num_blocks: int) -> None:
@@ -250,14 +201,11 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
         """A row's block ids in one group, -1 where a block was given up. Nobody may write them."""
-        table = self._unwritable[group]
-        if not self.by_block[group] and self.all_grow:
-            return table[row, : self.num_blocks_of[row]]
-        ids = table[row, : len(self.all_blocks(group, row))]
-        if not self.by_block[group]:
-            return ids
-        ids = self.groups[group].visible(ids, int(self.first_held[group, row]))
-        ids.setflags(write=False)
+        end = self.num_blocks_of[row] if self.all_grow else len(self.all_blocks(group, row))
+        ids: Int32Array = self._unwritable[group][row, :end]
+        if self.by_block[group]:
+            ids = self.groups[group].visible(ids, int(self.first_held[group, row]))
+            ids.setflags(write=False)
         return ids
 
     # --- token ids ---------------------------------------------------------------------------------------------------
@@ -281,8 +229,7 @@ class SequenceRows(Generic[TipT, HandleT]):
     def path_ids(self, row: int, stop: int) -> Int32Array:
         """The first `stop` ids of a row as the nodes of its path hold them."""
         parts: list[Int32Array] = []
-        node: PathNode | None = self.tips[row]
-        assert node is not None
+        node = self.tips[row]
         while node is not node.root:
             first = node.start * self.block_size
             if first < stop:
@@ -349,3 +296,4 @@ class SequenceRows(Generic[TipT, HandleT]):
 
 
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
+_NOBODY: Any = None  # tip and handle of a row without a sequence: nobody asks for them

@@ -112,9 +112,8 @@ class EventLog:
         if max_blocks < 1:
             raise InvalidArgumentError(f"an event log keeps events of at least 1 block, got max_blocks {max_blocks}")
         self.listening = False
-        self.tells_unfilled = (
-            False  # whether last blocks that are not full are events too, with fewer tokens than others
-        )
+        # Whether last blocks that are not full are events too, with fewer tokens than others
+        self.tells_unfilled = False
         self._capacity = capacity
         self._max_blocks = max_blocks
         self._snapshot_source = snapshot_source

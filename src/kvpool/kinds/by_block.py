@@ -103,7 +103,6 @@ class BlockwiseGroup(ByBlock):
     def slide(self, cache: Cache, row: int, position: int) -> None:
         rows = cache.rows
         tip, handle = tip_of(cache, row), rows.handles[row]
-        assert handle is not None
         old = int(rows.first_held[self.index, row])
         new = min(self.first_read(position), rows.num_blocks_of[row])
         if new <= old:
@@ -219,7 +218,6 @@ def reopen(cache: Cache, handle: KVCacheHandle, row: int, length: int) -> Reopen
     """
     rows, size = cache.rows, cache.block_size
     tip = rows.tips[row]
-    assert tip is not None
     path = tip.path()
     reopened: Reopened = []
     for group in cache.by_block:
@@ -244,7 +242,6 @@ def reopen(cache: Cache, handle: KVCacheHandle, row: int, length: int) -> Reopen
 def close_again(cache: Cache, row: int, reopened: Reopened) -> None:
     """Takes `reopen` back."""
     tip = cache.rows.tips[row]
-    assert tip is not None
     for group, start, stop in reopened:
         ids = cache.rows.tables[group.index][row, start : min(stop, tip.end)]
         unref_blocks(cache, tip, group, start, min(stop, tip.end) - 1, ids)

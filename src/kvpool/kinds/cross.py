@@ -47,7 +47,6 @@ class CrossGroup(Group):
 
     def begin(self, cache: Cache, row: int, tip: Node, plan: AdmissionPlan, first: int) -> int:
         table, handle, end = cache.rows.tables[self.index], cache.rows.handles[row], plan.num_fixed
-        assert handle is not None
         if not end:
             return 0
         holders = self.holders.get((handle.scope, handle.num_fixed_tokens))
@@ -64,7 +63,6 @@ class CrossGroup(Group):
     def fork(self, cache: Cache, source: int, row: int, tip: Node) -> None:
         super().fork(cache, source, row, tip)
         handle = cache.rows.handles[row]
-        assert handle is not None
         holders = self.holders.get((handle.scope, handle.num_fixed_tokens))
         if holders is not None and source in holders:
             holders.add(row)

@@ -160,7 +160,6 @@ class StateGroup(BlockwiseGroup):
         Returns how many columns are left. It is one more where the last one is published: the state stays private.
         """
         table, tip = rows.tables[self.index], rows.tips[row]
-        assert tip is not None
         used = rows.num_blocks_of[row]
         if num_blocks < 1 or table[row, num_blocks - 1] >= 0:
             return num_blocks
@@ -243,8 +242,8 @@ class StateGroup(BlockwiseGroup):
     def fresh_columns(self, rows: Rows, row: int) -> Int64Array:
         """Only the last column counts, unless what it had was written."""
         handle, last = rows.handles[row], rows.num_blocks_of[row] - 1
-        assert handle is not None and handle.swapped is not None
-        live = np.flatnonzero(handle.swapped.ids[self.index] >= 0)
+        assert handle.swapped is not None
+        live = np.flatnonzero(handle.swapped[self.index] >= 0)
         passed = max(int(live[-1]) if len(live) else -1, int(rows.first_held[self.index, row]) - 1)
         return np.arange(last, last + int(last > passed))
 

@@ -56,7 +56,6 @@ class Checker:
             self.fail(f"{len(live)} rows for {len(self.cache.requests)} requests")
         for row in live:
             handle = rows.handles[row]
-            assert handle is not None
             name = f"request {handle.request_id!r}"
             if handle.row != row:
                 self.fail(f"{name}: its handle says row {handle.row}, it lies in {row}")
@@ -74,11 +73,11 @@ class Checker:
 
     def check_swapped(self, row: int, name: str) -> None:
         handle = self.rows.handles[row]
-        assert handle is not None and handle.swapped is not None
+        assert handle.swapped is not None
         for group, table in enumerate(self.rows.tables):
             if not (table[row] == -1).all():
                 self.fail(f"{name}: is swapped out but has GPU blocks in group {group}")
-        for group, ids in enumerate(handle.swapped.ids):
+        for group, ids in enumerate(handle.swapped):
             if not (ids >= -1).all():
                 self.fail(f"{name}: {ids.min(initial=-1)} is no host block, and not -1 for none")
             for block in ids[ids >= 0].tolist():
@@ -87,7 +86,6 @@ class Checker:
     def check_tables(self, row: int, name: str) -> None:
         rows = self.rows
         tip = rows.tips[row]
-        assert tip is not None
         if not (tip.open_row == row or not rows.grows_alone[row]):
             self.fail(f"{name}: grows alone without an open node")
         used, fixed = int(rows.num_blocks[row]), int(rows.num_fixed[row])
@@ -217,7 +215,6 @@ class Checker:
         pins: Counter[Node] = Counter()
         for row in self.rows.live_rows():
             tip = self.rows.tips[row]
-            assert tip is not None
             active[tip] += 1
         for pin in self.cache.pins.values():
             if not pin.node.detached:

@@ -96,10 +96,9 @@ def _runs(cache: Cache, pool: BlockPool) -> list[tuple[int, Int32Array]]:
     groups = [group for group in cache.groups if group.pool == pool.index]
     for row in cache.rows.live_rows():
         handle = cache.rows.handles[row]
-        assert handle is not None
         for group in groups:
             if pool.tier == Tier.HOST and handle.swapped is not None:
-                runs.append((group.index, handle.swapped.ids[group.index]))
+                runs.append((group.index, handle.swapped[group.index]))
             elif pool.tier == Tier.GPU and handle.swapped is None:
                 runs.extend((group.index, ids) for ids in _held(cache, group, row))
     for node in all_nodes(cache):
@@ -116,7 +115,6 @@ def _held(cache: Cache, group: Group, row: int) -> list[Int32Array]:
     if not group.by_block:
         return [ids]
     tip = cache.rows.tips[row]
-    assert tip is not None
     start = int(cache.rows.first_held[group.index, row])
     if tip.open_row == row:
         start = min(start, tip.start)  # an open node reads its ids from here

@@ -47,9 +47,8 @@ class Guard:
         self.failures = cache.failures
         self.first_pool = cache.gpu_pools[0]
         self.levels = tuple(levels)
-        self.calm_from = self.calm_until = (
-            0  # while the only pool's referenced blocks lie there, the level cannot change
-        )
+        # While the only pool's referenced blocks lie there, the level cannot change
+        self.calm_from = self.calm_until = 0
         self.level = MemoryPressure.LOW
         # Who listens: a tuple of its own for each registration
         self.pressure_callbacks: tuple[tuple[Callable[[PressureChange], None]], ...] = ()

@@ -410,12 +410,11 @@ class Inspector:
         rows = self.cache.rows
         for row in rows.live_rows():
             handle = rows.handles[row]
-            assert handle is not None
             for group in self.cache.config.pools[pool.index].groups:
                 if handle.swapped is None and pool.tier == GPU:
                     yield handle.request_id, group, rows.visible_blocks(group, row)
                 elif handle.swapped is not None and pool.tier == Tier.HOST:
-                    yield handle.request_id, group, handle.swapped.ids[group]
+                    yield handle.request_id, group, handle.swapped[group]
 
     def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int, Int32Array]]:
         """(node, group, ids) of every run with blocks in a pool, or with a host copy there."""
@@ -467,7 +466,7 @@ def _counts(counters: Counters) -> dict[str, int]:
 def _sequence(cache: Cache, handle: KVCacheHandle) -> SequenceSnapshot:
     rows, row = cache.rows, handle.row
     if handle.swapped is not None:
-        tables = tuple(ids.copy() for ids in handle.swapped.ids)
+        tables = tuple(ids.copy() for ids in handle.swapped)
     else:
         tables = tuple(rows.visible_blocks(group.index, row).copy() for group in cache.groups)
     return SequenceSnapshot(

@@ -52,15 +52,7 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_free",
-        "index",
-        "num_blocks",
-        "num_cached",
-        "num_free",
-        "num_pinned",
-        "peak_referenced",
-        "refs",
-        "tier",
+        *("_free", "index", "num_blocks", "num_cached", "num_free", "num_pinned", "peak_referenced", "refs", "tier"),
     )
 
     def __init__(self, index: int, tier: Tier, num_blocks: int) -> None:

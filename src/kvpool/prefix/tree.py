@@ -264,7 +264,6 @@ def end_at(cache: Cache, node: Node, depth: int) -> Node:
 def tip_of(cache: Cache, row: int) -> Node:
     """The deepest node that a row holds, up to date."""
     tip = cache.rows.tips[row]
-    assert tip is not None
     tip.sync()
     return tip
 

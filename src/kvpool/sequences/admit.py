@@ -297,7 +297,6 @@ def can_allocate(cache: Cache, prompt: Prompt, num_tokens: int, lookahead: int, 
         producer = row_computing(cache, plan.match, found.tokens)
         if producer is not None:
             handle = cache.rows.handles[producer]
-            assert handle is not None
             reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
             return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
     short = _below_watermark(cache, plan)
@@ -470,7 +469,6 @@ def fork(cache: Cache, parent: KVCacheHandle, request_ids: Sequence[Hashable]) -
         row = child.row = rows.copy_row(source, child)
         rows.serials_of[row] = child.serial
         tip = rows.tips[row]
-        assert tip is not None
         ref(cache, tip)
         for group in cache.groups:
             group.fork(cache, source, row, tip)

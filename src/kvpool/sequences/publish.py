@@ -37,14 +37,12 @@ def track(cache: Cache, row: int) -> None:
     """Remembers which block a row with a known prompt computes next."""
     rows, size = cache.rows, cache.block_size
     handle = rows.handles[row]
-    assert handle is not None
     if handle.inflight is not None:
         untrack(cache, handle)
     start = rows.committed_of[row] // size * size
     if rows.known_of[row] - start < size:
         return
     tip = rows.tips[row]
-    assert tip is not None
     if tip.open_row != row:  # otherwise it ends with what is committed
         start = tip.end * size
     if handle.publishes and rows.known_of[row] - start >= size:
@@ -77,7 +75,6 @@ def publish(cache: Cache, row: int) -> None:
     """
     rows, size = cache.rows, cache.block_size
     handle, tip = rows.handles[row], rows.tips[row]
-    assert handle is not None and tip is not None
     if not handle.publishes:
         return
     done, first = rows.committed_of[row] // size, tip.start + tip.num_blocks
@@ -155,7 +152,7 @@ def _followers(cache: Cache, row: int, first: int, done: int) -> tuple[int, list
     """
     rows, size = cache.rows, cache.block_size
     handle = rows.handles[row]
-    assert handle is not None and handle.family is not None
+    assert handle.family is not None
     limit, followers = done, []
     for other in handle.family:
         # What rows with another tip say about these columns is published, or out of date where they have passed it.
@@ -202,7 +199,6 @@ def publish_postponed(cache: Cache, family: set[int]) -> None:
     rows = cache.rows
     for row in list(family):
         handle, tip = rows.handles[row], rows.tips[row]
-        assert handle is not None and tip is not None
         closed = handle.swapped is None and tip.open_row != row
         # The last condition only saves time: without a whole block, neither call changes anything.
         if closed and rows.committed_of[row] // cache.block_size > tip.end:
@@ -244,7 +240,6 @@ def _closed_child(cache: Cache, readers: list[int], tip: Node, key: bytes, first
     rows, size = cache.rows, cache.block_size
     row = readers[0]
     handle = rows.handles[row]
-    assert handle is not None
     tokens = rows.ids_between(row, first * size, last * size)
     # The same ids in every row, but for blocks that some of them have passed.
     ids = tuple([rows.tables[g.index][readers, first:last].max(axis=0) for g in cache.growing])
@@ -275,7 +270,6 @@ def _merge(cache: Cache, readers: list[int], tip: Node, child: Node, first: int)
         first_adopted = first
     for reader in readers:
         handle = rows.handles[reader]
-        assert handle is not None
         ref(cache, child)
         for group in (*cache.full, *cache.by_block):
             first_adopted = min(first_adopted, group.adopt(cache, reader, child, first, handle.family is not None))
@@ -293,7 +287,6 @@ def _share_origin(cache: Cache, readers: list[int], child: Node, first: int) -> 
     """
     for reader in readers:
         handle = cache.rows.handles[reader]
-        assert handle is not None
         new = any(child not in cache.sessions.get(name, ()) for name in handle.sessions)
         shorter = handle.ttl is not None and (child.ttl is None or handle.ttl < child.ttl)
         if (new or shorter) and child.start < first:

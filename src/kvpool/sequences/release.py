@@ -33,7 +33,6 @@ def free(cache: Cache, handle: KVCacheHandle, keep: bool, is_listed: bool = True
     if is_listed:
         _forget(cache, handle)
     tip = cache.rows.tips[row]
-    assert tip is not None
     if handle.swapped is not None:
         root = tip
         if not keep and handle.publishes:
@@ -54,7 +53,7 @@ def free(cache: Cache, handle: KVCacheHandle, keep: bool, is_listed: bool = True
     handle.row = -1
     if tip.root.quota is not None:
         enforce_quota(cache, tip.root)
-    cache.rows.drop_row(row)
+    cache.rows.drop_rows([row])
 
 
 def _forget(cache: Cache, handle: KVCacheHandle) -> None:
@@ -72,7 +71,7 @@ def _forget(cache: Cache, handle: KVCacheHandle) -> None:
 def release_host(cache: Cache, handle: KVCacheHandle) -> None:
     """Gives back the host blocks of a swapped-out sequence."""
     assert handle.swapped is not None
-    for group, ids in zip(cache.groups, handle.swapped.ids, strict=True):
+    for group, ids in zip(cache.groups, handle.swapped, strict=True):
         group.on(HOST).unref(ids[ids >= 0])
     handle.swapped = None
 
@@ -84,7 +83,6 @@ def release_gpu(cache: Cache, handle: KVCacheHandle, row: int, keep_remainder: b
     """
     rows = cache.rows
     tip = rows.tips[row]
-    assert tip is not None
     close(cache, tip)
     if keep_remainder:
         tip = publish_remainder(cache, row, handle, tip)
@@ -170,7 +168,6 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
     published: list[int] = []
     for i, row in enumerate(row_list):
         tip = rows.tips[row]
-        assert tip is not None
         if tip.open_row == row:
             end, start = done[i], tip.start
             tip.open_row = -1
@@ -185,7 +182,6 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
     _give_tails(cache, table, used, np.array(published))
     for i, row in enumerate(row_list):
         tip, handle = rows.tips[row], handles[i]
-        assert tip is not None
         if handle.hint:
             _pass_on(cache, handle, tip)
         unref(cache, tip)
@@ -194,7 +190,7 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
         handle.row = -1
         if tip.root.quota is not None:
             enforce_quota(cache, tip.root)
-    rows.drop_rows(index)
+    rows.drop_rows(row_list)
 
 
 def _give_tails(cache: Cache, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
@@ -239,7 +235,6 @@ def _prepare(cache: Cache, handle: KVCacheHandle, row: int, length: int) -> None
     """Before a rewind: reads again what was passed, and makes room for the block that is cut in two."""
     rows, size = cache.rows, cache.block_size
     tip = rows.tips[row]
-    assert tip is not None
     for group in cache.groups:
         group.check_rewind(rows, handle, row, length)
     reopened = reopen(cache, handle, row, length)

@@ -131,7 +131,6 @@ def _needs_of_tenants(
         needs[tenant] = _growth(cache, batch.rows[own], missing[own])
     for row, group, _ in copies:
         handle = cache.rows.handles[row]
-        assert handle is not None
         needs[handle.scope.tenant][group.pool] += 1
     return needs
 
@@ -171,7 +170,6 @@ def _grow(cache: Cache, batch: SequenceBatch, missing: Int64Array, copies: list[
     families: dict[int, set[int]] = {}
     for row, group, column in copies:
         table, handle = rows.tables[group.index], rows.handles[row]
-        assert handle is not None
         src, dst = table[row, column : column + 1].copy(), group.take(1)
         used = group.num_used(rows, row, column)
         if used is None or used > 0:
@@ -211,7 +209,6 @@ def _growth(cache: Cache, grown: Int64Array, counts: Int64Array) -> list[int]:
 def _first_private(cache: Cache, row: int) -> int:
     """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
     tip = cache.rows.tips[row]
-    assert tip is not None
     return max(cache.rows.written_of[row] // cache.block_size, tip.end)
 
 
@@ -466,7 +463,6 @@ def _commit_row(cache: Cache, row: int, start: int, end: int, known: int) -> Non
     """Tokens `start..end` of a row are final; the ids of `known` are known."""
     rows, size = cache.rows, cache.block_size
     handle = rows.handles[row]
-    assert handle is not None
     if end > rows.written_of[row]:
         for group in cache.sees_writes:
             group.write(rows, row, rows.written_of[row], end)
@@ -490,7 +486,6 @@ def _commit_row(cache: Cache, row: int, start: int, end: int, known: int) -> Non
 def _stop_publishing(cache: Cache, row: int) -> None:
     """Before tokens without ids are committed: what precedes them is published, what follows cannot be found."""
     handle = cache.rows.handles[row]
-    assert handle is not None
     cache.rows.committed_of[row] = cache.rows.known_of[row]
     publish(cache, row)
     close(cache, tip_of(cache, row))
@@ -498,8 +493,7 @@ def _stop_publishing(cache: Cache, row: int) -> None:
     untrack(cache, handle)
 
 
-def _over(handle: KVCacheHandle | None, reserved: int, wanted: int, verb: str) -> SequenceStateError:
-    assert handle is not None
+def _over(handle: KVCacheHandle, reserved: int, wanted: int, verb: str) -> SequenceStateError:
     return SequenceStateError(
         f"request {handle.request_id!r} has places for {reserved} tokens, {wanted} cannot be {verb}; call extend first"
     )

@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Admission, AllocStatus, Cache
-from kvpool.core.handle import KVCacheHandle, SwappedBlocks, any_row_of, note_sessions, row_of
+from kvpool.core.handle import KVCacheHandle, any_row_of, note_sessions, row_of
 from kvpool.core.kind import Group
 from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import Match
@@ -71,13 +71,13 @@ def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
             raise cache.shortage(host, need, have, f"swapping out {len(handles)} requests")
     for index, need in enumerate(needs):
         evict(cache, cache.pools[index][Tier.HOST], need, None)
-    swapped = [SwappedBlocks([]) for _ in handles]
+    swapped: list[list[Int32Array]] = [[] for _ in handles]
     moved = 0
     for group, of_group in zip(cache.groups, held, strict=True):
         num_copied, images = _copy(cache, group, of_group, CopyKind.SWAP_OUT)
         moved += num_copied
         for blocks, image in zip(swapped, images, strict=True):
-            blocks.ids.append(image)
+            blocks.append(image)
     for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
         _leave_gpu(cache, handle, row, blocks)
     for tiers in cache.pools:
@@ -87,14 +87,13 @@ def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     return moved
 
 
-def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
+def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: list[Int32Array]) -> None:
     rows = cache.rows
     rows.keep_token_ids(row)
     root = root_for(cache, handle.scope)
     ref(cache, root)
     untrack(cache, handle)
     node = rows.tips[row]
-    assert node is not None
     while node is not node.root:  # the host gets copies of the path, and nobody knows it any more
         note_sessions(handle, node.sessions)
         node = node.parent
@@ -199,7 +198,7 @@ def _missing(cache: Cache, handles: Sequence[KVCacheHandle], num_resident: list[
         of_group = []
         for handle, resident in zip(handles, num_resident, strict=True):
             assert handle.swapped is not None
-            ids = handle.swapped.ids[group.index].copy()
+            ids = handle.swapped[group.index].copy()
             if group.grows:
                 ids[:resident] = -1
             of_group.append(ids)
@@ -279,7 +278,6 @@ def swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
 def _hold_resident(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
     """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
     root = cache.rows.tips[row]
-    assert root is not None
     match = _resident(cache, handle, row, num_blocks)  # again: the tree was cut for those before it
     tip = enter_path(cache, match, handle.scope)
     cache.rows.tips[row] = tip
@@ -313,7 +311,6 @@ def _join_families(cache: Cache, handles: Sequence[KVCacheHandle], wanted: list[
             family = (one.family or {one.row}) | (other.family or {other.row})
             for row in family:
                 member = cache.rows.handles[row]
-                assert member is not None
                 member.family = family
 
 

@@ -272,7 +272,7 @@ class DataPlane:
             rest = length - first
             count = rest if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=rest)
             tier = Tier.GPU if handle.swapped is None else Tier.HOST
-            ids = handle.block_ids(group) if handle.swapped is None else handle.swapped.ids[group]
+            ids = handle.block_ids(group) if handle.swapped is None else handle.swapped[group]
             return tier, self.slots_of(handle, ids, group, first, count)
 
         with self._reaching(find) as (tier, slots):
