@@ -168,17 +168,9 @@ def test_given_more_images_than_a_prompt_may_have_then_it_is_refused(client: Any
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": image_parts("red") * 65}])
 
 
-def test_given_a_path_for_texts_then_an_image_is_refused_before_it_is_read(
-    server: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_library.Image, "convert", None)
-    status, error = refusal(server, "/tokenize", {"messages": [{"role": "user", "content": image_parts("red")}]})
-    assert status == 400
-    assert "texts only" in error["message"]
-
-
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/cache/query"])
 def test_given_images_of_many_requests_then_few_are_read_at_once_and_keys_take_turns(
-    seeing: Any, monkeypatch: pytest.MonkeyPatch
+    seeing: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     begun: list[str] = []
     released = threading.Event()
@@ -196,7 +188,7 @@ def test_given_images_of_many_requests_then_few_are_read_at_once_and_keys_take_t
     def ask(tenant: str) -> None:
         parts = [*image_parts("red"), {"type": "text", "text": tenant}]
         body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
-        call(live, "/v1/chat/completions", body, f"sk-{tenant}")
+        call(live, path, body, f"sk-{tenant}")
 
     threads = [threading.Thread(target=ask, args=(tenant,)) for tenant in ("w1", "w1", "w1", "w2")]
     try:
@@ -331,3 +323,23 @@ def test_given_a_host_then_its_usual_ports_may_be_asked_and_no_other(
 def test_given_something_else_for_an_image_host_then_it_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         ServeSettings(image_hosts=(host,))
+
+
+def test_given_images_then_questions_about_the_cache_are_about_that_prompt(server: Live) -> None:
+    def asked(color: str) -> Any:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(color)}"}}
+        content = [image, {"type": "text", "text": "w11 w12 w13 w14 w15"}]
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "cache_salt": "asked"}
+
+    warmed = call(server, "/v1/cache/warm", asked("green"))
+    usage = call(server, "/v1/chat/completions", asked("green"))["usage"]
+    assert warmed["prompt_tokens"] == usage["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // 4 * 4
+    found = [call(server, "/v1/cache/query", asked(color))["cached_tokens"] for color in ("green", "red")]
+    assert found == [usage["prompt_tokens_details"]["cached_tokens"], 1]  # the word before the image
+    pin = call(server, "/v1/cache/pin", asked("green"))
+    assert pin["pinned_tokens"] == usage["prompt_tokens"] // 4 * 4
+    call(server, f"/v1/cache/pin/{pin['id']}", method="DELETE")
+    assert call(server, "/tokenize", asked("green"))["images"] != call(server, "/tokenize", asked("red"))["images"]
+    status, error = refusal(server, "/v1/cache/invalidate", asked("green"))
+    assert (status, error["param"]) == (400, "messages")

@@ -79,11 +79,18 @@ def scope_keys(scope: ReuseScope) -> tuple[str | None, tuple[str, ...]]:
     return scope.adapter or None, () if is_plain else (root_digest(scope).hex(),)
 
 
-def item_keys(items: Iterable[MultimodalItem], block_size: int, num_blocks: int) -> list[list[str]]:
-    """For each block the images and other items with placeholders in it: the content, and the position relative to it."""
+def item_name(item: MultimodalItem) -> str:
+    """What an image or another item is called on the wire, by its content."""
+    return encoded_key(item.key).hex()
+
+
+def item_keys(items: Iterable[tuple[int, int, str]], block_size: int, num_blocks: int) -> list[list[str]]:
+    """For each block the images and other items with placeholders in it: the name, and the position relative to the block.
+
+    Items are (position, length, name).
+    """
     found: list[list[str]] = [[] for _ in range(num_blocks)]
-    for position, length, key in items:
-        name = encoded_key(key).hex()
+    for position, length, name in items:
         for block in range(max(0, position // block_size), min(num_blocks, ceil_div(position + length, block_size))):
             found[block].append(f"{name}@{position - block * block_size}")
     return found
@@ -133,7 +140,8 @@ class WireTranslator:
         lora_name, first_keys = scope_keys(event.scope)
         extra: Sequence[Any] | None = None
         if event.multimodal or (first_keys and event.parent is None):
-            keys = item_keys(event.multimodal, event.block_size, len(event.digests))
+            items = [(*item[:2], item_name(item)) for item in event.multimodal]
+            keys = item_keys(items, event.block_size, len(event.digests))
             if event.parent is None:
                 keys[0][:0] = first_keys
             extra = [each or None for each in keys]

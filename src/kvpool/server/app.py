@@ -6,7 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -18,11 +18,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvpool.cluster.translator import scope_keys
+from kvpool.cluster.translator import item_name, scope_keys
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.auth import Access, Caller
-from kvpool.server.cache_routes import CacheRoutes, prefetch, prefill
-from kvpool.server.completions import chat, complete, named_tokens
+from kvpool.server.cache_routes import CacheRoutes, prefill
+from kvpool.server.completions import chat, complete
 from kvpool.server.embeddings import Embeddings, embed
 from kvpool.server.errors import Problem, problem_of, problem_of_body
 from kvpool.server.exchange import RequestContext
@@ -31,18 +31,14 @@ from kvpool.server.live_view import LiveViews
 from kvpool.server.messages import CountTokens, Messages, converse, count_tokens
 from kvpool.server.metrics import Metrics
 from kvpool.server.pins import TenantPins
+from kvpool.server.prompts import CacheQuery, Invalidation, PinnedPrompt, PromptForOthers, named_prompt
 from kvpool.server.responses import Responses, respond
 from kvpool.server.schema import (
     REFUSALS,
     STREAMED,
-    CacheQuery,
     ChatCompletions,
     Completions,
     Detokenize,
-    Invalidation,
-    PinnedPrompt,
-    PromptForOthers,
-    Tokenize,
 )
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tracing import Tracing
@@ -71,7 +67,7 @@ class Server:
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
         pins = TenantPins(limits.pins_per_tenant)
-        self.cache = CacheRoutes(pins)
+        self.cache = CacheRoutes(pins, self.gate)
         self.context = RequestContext(self.gate, self.metrics.latencies, pins, tracing)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
@@ -257,13 +253,16 @@ def _add_looks(app: FastAPI, server: Server) -> None:
         return next(one for one in server.described() if one["id"] == name)
 
     @app.post("/tokenize")
-    async def tokenize(body: Tokenize, caller: Caller = caller_of) -> dict[str, Any]:
-        """Token ids of a text or a conversation; `cache_keys` and `lora_name` are what isolates them in events."""
+    async def tokenize(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """Token ids of the prompt of any request; `cache_keys`, `lora_name` and `images` are what isolates it in events."""
         model = server.model(body.model)
-        tokens = await named_tokens(model, body.prompt, body.messages)
+        with ExitStack() as held:
+            prompt = await named_prompt(body, model, caller, server.gate, held)
         adapter, keys = scope_keys(await model.scope(caller.tenant, body.cache_salt))
-        told = {"max_model_len": model.engine.config.max_seq_len, "cache_keys": list(keys), "lora_name": adapter}
-        return {"tokens": tokens.tolist(), "count": len(tokens), **told}
+        limit, items = model.engine.config.max_seq_len, prompt.pictures.items if prompt.pictures else ()
+        told = {"max_model_len": limit, "cache_keys": list(keys), "lora_name": adapter}
+        images = [[item.position, item.length, item_name(item)] for item in items]
+        return {"tokens": prompt.token_ids.tolist(), "count": len(prompt), **told, "images": images}
 
     @app.post("/detokenize")
     async def detokenize(body: Detokenize, caller: Caller = caller_of) -> dict[str, Any]:
@@ -355,7 +354,7 @@ def _add_cache(app: FastAPI, server: Server) -> None:
     async def prefetch_prompt(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
         """Brings what tiers have of a prompt into the cache."""
         with server.gate.passed(caller.key):
-            return await prefetch(body, server.model(body.model), caller)
+            return await cache.prefetch(body, server.model(body.model), caller)
 
     @app.get("/v1/cache/stats")
     def stats(caller: Caller = caller_of) -> dict[str, Any]:  # not async: the engines are asked in a thread

@@ -18,17 +18,16 @@ from starlette.responses import JSONResponse, Response
 from kvpool.config import Tier
 from kvpool.engine.handover import Prefill
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import KVPoolError
-from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.answers import as_event
 from kvpool.server.auth import Caller
-from kvpool.server.completions import named_tokens
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
 from kvpool.server.parameters import session_name
 from kvpool.server.pins import TenantPins
-from kvpool.server.schema import CacheQuery, Invalidation, PinnedPrompt, PromptForOthers
+from kvpool.server.prompts import CacheQuery, Invalidation, PinnedPrompt, PromptForOthers, named_prompt
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.web import EventStream, unless_gone
 
@@ -38,23 +37,27 @@ ALIVE_SECONDS = 1.0  # a stream sends something at least so often, also while it
 class CacheRoutes:
     """Answers questions about the caches of a server's models."""
 
-    def __init__(self, pins: TenantPins) -> None:
+    def __init__(self, pins: TenantPins, gate: Gate) -> None:
         self._pins = pins
+        self._gate = gate
 
     async def query(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """How much of a prompt is cached, and where. Changes nothing."""
-        tokens = await named_tokens(model, body.prompt, body.messages)
-        found = await cached_tokens(model, tokens, scope_for_tenant(caller.tenant, body.cache_salt))
+        with ExitStack() as held:
+            prompt = await named_prompt(body, model, caller, self._gate, held)
+            found = await cached_tokens(model, prompt, scope_for_tenant(caller.tenant, body.cache_salt))
         return {
-            "prompt_tokens": len(tokens),
+            "prompt_tokens": len(prompt),
             "cached_tokens": sum(found.values()),
             "tiers": {tier.name: count for tier, count in found.items()},
         }
 
     async def pin(self, body: PinnedPrompt, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for `ttl_seconds`."""
-        tokens, scope = await _asked(body, model, caller)
-        return await self._pins.pin(caller.tenant, model, tokens, scope, body.ttl_seconds)
+        with ExitStack() as held:
+            prompt = await named_prompt(body, model, caller, self._gate, held)
+            scope = await model.scope(caller.tenant, body.cache_salt)
+            return await self._pins.pin(caller.tenant, model, prompt, scope, body.ttl_seconds)
 
     async def unpin(self, name: str, caller: Caller) -> dict[str, Any]:
         """Ends a pin of the caller's own."""
@@ -70,11 +73,14 @@ class CacheRoutes:
             if not caller.is_admin:
                 raise Problem(403, "the cache of another tenant needs an admin key", code="forbidden", param="tenant")
             caller = caller._replace(tenant=body.tenant)
-        named = body.prompt is not None or body.messages is not None or bool(body.cache_salt)
+        if not body.names_prompt and body.model_extra:
+            name = next(iter(body.model_extra))
+            raise Problem(400, f"{name}: this path has no such field", code="invalid_value", param=name)
+        named = body.names_prompt or bool(body.cache_salt)
         if (named, body.session_id is not None, body.everything).count(True) != 1:
             raise Problem(
                 400,
-                "give one: a prompt or messages, with the cache_salt that they had; a session_id; a cache_salt; or "
+                "give one: a prompt, messages or an input, with the cache_salt that it had; a session_id; a cache_salt; or "
                 "everything: true",
                 code="invalid_value",
                 param="everything",
@@ -82,26 +88,44 @@ class CacheRoutes:
         engine = model.engine
         if body.session_id is not None:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
-        elif body.prompt is None and body.messages is None:
+        elif not body.names_prompt:
             name, salt = caller.tenant, body.cache_salt
             what: dict[str, Any] = {"scope": await model.scope(name, salt)} if salt else {"tenant": name}
             removed = await _quietly(lambda: engine.invalidate(**what))
         else:
-            tokens, scope = await _asked(body, model, caller)
-            removed = await _quietly(lambda: engine.invalidate(tokens, scope=scope))
+            scope = await model.scope(caller.tenant, body.cache_salt)
+            with ExitStack() as held:
+                prompt = await named_prompt(body, model, caller, self._gate, held)
+                if prompt.pictures is not None:
+                    words = "a prompt with images cannot be forgotten by itself: give its session_id or its cache_salt"
+                    raise Problem(400, words, code="unsupported", param="messages")
+                removed = await _quietly(lambda: engine.invalidate(prompt.token_ids, scope=scope))
         return {"removed_blocks": removed}
 
     async def warm(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Computes a prompt, so that the next request that begins with it finds it."""
-        tokens = await named_tokens(model, body.prompt, body.messages)
-        scope = scope_for_tenant(caller.tenant, body.cache_salt)
-        running = model.start(tokens, SamplingParams(max_new_tokens=1), scope=scope, session=_session(body, caller))
-        try:
-            async for _ in running:
-                pass
-        finally:
-            running.cancel()
-        return {"prompt_tokens": len(tokens), "cached_tokens": running.generation.num_cached_tokens}
+        scope, session = scope_for_tenant(caller.tenant, body.cache_salt), _session(body, caller)
+        with ExitStack() as held:
+            prompt = await named_prompt(body, model, caller, self._gate, held)
+            running = model.start(prompt, SamplingParams(max_new_tokens=1), scope=scope, session=session)
+            try:
+                async for _ in running:
+                    pass
+            finally:
+                running.cancel()
+        return {"prompt_tokens": len(prompt), "cached_tokens": running.generation.num_cached_tokens}
+
+    async def prefetch(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
+        """Brings what tiers have of a prompt into the cache."""
+        scope, session = scope_for_tenant(caller.tenant, body.cache_salt), _session(body, caller)
+        with ExitStack() as held:
+            prompt = await named_prompt(body, model, caller, self._gate, held)
+            begin = partial(model.engine.prefetch, prompt, scope=scope, adapter=model.adapter, session=session)
+            try:
+                found = await asyncio.to_thread(begin)
+            except KVPoolError as error:
+                raise problem_of(error) from error
+            return {"prompt_tokens": len(prompt), "cached_tokens": await asyncio.wrap_future(found)}
 
     def stats(self, models: list[ServedModel]) -> dict[str, Any]:
         """Everything that the caches count, per model."""
@@ -113,15 +137,9 @@ def _session(body: CacheQuery, caller: Caller) -> str | None:
     return session_name(caller, body.session_id) if body.session_id else None
 
 
-async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
-    """The prompt of a body, and the scope in which the caller's requests find it."""
-    tokens = await named_tokens(model, body.prompt, body.messages)
-    return tokens, await model.scope(caller.tenant, body.cache_salt)
-
-
-async def cached_tokens(model: ServedModel, tokens: Int32Array, scope: ReuseScope) -> dict[Tier, int]:
+async def cached_tokens(model: ServedModel, prompt: PicturedPrompt, scope: ReuseScope) -> dict[Tier, int]:
     """How many tokens of a prompt are cached on which tier."""
-    return dict(await _quietly(partial(model.engine.cached_tokens, tokens, adapter=model.adapter, scope=scope)))
+    return dict(await _quietly(partial(model.engine.cached_tokens, prompt, adapter=model.adapter, scope=scope)))
 
 
 async def _quietly(call: Any, *arguments: Any) -> Any:
@@ -134,14 +152,16 @@ async def _quietly(call: Any, *arguments: Any) -> Any:
 
 async def prefill(request: Request, body: PromptForOthers, model: ServedModel, caller: Caller, gate: Gate) -> Response:
     """Computes a prompt for others. Answers when all of it is in the tier, or streams how much is there so far."""
-    tokens = await named_tokens(model, body.prompt, body.messages)
-    if len(tokens) > gate.limits.prompt_tokens:
-        limit = gate.limits.prompt_tokens
-        raise Problem(400, f"the prompt has {len(tokens)} tokens, the limit is {limit}", code="context_length_exceeded")
     stack = ExitStack()
-    stack.enter_context(gate.passed(caller.key))
     try:
-        running = await _RunningPrefill.start(model, tokens, body, caller)
+        prompt = await named_prompt(body, model, caller, gate, stack)
+        if len(prompt) > gate.limits.prompt_tokens:
+            limit = gate.limits.prompt_tokens
+            raise Problem(
+                400, f"the prompt has {len(prompt)} tokens, the limit is {limit}", code="context_length_exceeded"
+            )
+        stack.enter_context(gate.passed(caller.key))
+        running = await _RunningPrefill.start(model, prompt, body, caller)
         stack.callback(running.prefill.cancel)
         if body.stream:
             return EventStream(running.events(), stack.close, gate.limits.send_seconds)
@@ -151,18 +171,6 @@ async def prefill(request: Request, body: PromptForOthers, model: ServedModel, c
         raise
     stack.close()
     return JSONResponse(whole)
-
-
-async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
-    """Brings what tiers have of a prompt into the cache."""
-    tokens = await named_tokens(model, body.prompt, body.messages)
-    scope, session = scope_for_tenant(caller.tenant, body.cache_salt), _session(body, caller)
-    begin = partial(model.engine.prefetch, tokens, scope=scope, adapter=model.adapter, session=session)
-    try:
-        found = await asyncio.to_thread(begin)
-    except KVPoolError as error:
-        raise problem_of(error) from error
-    return {"prompt_tokens": len(tokens), "cached_tokens": await asyncio.wrap_future(found)}
 
 
 class _RunningPrefill:
@@ -175,13 +183,13 @@ class _RunningPrefill:
 
     @classmethod
     async def start(
-        cls, model: ServedModel, tokens: Int32Array, body: PromptForOthers, caller: Caller
+        cls, model: ServedModel, prompt: PicturedPrompt, body: PromptForOthers, caller: Caller
     ) -> _RunningPrefill:
         """Begins it; in a thread, since keys of a long prompt take a while."""
         running = cls(asyncio.get_running_loop())
         begin = partial(
             model.engine.prefill,
-            tokens,
+            prompt,
             on_progress=lambda num_tokens: running._tell(),
             on_end=running._tell,
             priority=body.priority,

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.engine.engine import Prompt
 from kvpool.engine.pictures import PicturedPrompt
-from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import ChatAnswer, TextAnswer
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
@@ -35,7 +33,7 @@ async def complete(
     """Answers a request for completions, of one prompt or several."""
     if body.suffix is not None:
         raise Problem(400, "suffix is not supported: the model continues a prompt", code="unsupported", param="suffix")
-    given = _prompts(body.prompt)
+    given = prompts_in(body.prompt)
     most = context.gate.limits.prompts
     if len(given) > most:
         raise Problem(
@@ -102,16 +100,6 @@ async def dialogue(
     return Dialogue(asked.token_ids, use, asked.pictures)
 
 
-async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequence[Message] | None) -> Int32Array:
-    """The token ids of the prompt, or of the conversation, that a body names."""
-    if (prompt is None) == (messages is None):
-        raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
-    if messages is not None:
-        return (await conversation_tokens(model, messages, _no_images)).token_ids
-    assert prompt is not None
-    return await model.tokens(prompt)
-
-
 async def conversation_tokens(
     model: ServedModel,
     messages: Sequence[Message],
@@ -141,10 +129,6 @@ async def conversation_tokens(
     if continues:
         more["continue_final_message"] = True
     return await model.chat_tokens(spoken, reading, **more)
-
-
-def _no_images(pixels: int) -> NoReturn:
-    raise Problem(400, "this path takes texts only, without images", code="unsupported", param="messages")
 
 
 def _calls_for_template(calls: Any, number: int) -> list[dict[str, Any]]:
@@ -177,7 +161,7 @@ def _wants_usage(body: Sampling) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _prompts(given: Any) -> list[Any]:
+def prompts_in(given: Any) -> list[Any]:
     """The prompts of a body: one text, one list of tokens, or several of either."""
     several = isinstance(given, list) and not isinstance(given[0], int)
     return given if several else [given]

@@ -155,8 +155,8 @@ class Exchange:
         scope = await self._model.scope(tenant, self._body.cache_salt)
         try:
             for kept in pins_of(self._body):
-                tokens = running.generation.prompt[: kept.end]
-                made.append(await self._pins.pin(tenant, self._model, tokens, scope, kept.ttl_seconds))
+                prompt = PicturedPrompt(running.generation.prompt[: kept.end])
+                made.append(await self._pins.pin(tenant, self._model, prompt, scope, kept.ttl_seconds))
         except (Problem, asyncio.CancelledError):  # all pins or none, because the client would not learn their names
             for pin in made:
                 await self._pins.unpin(tenant, pin["id"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.responses import Response
@@ -12,11 +13,10 @@ from starlette.responses import Response
 from kvpool.errors import KVPoolError
 from kvpool.server.auth import Caller
 from kvpool.server.cache_routes import cached_tokens
-from kvpool.server.completions import named_tokens
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.latencies import Latencies, ModelLatencies
 from kvpool.server.limits import Gate
-from kvpool.server.schema import CacheQuery
+from kvpool.server.prompts import CacheQuery, named_prompt
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.view.frames import MAX_NAME
 from kvpool.view.http import HEADERS, asset, block_details
@@ -92,10 +92,11 @@ class LiveViews:
 
     async def prompt(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """The pieces of a prompt of the caller's own, and how many of the first come from which tier."""
-        tokens = await named_tokens(model, body.prompt, body.messages)
-        found = await cached_tokens(model, tokens, scope_for_tenant(caller.tenant, body.cache_salt))
+        with ExitStack() as held:
+            prompt = await named_prompt(body, model, caller, self._gate, held)
+            found = await cached_tokens(model, prompt, scope_for_tenant(caller.tenant, body.cache_salt))
         tiers = [[tier.name, count] for tier, count in found.items()]
-        pieces = await asyncio.to_thread(lambda: [model.text_of([token]) for token in tokens.tolist()])
+        pieces = await asyncio.to_thread(lambda: [model.text_of([token]) for token in prompt.token_ids.tolist()])
         return {"pieces": pieces, "tiers": tiers}
 
 

@@ -160,7 +160,12 @@ async def converse(
 
 async def count_tokens(body: CountTokens, model: ServedModel, reading: WorkTurn) -> dict[str, int]:
     """How many tokens a conversation has."""
-    return {"input_tokens": len((await _conversation(body, model, reading)).begun.prompt)}
+    return {"input_tokens": len((await message_dialogue(body, model, reading)).prompt)}
+
+
+async def message_dialogue(body: Spoken, model: ServedModel, reading: WorkTurn) -> Dialogue:
+    """The conversation of a request for a message."""
+    return (await _conversation(body, model, reading)).begun
 
 
 async def _conversation(body: Spoken, model: ServedModel, reading: WorkTurn) -> _Conversation:

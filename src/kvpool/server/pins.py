@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from kvpool.core.cache import Pin
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import KVPoolError
-from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.served_model import ServedModel
@@ -43,13 +43,14 @@ class TenantPins:
             )
 
     async def pin(
-        self, tenant: str, model: ServedModel, tokens: Int32Array, scope: ReuseScope, seconds: float | None
+        self, tenant: str, model: ServedModel, prompt: PicturedPrompt, scope: ReuseScope, seconds: float | None
     ) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for so many seconds."""
         await self.check_room(tenant)
         self._making[tenant] += 1
         cache = model.engine.manager.cache
-        making = asyncio.ensure_future(_in_thread(cache.pin, tokens, scope, seconds))
+        items = prompt.pictures.items if prompt.pictures else None
+        making = asyncio.ensure_future(_in_thread(cache.pin, prompt.token_ids, scope, seconds, items))
         try:
             pin = await asyncio.shield(making)
         except asyncio.CancelledError:  # the client has left, and nobody would know the name of what the thread makes

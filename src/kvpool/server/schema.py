@@ -249,51 +249,11 @@ class ChatCompletions(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Tokenize(Body):
-    """`POST /tokenize`: a text, or a conversation by the model's template; `cache_salt` as the request will have it."""
-
-    model: str = ""
-    prompt: Text | None = None
-    messages: Conversation | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] = ""
-
-
 class Detokenize(Body):
     """`POST /detokenize`."""
 
     model: str = ""
     tokens: Tokens
-
-
-class CacheQuery(Body):
-    """A prompt whose place in the cache is asked for, or changed. `session_id` names what is computed or loaded for it."""
-
-    model: str = ""
-    prompt: Text | Tokens | None = None
-    messages: Conversation | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] = ""
-    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
-
-class PinnedPrompt(CacheQuery):
-    """A prompt that stays cached, for `ttl_seconds` or until the pin is ended."""
-
-    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
-
-
-class PromptForOthers(CacheQuery):
-    """`POST /v1/prefill`: a prompt that another server answers. With `stream` its progress comes as events."""
-
-    stream: bool = False
-    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
-    deadline_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
-
-
-class Invalidation(CacheQuery):
-    """`POST /v1/cache/invalidate`; admin keys may name another tenant than their own. `everything` is all of a tenant."""
-
-    everything: bool = False
-    tenant: Annotated[str, Field(max_length=256)] | None = None
 
 
 # --- what /openapi.json says of every path: how it refuses, and in which forms it answers ----------------------------
