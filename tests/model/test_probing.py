@@ -33,7 +33,7 @@ GEMMA = like(GQA, scale=24**-0.5)
 GEMMA2 = like(GEMMA, soft_cap=5.0)
 WIDE = like(GQA, k_dim=24, v_dim=24, scale=24**-0.5, window=WINDOW)
 SLIDING = like(GQA, window=WINDOW)
-MLA = LayerShape(q_heads=4, kv_heads=4, k_dim=24, v_dim=16, scale=24**-0.5)
+MLA = LayerShape(q_heads=4, kv_heads=1, k_dim=24, v_dim=16, scale=24**-0.5, k_only=True)
 SINKS = like(GQA, sinks=True)
 EXPECTED = {
     "llama": (GQA, GQA),
@@ -114,7 +114,7 @@ def test_a_model_in_training_mode_is_refused() -> None:
 
 def test_layer_specs_carry_windows_unequal_dims_and_the_dtype_of_the_store() -> None:
     mla = inspect_model(tiny_model("deepseek_v3"))
-    assert mla.layer_specs()[0] == LayerSpec(kv_heads=4, head_dim=24, v_head_dim=16, dtype=DType.FLOAT32)
+    assert mla.layer_specs()[0] == LayerSpec(kv_heads=1, head_dim=24, k_only=True, dtype=DType.FLOAT32)
     gemma = inspect_model(tiny_model("gemma3_text"))
     assert gemma.layer_specs("fp8") == [
         LayerSpec(kv_heads=2, head_dim=16, window=WINDOW, dtype=DType.FP8_E4M3),

@@ -128,7 +128,7 @@ class EagerRunner:
         ]
 
         def attend(layer: int, call: AttentionCall) -> Tensor:
-            self.plane.write(slots, call.k, call.v, layer)
+            self.write(slots, call, layer)
             return self.attention(layer, call, plans)
 
         return self.forward(token_ids, positions, keep, attend, states, shown)
@@ -171,6 +171,10 @@ class EagerRunner:
         if self._hidden_source is None:
             self._hidden_source = source_of(self.model)
         return self._hidden_source
+
+    def write(self, slots: StepSlots | Tensor, call: AttentionCall, layer: int) -> None:
+        """Stores what a layer of the cache keeps of the tokens of a step."""
+        self.plane.write(slots, call.k, None if call.k_only else call.v, layer)
 
     def attention(self, layer: int, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
         """Attention of a layer of the cache over the blocks in its plan."""

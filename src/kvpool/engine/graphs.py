@@ -299,7 +299,7 @@ class StepGraphs(ABC):
             plans.append(runner.backend.plan(kind.spec, batch, reserved))
 
         def attend(layer: int, call: AttentionCall) -> Tensor:
-            runner.plane.write(slots[config.group_of_layer[layer]], call.k, call.v, layer)
+            runner.write(slots[config.group_of_layer[layer]], call, layer)
             return runner.attention(layer, call, plans)
 
         inputs = states = None

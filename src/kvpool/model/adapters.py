@@ -37,6 +37,7 @@ from kvpool.model.expert_adapters import (
     parameter_sizes,
 )
 from kvpool.model.faster_layers import JoinedProduct, ProjectionPart
+from kvpool.model.latents import folded_weights
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change no result, or that are read here. Any other field must be empty.
@@ -269,6 +270,11 @@ class AdapterStacks:
         if any(hasattr(module, "merged_adapters") for module in self._modules.values()):
             raise InvalidArgumentError("the model has adapters of peft in its layers; load others into a model without")
         head = self.model.get_output_embeddings()
+        if folded := sorted(adapter.pairs.keys() & set(folded_weights(self.model))):
+            raise InvalidArgumentError(
+                f"the adapter targets {folded[0]}, whose weights are folded into queries and results, because the cache "
+                "keeps latents; leave kv_b_proj out of target_modules, or merge the adapter into the model"
+            )
         for name, pair in adapter.pairs.items():
             a, b, _ = pair
             if a.ndim == 3:  # its sizes were compared when it was read

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpool.errors import KVPoolError, UnsupportedModelError
+from kvpool.model.latents import folds_of
 
 ATTENTION_NAME = "kvpool"
 MODULES_NAME = "kvpool_modules"  # of models whose modules attend without transformers' AttentionInterface
@@ -29,6 +30,7 @@ class AttentionCall(NamedTuple):
     soft_cap: float | None
     sinks: Tensor | None  # learned logits [query head]
     chunk: int | None = None  # a query sees its own chunk of so many tokens
+    k_only: bool = False  # `v` is the first elements of `k`: a latent of all heads
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
@@ -125,6 +127,8 @@ def _attention(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (folds := folds_of(module)) is not None:
+        query = folds.absorb(query)
     call = AttentionCall(
         module.layer_idx,
         flat(query),
@@ -135,8 +139,10 @@ def _attention(
         softcap,
         s_aux,
         chunk=_chunk_of(module),
+        k_only=folds is not None,
     )
-    return attend_to(call), None
+    result = attend_to(call)
+    return (result if folds is None else folds.expand(result)), None
 
 
 def _chunk_of(module: Any) -> int | None:

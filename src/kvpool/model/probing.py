@@ -21,7 +21,8 @@ from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model.forward import forward
-from kvpool.model.hook import AttentionCall, set_attention, use_kvpool_attention
+from kvpool.model.hook import ATTENTION_NAME, AttentionCall, set_attention, use_kvpool_attention
+from kvpool.model.latents import keep_latents, own_expansion
 from kvpool.model.own_attention import adds_slopes, replace_attention, restore_attention
 from kvpool.model.positions import counts_by_itself, freeze_rotary, max_positions, own_positions, use_positions
 from kvpool.model.private_copy import check_model
@@ -47,6 +48,7 @@ class LayerShape:
     soft_cap: float | None = None
     sinks: bool = False  # whether each query head has a learned sink logit
     chunk: int | None = None
+    k_only: bool = False  # values are the first elements of keys: a latent of all heads
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class ModelShape:
             LayerSpec(
                 kv_heads=layer.kv_heads,
                 head_dim=layer.k_dim,
-                v_head_dim=None if layer.v_dim == layer.k_dim else layer.v_dim,
+                v_head_dim=None if layer.k_only or layer.v_dim == layer.k_dim else layer.v_dim,
+                k_only=layer.k_only,
                 window=layer.window,
                 chunk=layer.chunk,
                 dtype=dtype,
@@ -96,6 +99,7 @@ class ModelShape:
         return AttentionSpec.of(
             self.layer_specs(kv_dtype)[layer],
             shape.q_heads,
+            v_dim=shape.v_dim,
             scale=shape.scale,
             soft_cap=shape.soft_cap,
             sink_logits=shape.sinks,
@@ -125,6 +129,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
                 f"{_name(model)} does not compute attention through transformers' AttentionInterface, so no paged cache "
                 "can serve it; a newer release of transformers may have moved it there"
             )
+        keep_latents(model, ATTENTION_NAME)
         use_positions(model)
         with errors_of(model):
             shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
@@ -137,6 +142,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
             _refuse_shorter_cache(model, shape)
     except BaseException:
         restore_attention(model)
+        own_expansion(model)
         set_attention(model, own_attention)
         own_states(model)
         own_positions(model)
@@ -300,6 +306,7 @@ def layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         soft_cap=call.soft_cap,
         sinks=call.sinks is not None,
         chunk=call.chunk,
+        k_only=call.k_only,
     )
 
 
