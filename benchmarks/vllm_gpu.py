@@ -158,7 +158,7 @@ async def _prompts(engine: Any, seed: int) -> dict[str, list[float]]:
     """First tokens of long prompts: as they come, again, and when vLLM has forgotten them."""
     rng = random.Random(seed)
     prompts = [_tokens(rng, LONG) for _ in range(LONG_PROMPTS)]
-    await _request(engine, f"warm {seed}", _tokens(random.Random(-seed), LONG), 2, [], [])
+    await _request(engine, f"warm {seed}", _tokens(random.Random(f"warm {seed}"), LONG), 2, [], [])
     seen: dict[str, list[float]] = {}
     for name in ("first", "again", "forgotten"):
         if name == "forgotten":

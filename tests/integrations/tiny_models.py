@@ -148,7 +148,7 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
         sizes = dict(block_dim=64, conv_dim=64, conv_dim_out=64, block_ff_dim=128, block_multiple_of=16)
         config |= sizes | dict(block_auto_adjust_ff_dim=False, block_ffn_dim_multiplier=1.0)
     if kind == "minimax_m2":
-        config["scoring_func"] = "sigmoid"
+        config |= dict(scoring_func="sigmoid", use_routing_bias=True)
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
 
