@@ -10,8 +10,12 @@ from parts import add_run, make_cache
 from kvpool.config import Tier
 from kvpool.core.node import DEFAULT_PRIORITY, NEVER, Node, Root
 from kvpool.eviction.policy import checksum
-from kvpool.prefix.tree import divide_logits, root_for, split, trim_logits
+from kvpool.prefix.tree import root_for, split
 from kvpool.scope import ReuseScope
+
+
+def nearest_child(parent: Node, query: bytes) -> tuple[Node | None, int]:
+    return (None, 0) if parent.children is None else parent.children.nearest(query)
 
 
 def key_of(*tokens: int) -> bytes:
@@ -152,35 +156,35 @@ def test_adding_a_known_key_replaces_the_child_and_keeps_the_order() -> None:
     parent = parent_of(*(key_of(i, i) for i in range(20)))
     replacement = Node(make_root(), key_of(7, 7), 0, 2, 0.0)
     parent.add_child(key_of(7, 7), replacement)
-    assert len(parent.children or ()) == 20
-    assert parent.nearest_child(key_of(7, 9))[0] is replacement
+    assert len(parent.children.values()) == 20
+    assert nearest_child(parent, key_of(7, 9))[0] is replacement
 
 
 def test_a_node_without_children_has_no_nearest_child() -> None:
-    assert make_root().nearest_child(key_of(1, 2)) == (None, 0)
+    assert make_root().children is None
 
 
 def test_the_nearest_child_shares_at_least_one_whole_token() -> None:
     parent = parent_of(key_of(1, 2))
-    assert parent.nearest_child(key_of(1 + 256, 2)) == (None, 0)  # one byte in common is no token
-    assert parent.nearest_child(key_of(1, 3))[1] // 4 == 1
+    assert nearest_child(parent, key_of(1 + 256, 2)) == (None, 0)  # one byte in common is no token
+    assert nearest_child(parent, key_of(1, 3))[1] // 4 == 1
 
 
 def test_a_query_shorter_than_a_block_finds_its_continuation() -> None:
     parent = parent_of(key_of(1, 2, 3, 4), key_of(1, 5, 6, 7))
-    node, shared = parent.nearest_child(key_of(1, 5))
+    node, shared = nearest_child(parent, key_of(1, 5))
     assert node is child_of(parent, key_of(1, 5, 6, 7))
     assert shared // 4 == 2
 
 
 def test_children_that_start_alike_are_found_among_thousands() -> None:
     parent = parent_of(*(key_of(7, token) for token in range(2000)))
-    node, shared = parent.nearest_child(key_of(7, 1500, 1))
+    node, shared = nearest_child(parent, key_of(7, 1500, 1))
     assert node is child_of(parent, key_of(7, 1500))
     assert shared == 8
     for token in range(2000):
         parent.remove_child(child_of(parent, key_of(7, token)))
-    assert (parent.children, parent.nearest_child(key_of(7, 1))) == (None, (None, 0))
+    assert parent.children is None
 
 
 def test_a_node_that_lost_all_children_can_have_others() -> None:
@@ -189,7 +193,7 @@ def test_a_node_that_lost_all_children_can_have_others() -> None:
     for key in keys:
         parent.remove_child(child_of(parent, key))
     parent.add_child(keys[3], Node(make_root(), keys[3], 0, 1, 0.0))
-    assert parent.nearest_child(key_of(3, 9))[0] is child_of(parent, keys[3])
+    assert nearest_child(parent, key_of(3, 9))[0] is child_of(parent, keys[3])
 
 
 def test_the_nearest_child_equals_brute_force_while_few_children_come_and_go() -> None:
@@ -206,7 +210,7 @@ def test_the_nearest_child_equals_brute_force_while_few_children_come_and_go() -
         numbers.add(len(there))
         for query in (key_of(1, 1), key_of(1, 3), key_of(2, 2, 2), key_of(3)):
             best = max((shared_tokens(key, query) for key in there), default=0)
-            node, shared = parent.nearest_child(query)
+            node, shared = nearest_child(parent, query)
             assert (shared // 4, node is None) == (best, best == 0)
             assert node is None or shared_tokens(node.key, query) == best
     assert numbers == {0, 1, 2, 3, 4}
@@ -216,22 +220,22 @@ def test_a_key_that_begins_another_is_a_child_of_its_own() -> None:
     keys = [key_of(1, 2, 3), key_of(1, 2), key_of(1), key_of(1, 2, 4)]
     parent = parent_of(*keys)
     for key in keys:
-        node, shared = parent.nearest_child(key)
+        node, shared = nearest_child(parent, key)
         assert (child_of(parent, key).key, shared) == (key, len(key))
         assert node is not None
         assert node.key[:shared] == key
     for key in keys[:3]:
         parent.remove_child(child_of(parent, key))
     assert keys_of(parent) == [keys[3]]
-    assert parent.nearest_child(key_of(1, 2)) == (child_of(parent, keys[3]), 8)
+    assert nearest_child(parent, key_of(1, 2)) == (child_of(parent, keys[3]), 8)
 
 
 def test_of_children_that_share_as_much_the_last_one_of_the_last_branch_is_the_nearest() -> None:
     parent = parent_of(key_of(1, 5, 5), key_of(1, 5, 9), key_of(1, 2, 2), key_of(1, 5, 1))
-    assert parent.nearest_child(key_of(1, 3, 3))[0] is child_of(parent, key_of(1, 2, 2))
-    assert parent.nearest_child(key_of(1, 5, 3))[0] is child_of(parent, key_of(1, 5, 1))
+    assert nearest_child(parent, key_of(1, 3, 3))[0] is child_of(parent, key_of(1, 2, 2))
+    assert nearest_child(parent, key_of(1, 5, 3))[0] is child_of(parent, key_of(1, 5, 1))
     parent.remove_child(child_of(parent, key_of(1, 2, 2)))
-    assert parent.nearest_child(key_of(1, 3, 3))[0] is child_of(parent, key_of(1, 5, 1))
+    assert nearest_child(parent, key_of(1, 3, 3))[0] is child_of(parent, key_of(1, 5, 1))
 
 
 @given(
@@ -256,8 +260,8 @@ def test_the_nearest_child_does_not_depend_on_the_order_of_tokens(
             else:
                 root.remove_child(child)
     for query in queries:
-        node, shared = parent.nearest_child(key_of(*query))
-        twin, shared_by_twin = other.nearest_child(renamed(query))
+        node, shared = nearest_child(parent, key_of(*query))
+        twin, shared_by_twin = nearest_child(other, renamed(query))
         assert shared // 4 == shared_by_twin // 4
         assert (node is None) == (twin is None)
         if node is not None and twin is not None:
@@ -289,28 +293,8 @@ def test_the_nearest_child_equals_brute_force_after_any_additions_and_removals(
         parent.remove_child(child_of(parent, key))
     query = key_of(*query_tokens)
     best = max((shared_tokens(key, query) for key in keys_of(parent)), default=0)
-    node, shared = parent.nearest_child(query)
+    node, shared = nearest_child(parent, query)
     assert shared // 4 == best
     assert (node is None) == (best == 0)
     if node is not None:
         assert shared_tokens(node.key, query) == best
-
-
-def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_their_prompts() -> None:
-    root = make_root()
-    node, upper = (make_node(root, number) for number in range(2))
-    node.logits = {(length, b"tail"[: length % 4]): (length, ()) for length in (4, 7, 8, 11, 12, 15)}
-    node.start = 2
-    divide_logits(node.logits, upper, node, 4)
-    assert upper.logits is not None
-    assert node.logits is not None
-    assert sorted(length for length, _ in upper.logits.values()) == [4, 7, 8, 11]
-    assert sorted(length for length, _ in node.logits.values()) == [12, 15]
-
-
-def test_given_a_run_that_loses_its_tail_then_logits_of_prompts_that_end_in_the_rest_stay() -> None:
-    node = make_node(make_root(), 1)
-    node.num_blocks = 2
-    node.logits = {(length, b"tail"[: length % 4]): (length, ()) for length in (4, 7, 8, 11, 12, 15)}
-    trim_logits(node, 4)
-    assert sorted(length for length, _ in node.logits.values()) == [4, 7, 8, 11]

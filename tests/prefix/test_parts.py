@@ -90,6 +90,25 @@ def test_given_the_only_run_of_a_scope_when_it_is_removed_then_its_root_and_sess
     assert (cache.roots, cache.sessions, cache.num_runs) == ({}, {}, 0)
 
 
+def test_given_a_run_that_is_cut_then_logits_go_with_the_last_full_block_of_their_prompts() -> None:
+    cache = make_cache()
+    run = add_run(cache, root_for(cache, ReuseScope()), *range(8))
+    run.logits = {(length, b"t" * (length % 2)): (length, ()) for length in range(2, 9)}
+    upper = split(cache, run, 2)
+    assert upper.logits is not None
+    assert run.logits is not None
+    assert [length for length, _ in upper.logits.values()] == [2, 3, 4, 5]
+    assert [length for length, _ in run.logits.values()] == [6, 7, 8]
+
+
+def test_given_a_run_that_loses_its_tail_then_logits_of_prompts_that_end_in_the_rest_stay() -> None:
+    cache = make_cache()
+    run = cached_run(cache, *range(8))
+    run.logits = {(length, b"t" * (length % 2)): (length, ()) for length in range(2, 9)}
+    drop_tail(cache, run, 2, EvictionReason.CAPACITY)
+    assert [length for length, _ in run.logits.values()] == [2, 3, 4, 5]
+
+
 # --- what is idle ----------------------------------------------------------------------------------------------------
 
 

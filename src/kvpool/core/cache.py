@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -55,12 +55,6 @@ class Admission(NamedTuple):
 
     def __bool__(self) -> bool:
         return self.status is AllocStatus.OK
-
-
-def common_tenant(handles: Sequence[KVCacheHandle]) -> str | None:
-    """The tenant of all these sequences, or None if there are several: then nobody's guarantee gives way."""
-    tenants = {handle.scope.tenant for handle in handles}
-    return tenants.pop() if len(tenants) == 1 else None
 
 
 class Pin:

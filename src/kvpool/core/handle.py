@@ -53,12 +53,6 @@ Rows: TypeAlias = SequenceRows["KVCacheHandle"]
 GroupT = TypeVar("GroupT")
 
 
-_INHERITED = (  # what a fork has in common with its parent
-    *("retention", "ttl", "session", "copied_sessions", "publishes", "is_lease", "family"),
-    *("num_fixed_tokens", "num_cached_fixed_tokens", "num_prompt_tokens", "num_matched_tokens"),
-)
-
-
 class KVCacheHandle:
     """One live sequence: made by `allocate` or `fork`, used with the manager's verbs, ended by `free`.
 
@@ -123,15 +117,6 @@ class KVCacheHandle:
     def sessions(self) -> tuple[str, ...]:
         """Every session of which something is in its private blocks, its own first."""
         return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)
-
-    def begin_fork(self, request_id: Hashable) -> KVCacheHandle:
-        """The handle of a fork, which has no row yet: all that is written was computed for its parent."""
-        child = KVCacheHandle(self._rows, request_id, self.scope)
-        for name in _INHERITED:
-            setattr(child, name, getattr(self, name))
-        child.num_cached_tokens = self._rows.written_of[self.row]
-        child.num_cached_blocks = child.num_cached_tokens // self._rows.block_size
-        return child
 
     def _live_row(self) -> int:
         if self.row < 0:

@@ -49,7 +49,7 @@ class Node(Run):
 
     parent: Node
     root: Root
-    children: Children | None  # None if there are none
+    children: Branch | None  # None if there are none
     digests: list[bytes] | None
     # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
     logits: Logits | None
@@ -154,15 +154,18 @@ class Node(Run):
 
     def only_child(self) -> Node | None:
         """The run that goes on where this one ends, if there is exactly one and it is no remainder."""
-        if self.children is None or len(self.children) != 1 or self.num_remainders:
+        below = () if self.children is None else self.children.below.values()
+        if len(below) != 1 or self.num_remainders:
             return None
-        (child,) = self.children.values()
+        (child,) = below
+        if isinstance(child, Branch):
+            return None
         child.sync()
         return child
 
     def add_child(self, key: bytes, child: Node) -> None:
         if self.children is None:
-            self.children = Children()
+            self.children = Branch()
         self.children.put(key, child)
         if child.tier == self.tier:
             self.same_tier_children += 1
@@ -173,23 +176,12 @@ class Node(Run):
         children = self.children
         assert children is not None
         children.remove(child.key)
-        if not len(children):
+        if not children.below:
             self.children = None
         if child.tier == self.tier:
             self.same_tier_children -= 1
         if child.is_remainder:
             self.num_remainders -= 1
-
-    def child(self, key: bytes) -> Node | None:
-        """The child that begins with this block, up to date."""
-        found = self.children.get(key) if self.children is not None else None
-        if found is not None:
-            found.sync()
-        return found
-
-    def nearest_child(self, query: bytes) -> tuple[Node | None, int]:
-        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
-        return (None, 0) if self.children is None else self.children.nearest(query)
 
     def is_candidate(self) -> bool:
         """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
@@ -240,34 +232,38 @@ class Root(Node):
         self.ids = ()
 
 
-class Children:
-    """The runs that follow a node, by the bytes of their first block.
+class Branch:
+    """Runs that follow a node, in a tree of branches by the bytes of their first blocks, divided where their tokens differ.
 
-    They lie in a tree of `Branch`es, divided where their tokens differ. So where most differ in their first token, one entry
-    of one dictionary tells whether a block is there and which child begins like it.
+    All below begin with the bytes `shared`, and no two go on with the same token. (What ends here has no next token, and
+    lies below `b""`.) So where most differ in their first token, one entry of one dictionary tells whether a block is there
+    and which child begins like it. A node has the top of its tree.
     """
 
-    __slots__ = ("_number", "_top")
+    __slots__ = ("below", "shared")
 
-    def __init__(self) -> None:
-        self._top = Branch(b"")
-        self._number = 0
+    below: dict[bytes, Node | Branch]  # by the next token
 
-    def __len__(self) -> int:
-        return self._number
+    def __init__(self, shared: bytes = b"") -> None:
+        self.shared = shared
+        self.below = {}
 
     def get(self, key: bytes) -> Node | None:
-        """The child with this key."""
-        found = self._top.below.get(key[:4])
+        """The child with this key, up to date."""
+        found = self.below.get(key[:4])
         while isinstance(found, Branch):
             end = len(found.shared)
             found = found.below.get(key[end : end + 4])
-        return found if found is not None and found.key == key else None
+        if found is None or found.key != key:
+            return None
+        if found.open_row >= 0:
+            found.sync()
+        return found
 
     def values(self) -> list[Node]:
         """All of them, the oldest first."""
         children: list[Node] = []
-        branches = [self._top]
+        branches = [self]
         while branches:
             for found in branches.pop().below.values():
                 if isinstance(found, Branch):
@@ -279,7 +275,7 @@ class Children:
 
     def put(self, key: bytes, child: Node) -> None:
         """Adds a child, or replaces the one that has this key."""
-        branch = self._top
+        branch = self
         end = 0
         while True:
             token = key[end : end + 4]
@@ -291,18 +287,16 @@ class Children:
             if isinstance(found, Branch) and common == len(beginning):
                 branch, end = found, common
             elif beginning == key:
-                branch.below[token] = child
-                return
+                break
             else:
                 parting = branch.below[token] = Branch(key[:common])
                 parting.below[beginning[common : common + 4]] = found
                 branch, end = parting, common
         branch.below[token] = child
-        self._number += 1
 
     def remove(self, key: bytes) -> None:
         """Takes out the child with this key."""
-        above = below = self._top.below
+        above = below = self.below
         branched_at = token = key[:4]
         found = below[token]
         while isinstance(found, Branch):
@@ -311,7 +305,6 @@ class Children:
             token = key[end : end + 4]
             found = below[token]
         del below[token]
-        self._number -= 1
         if len(below) == 1 and below is not above:
             (above[branched_at],) = below.values()
 
@@ -321,40 +314,20 @@ class Children:
         Several may share equally many tokens. The answer is then the one that came last to the branch that came last: it
         depends on the order in which they came and on where they part, not on what their tokens are.
         """
-        found: Node | Branch | None = self._top.below.get(query[:4])
+        found: Node | Branch | None = self.below.get(query[:4])
         if found is None:
             return None, 0
         while isinstance(found, Branch):
             common = num_common(found.shared, query)
-            if common < len(found.shared):
-                return found.last(), common
-            below = found.below.get(query[common : common + 4])
+            below = found.below.get(query[common : common + 4]) if common == len(found.shared) else None
             if below is None:
-                return found.last(), common
+                while isinstance(found, Branch):
+                    found = next(reversed(found.below.values()))
+                found.sync()
+                return found, common
             found = below
+        found.sync()
         return found, num_common(found.key, query)
-
-
-class Branch:
-    """Where keys part: all below begin with the bytes `shared`, and no two go on with the same token.
-
-    What ends here has no next token, and lies below `b""`.
-    """
-
-    __slots__ = ("below", "shared")
-
-    below: dict[bytes, Node | Branch]  # by the next token
-
-    def __init__(self, shared: bytes) -> None:
-        self.shared = shared
-        self.below = {}
-
-    def last(self) -> Node:
-        """The child that came last to the branch that came last."""
-        found: Node | Branch = self
-        while isinstance(found, Branch):
-            found = next(reversed(found.below.values()))
-        return found
 
 
 def path_ids(path: list[Node], num_blocks: int, group: int) -> Int32Array:

@@ -33,7 +33,9 @@ class Checker:
 
     def run(self) -> None:
         self.check_rows()
-        self.check_kinds()
+        for group in self.cache.groups:
+            if (wrong := group.check(self.rows)) is not None:
+                self.fail(wrong)
         self.check_nodes()
         self.check_readers()
         self.check_blocks_read()
@@ -313,19 +315,14 @@ class Checker:
                 held = 0
             if refs[block] != held:
                 self.fail(f"{name}: block {block} has {refs[block]} references, {held} holders")
-        self.check_published(pool, shared, refs, name)
+        for block in shared:  # their readers are counted on nodes
+            if refs[block] and not self.published[index, tier, block][1].by_block:
+                self.fail(f"{name}: published block {block} has {refs[block]} references")
         idle, pinned = self.idle[index, tier], self.pinned[index, tier]
         if pool.num_cached != idle:
             self.fail(f"{name}: {pool.num_cached} cached blocks booked, {idle} counted")
         if pool.num_pinned != pinned:
             self.fail(f"{name}: {pool.num_pinned} pinned blocks booked, {pinned} counted")
-
-    def check_published(self, pool: BlockPool, shared: set[int], refs: list[int], name: str) -> None:
-        """Published blocks of full groups count no references: their readers are counted on nodes."""
-        for block in shared:
-            _, group = self.published[pool.index, int(pool.tier), block]
-            if not group.by_block and refs[block] != 0:
-                self.fail(f"{name}: published block {block} has {refs[block]} references")
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
@@ -341,11 +338,6 @@ class Checker:
             wanted = candidates[id(policy)]
             if len(policy) != wanted:
                 self.fail(f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
-
-    def check_kinds(self) -> None:
-        for group in self.cache.groups:
-            if (wrong := group.check(self.rows)) is not None:
-                self.fail(wrong)
 
     def check_bookkeeping(self) -> None:
         unknown = numbers_in_use(self.cache) - self.rows.symbols.placeholders.keys()

@@ -68,7 +68,12 @@ def _gather_below(cache: Cache, pool: BlockPool, limit: int) -> int:
         return 0
     remap = np.arange(pool.num_blocks, dtype=np.int32)
     taken = _place(movers, holes, remap)
-    _plan_copies(cache, pool, movers, remap)
+    by_group: dict[int, list[int]] = {}
+    for block, group, _ in movers:
+        by_group.setdefault(group, []).append(block)
+    for group, blocks in by_group.items():
+        src = np.array(blocks, np.int32)
+        cache.copies.append(CopyOp(CopyKind.DEFRAGMENT, group, pool.tier, pool.tier, src, remap[src]))
     _apply(cache, pool, remap)
     sources = np.array([block for block, _, _ in movers], np.int32)
     pool.refs[taken] = pool.refs[sources]
@@ -131,15 +136,6 @@ def _place(movers: list[tuple[int, int, int]], holes: Int32Array, remap: Int32Ar
         del available[hole]
         remap[block] = taken[i] = hole
     return taken
-
-
-def _plan_copies(cache: Cache, pool: BlockPool, movers: list[tuple[int, int, int]], remap: Int32Array) -> None:
-    by_group: dict[int, list[int]] = {}
-    for block, group, _ in movers:
-        by_group.setdefault(group, []).append(block)
-    for group, blocks in by_group.items():
-        src = np.array(blocks, np.int32)
-        cache.copies.append(CopyOp(CopyKind.DEFRAGMENT, group, pool.tier, pool.tier, src, remap[src]))
 
 
 def _apply(cache: Cache, pool: BlockPool, remap: Int32Array) -> None:

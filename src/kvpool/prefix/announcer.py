@@ -37,7 +37,10 @@ def complete_digests(cache: Cache, node: Node) -> None:
         if known:
             parent = known[-1]
         elif part.parent is part.root:
-            parent = _scope_digest(part.root)
+            root = part.root
+            if root.digest is None:
+                root.digest = root_digest(root.scope)
+            parent = root.digest
         else:
             parent = _last_digest(part.parent)
         tokens, items = run_content(cache.rows.symbols, part, len(known) * size, part.num_blocks * size)
@@ -173,13 +176,6 @@ def announce_priority(cache: Cache, node: Node, old: int) -> None:
     for group in cache.growing:
         digests = _present_digests(cache, node, group, 0, node.num_blocks)
         cache.events.updated(digests, group=group.index, old_priority=old, new_priority=node.priority)
-
-
-def _scope_digest(root: Root) -> bytes:
-    """What the digests of a scope begin with, computed once."""
-    if root.digest is None:
-        root.digest = root_digest(root.scope)
-    return root.digest
 
 
 def _last_digest(node: Node) -> bytes:

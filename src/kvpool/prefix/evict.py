@@ -20,7 +20,6 @@ from kvpool.config.layers import MAX_BLOCKS
 from kvpool.core.cache import Cache
 from kvpool.core.kind import ByBlock, Group
 from kvpool.core.node import Node, Root
-from kvpool.core.orders import Quota
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.pool import GPU, HOST, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.announcer import announce_blocks, announce_moved, announce_removed
@@ -34,7 +33,6 @@ from kvpool.prefix.tree import (
     ref,
     remove_node,
     split,
-    trim_logits,
     unref,
 )
 from kvpool.stats import EvictionReason
@@ -82,10 +80,7 @@ def evict(
             break
         if for_run is not None and victim.root.policies[pool.tier].by_priority and victim.outranks(for_run):
             break
-        length = _tail_for(cache, victim, pool, wanted)
-        if victim.root.quota is not None:
-            length = _above_guarantee(cache, victim.root.quota, length, pool, tenant)
-        _evict_tail(cache, victim, length, reason)
+        _evict_tail(cache, victim, _tail_for(cache, victim, pool, wanted, tenant), reason)
     return pool.num_free - before
 
 
@@ -111,39 +106,33 @@ def spare_no_more(cache: Cache, node: Node) -> None:
     cache.spared = None
 
 
-def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int) -> int:
-    """How many positions of a run hold its last `num_blocks` of a pool: all of them if it has fewer."""
+def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int, tenant: str | None) -> int:
+    """How many positions at the end of a run go for `num_blocks` of a pool: those that hold so many, or all it has.
+
+    Another tenant's run loses no more than its owner has above what is guaranteed.
+    """
     if cache.has_full[pool.index]:
-        length = -(-num_blocks // cache.blocks_per_position[pool.index])
-        return length if length < node.num_blocks else node.num_blocks
-    held = np.zeros(node.num_blocks, np.int64)
-    for group in cache.by_block:
-        if group.pool == pool.index:
-            held += node.ids[group.index] >= 0
-    from_tail = np.cumsum(held[::-1])
-    return min(node.num_blocks, int(from_tail.searchsorted(num_blocks)) + 1)
-
-
-def _above_guarantee(cache: Cache, quota: Quota, length: int, pool: BlockPool, tenant: str | None) -> int:
-    """How many of `length` positions another tenant's run may lose before its owner has less than is guaranteed."""
-    if quota.tenant == tenant or pool.tier != GPU:
+        length = min(node.num_blocks, -(-num_blocks // cache.blocks_per_position[pool.index]))
+    else:
+        held = np.zeros(node.num_blocks, np.int64)
+        for group in cache.by_block:
+            if group.pool == pool.index:
+                held += node.ids[group.index] >= 0
+        length = min(node.num_blocks, int(np.cumsum(held[::-1]).searchsorted(num_blocks)) + 1)
+    quota = node.root.quota
+    if quota is None or quota.tenant == tenant or pool.tier != GPU:
         return length
-    spare = (quota.cached[pool.index] - quota.guaranteed[pool.index]) // cache.blocks_per_position[pool.index]
+    spare: int = (quota.cached[pool.index] - quota.guaranteed[pool.index]) // cache.blocks_per_position[pool.index]
     return min(length, max(1, spare))
 
 
 def _evict_tail(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason) -> None:
     """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
-    if cache.lower_tier[node.tier] is not None and _goes_down(cache, node):
+    moves, least = cache.config.offload_on_evict, cache.config.offload_min_priority
+    if cache.lower_tier[node.tier] is not None and moves and any(p.priority >= least for p in node.subtree()):
         num_blocks = _move_down(cache, node, num_blocks, reason)
     if num_blocks:
         drop_tail(cache, node, num_blocks, reason, evicted=True)
-
-
-def _goes_down(cache: Cache, node: Node) -> bool:
-    """Whether a run should have a place below its tier when it is evicted."""
-    least = cache.config.offload_min_priority
-    return cache.config.offload_on_evict and any(part.priority >= least for part in node.subtree())
 
 
 def _move_down(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason) -> int:
@@ -315,7 +304,10 @@ def bring_up(cache: Cache, tip: Node) -> Iterator[tuple[Node, Tier]]:
     needs = cache.blocks_per_pool(waiting)
     evicts = any(need > pool.num_free for need, pool in zip(needs, cache.gpu_pools, strict=True))
     while waiting:
-        piece, room = [], _piece_size(cache, waiting[-1].tier) if evicts else MAX_BLOCKS
+        piece, room = [], MAX_BLOCKS
+        if evicts:  # a small part of what the tier below holds
+            smallest = min(tiers[waiting[-1].tier].num_blocks for tiers in cache.pools)
+            room = max(1, min(MOST_IN_PIECE, smallest // PIECES_PER_TIER))
         while waiting and room:
             node = waiting.pop()
             if node.num_blocks > room:
@@ -329,12 +321,6 @@ def bring_up(cache: Cache, tip: Node) -> Iterator[tuple[Node, Tier]]:
             tier = node.tier
             promote(cache, node)
             yield node, tier
-
-
-def _piece_size(cache: Cache, tier: Tier) -> int:
-    """How many blocks come up from a tier at once where others go down for them: a small part of what it holds."""
-    smallest = min(tiers[tier].num_blocks for tiers in cache.pools)
-    return max(1, min(MOST_IN_PIECE, smallest // PIECES_PER_TIER))
 
 
 def promote(cache: Cache, node: Node) -> None:
@@ -387,22 +373,17 @@ def _move(cache: Cache, node: Node, target: Tier, kind: CopyKind, ready: list[In
         for group in cache.growing:
             ids = old[group.index]
             group.tiers[source].give(ids[ids >= 0] if group.by_block else ids)
-    _change_tier(node, target)
-    if not node.active:
-        count_run(cache, node, 1, 1 if node.pins else 0)
-    if node.pins and target == GPU:
-        keep_pinned(cache, node)
-    offer(cache, node)
-
-
-def _change_tier(node: Node, target: Tier) -> None:
-    """Books a run under its new tier: who is a leaf of which tier changes with it."""
-    source, parent = node.tier, node.parent
+    parent = node.parent  # who is a leaf of which tier changes with it
     if parent.tier == target and parent.is_candidate():
         parent.root.policies[target].remove(parent)
     parent.same_tier_children += int(parent.tier == target) - int(parent.tier == source)
     node.tier = target
     node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
+    if not node.active:
+        count_run(cache, node, 1, 1 if node.pins else 0)
+    if node.pins and target == GPU:
+        keep_pinned(cache, node)
+    offer(cache, node)
 
 
 def _move_ids(
@@ -441,8 +422,8 @@ def drop_tail(
     If it `goes_on`, more of the run leaves its tier at once: the policy is told then, of all of it.
     """
     if node.children is not None:
-        for child in list(node.children.values()):
-            drop_subtree(cache, child, reason)
+        for below in reversed(list(node.subtree())[1:]):
+            drop_tail(cache, below, below.num_blocks, reason)
     policy = node.root.policies[node.tier]
     keep = node.num_blocks - num_blocks
     if node.host_copy is not None:
@@ -465,7 +446,7 @@ def drop_tail(
         free_blocks(cache, node, group, node.ids[group.index][keep:])
     node.num_blocks = keep
     if not keep:
-        _unlink(cache, node)
+        remove_node(cache, node)
         return
     rest = 2 * keep < keep + num_blocks  # a short rest must not keep the memory of a long run
     node.ids = tuple([ids[:keep].copy() if rest else ids[:keep] for ids in node.ids])
@@ -474,25 +455,12 @@ def drop_tail(
     node.end_sum = -1
     if node.digests is not None:
         del node.digests[keep:]
-    if node.logits is not None:
-        trim_logits(node, cache.block_size)
+    if node.logits is not None:  # of prompts that ended in what is gone
+        node.logits = {
+            key: value for key, value in node.logits.items() if key[0] // cache.block_size <= keep + node.start
+        }
     if not goes_on:
         policy.trimmed(node)
-
-
-def _unlink(cache: Cache, node: Node) -> None:
-    """Takes a leaf out of the tree; its parent may become a leaf."""
-    cache.calendar.forget(node)
-    remove_node(cache, node)
-    parent = node.parent
-    if parent is not parent.root and parent.tier == node.tier:
-        offer(cache, parent)
-
-
-def drop_subtree(cache: Cache, node: Node, reason: EvictionReason) -> None:
-    """Drops an idle node with everything below it, deepest first."""
-    for part in reversed(list(node.subtree())):
-        drop_tail(cache, part, part.num_blocks, reason)
 
 
 def drop_covered(cache: Cache, parent: Node, key: bytes) -> None:
@@ -534,39 +502,35 @@ def detach(cache: Cache, node: Node, reason: EvictionReason) -> int:
         cache.host_copies.drop(part)
     for part in parts:
         if part.active and not part.detached:
-            _unlink(cache, part)
+            remove_node(cache, part)
     return removed
 
 
 # --- asked for by live sequences -------------------------------------------------------------------------------------
 
 
-def require(cache: Cache, needs: list[int], tenant: str | None, what: str) -> None:
-    """Raises, before anything changes, if the GPU pools cannot serve `needs`; then evicts to make room."""
-    for pool, need in zip(cache.gpu_pools, needs, strict=True):
-        if need > pool.num_free and need > (available := cache.orders.available(pool, tenant)):
-            raise cache.shortage(pool, need, available, what)
-    for pool, need in zip(cache.gpu_pools, needs, strict=True):
-        if need > pool.num_free:
-            evict(cache, pool, need, tenant)
+def require(cache: Cache, needs: dict[str | None, list[int]], what: str) -> None:
+    """Raises, before anything changes, if the GPU pools cannot serve the needs of all tenants; then evicts to make room.
 
-
-def require_each(cache: Cache, needs: dict[str, list[int]], what: str) -> None:
-    """`require` for sequences of several tenants: what is guaranteed to a tenant gives way to its own sequences only."""
+    What is guaranteed to a tenant gives way to its own sequences only. Without quotas, nobody's name matters.
+    """
     quotas = cache.orders.quotas
-    totals = [sum(of_tenant) for of_tenant in zip(*needs.values(), strict=True)]
-    for pool, total, shared in zip(cache.gpu_pools, totals, cache.supply(None), strict=True):
-        own = (min(n[pool.index], quotas[t].protected(pool.index)) for t, n in needs.items() if t in quotas)
-        available = shared + sum(own)
-        if total > available:
-            raise cache.shortage(pool, total, available, what)
-    make_room_for_each(cache, needs)
+    for pool in cache.gpu_pools:
+        total = sum([of_tenant[pool.index] for of_tenant in needs.values()])
+        if total > pool.num_free:
+            available = cache.orders.available(pool, None)
+            for tenant, of_tenant in needs.items():
+                if tenant in quotas:
+                    available += min(of_tenant[pool.index], quotas[tenant].protected(pool.index))
+            if total > available:
+                raise cache.shortage(pool, total, available, what)
+    make_room(cache, needs)
 
 
-def make_room_for_each(cache: Cache, needs: dict[str, list[int]]) -> None:
+def make_room(cache: Cache, needs: dict[str | None, list[int]]) -> None:
     """Evicts until the needs of all tenants are free. The caller has checked that enough is evictable."""
     for pool in cache.gpu_pools:
-        missing = sum(of_tenant[pool.index] for of_tenant in needs.values()) - pool.num_free
+        missing = sum([of_tenant[pool.index] for of_tenant in needs.values()]) - pool.num_free
         of_tenants = [(tenant, of_tenant[pool.index]) for tenant, of_tenant in needs.items()]
         for tenant, most in of_tenants if len(needs) == 1 else [(None, missing), *of_tenants]:
             if missing > 0:

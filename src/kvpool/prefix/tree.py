@@ -20,7 +20,7 @@ from kvpool.config import Tier
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.kind import ByBlock
-from kvpool.core.node import NEVER, Logits, Node, Root, numbers_in_tree
+from kvpool.core.node import NEVER, Node, Root, numbers_in_tree
 from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array, as_bytes, copied
 from kvpool.pools.pool import GPU, BlockPool
@@ -90,8 +90,6 @@ def match_tokens(
         child = node.children.get(key)
         if child is None or (only_tier is not None and child.tier != only_tier):
             break
-        if child.open_row >= 0:
-            child.sync()
         equal = common_tokens(cache, child, tokens[position:] if position else tokens)
         blocks = equal // size
         path.append(child)
@@ -107,7 +105,6 @@ def match_tokens(
     if partial and node.children is not None and position < total:
         near, shared = node.children.nearest(key)
         if near is not None:
-            near.sync()
             return Match(root, path, position // size, near, shared // 4, next_key)
     return Match(root, path, position // size, None, 0, next_key)
 
@@ -147,15 +144,22 @@ def new_child(cache: Cache, parent: Node, key: bytes, handle: KVCacheHandle, is_
 
 
 def remove_node(cache: Cache, node: Node) -> None:
-    """A node can be found no more; if its scope is empty and unused then, its root goes too."""
+    """Takes a leaf out: nobody finds it any more, and its parent may be a leaf now, or the root of an empty scope."""
     node.detached = True
     parent = node.parent
     parent.remove_child(node)
     cache.num_runs -= 1
+    cache.calendar.forget(node)
     if node.session is not None or node.copied_sessions:
         for session in node.sessions:
-            _untag(cache, node, session)
-    if parent is parent.root and parent.children is None:
+            tagged = cache.sessions.get(session, set())
+            tagged.discard(node)
+            if not tagged:
+                cache.sessions.pop(session, None)
+    if parent is not parent.root:
+        if parent.tier == node.tier:
+            offer(cache, parent)
+    elif parent.children is None:
         forget_root(cache, parent.root)
 
 
@@ -239,7 +243,12 @@ def _divide(cache: Cache, whole: Node, upper: Node, lower: Node, num_blocks: int
     if digests is not None:
         upper.digests, lower.digests = digests[:num_blocks], digests[num_blocks:]
     if whole.logits is not None:
-        divide_logits(whole.logits, upper, lower, cache.block_size)
+        stored, end = (
+            whole.logits,
+            lower.start * cache.block_size + cache.block_size,
+        )  # behind the last prompt of `upper`
+        upper.logits = {key: value for key, value in stored.items() if key[0] < end}
+        lower.logits = {key: value for key, value in stored.items() if key[0] >= end}
     if whole.host_copy is not None:
         cache.host_copies.divide(whole.host_copy, upper, lower)
 
@@ -320,7 +329,11 @@ def unref(cache: Cache, node: Node, used: bool = True) -> None:
             node.last_access = cache.tick
             node.last_access_at = cache.now
         if node.detached:
-            _free_detached(cache, node)
+            for group in cache.full:
+                group.on(node.tier).give(node.ids[group.index])
+            for each in cache.by_block:
+                free_blocks(cache, node, each, node.ids[each.index])
+            node.num_blocks = 0
         else:
             count_run(cache, node, 1, 1 if node.pins else 0)
             if waiting is not None:
@@ -331,15 +344,6 @@ def unref(cache: Cache, node: Node, used: bool = True) -> None:
             if not (node.pins or node.same_tier_children):
                 node.root.policies[node.tier].add(node)
         node = parent
-
-
-def _free_detached(cache: Cache, node: Node) -> None:
-    """Frees the blocks of a detached node that lost its last reader."""
-    for group in cache.full:
-        group.on(node.tier).give(node.ids[group.index])
-    for group in cache.by_block:
-        free_blocks(cache, node, group, node.ids[group.index])
-    node.num_blocks = 0
 
 
 def offer(cache: Cache, node: Node) -> None:
@@ -427,14 +431,6 @@ def add_sessions(cache: Cache, node: Node, names: tuple[str, ...]) -> None:
                 node.copied_sessions = (*node.copied_sessions, name)
 
 
-def _untag(cache: Cache, node: Node, session: str) -> None:
-    tagged = cache.sessions.get(session)
-    if tagged is not None:
-        tagged.discard(node)
-        if not tagged:
-            del cache.sessions[session]
-
-
 MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the oldest gives way
 
 
@@ -479,19 +475,6 @@ def forget_logits_inside(cache: Cache, node: Node, depth: int, key: bytes) -> No
         for length, tail in list(node.logits):
             if tail and length // cache.block_size == depth and key.startswith(tail):
                 del node.logits[length, tail]
-
-
-def divide_logits(stored: Logits, upper: Node, lower: Node, block_size: int) -> None:
-    """A run is cut in two: `upper` takes those of prompts whose last full block it holds."""
-    end = lower.start
-    upper.logits = {key: value for key, value in stored.items() if key[0] // block_size <= end}
-    lower.logits = {key: value for key, value in stored.items() if key[0] // block_size > end}
-
-
-def trim_logits(node: Node, block_size: int) -> None:
-    """A run lost its tail, and with it the logits of prompts that ended there."""
-    assert node.logits is not None
-    node.logits = {key: value for key, value in node.logits.items() if key[0] // block_size <= node.end}
 
 
 # --- symbols of multimodal items ---------------------------------------------------------------------------------------

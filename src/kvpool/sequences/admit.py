@@ -26,6 +26,11 @@ from kvpool.sequences.publish import row_computing, track
 
 PARTIAL_REUSE: Final = CopyKind.PARTIAL_REUSE  # a global is several times cheaper than a member of an enum
 
+INHERITED: Final = (  # what a fork has in common with its parent
+    *("retention", "ttl", "session", "copied_sessions", "publishes", "is_lease", "family"),
+    *("num_fixed_tokens", "num_cached_fixed_tokens", "num_prompt_tokens", "num_matched_tokens"),
+)
+
 
 class PrefixMatch(NamedTuple):
     """What a prompt would reuse if it were admitted now."""
@@ -93,7 +98,7 @@ def best_match(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> Match:
     if length != match.num_tokens(size):
         match = _cut_match(cache, match, length)
     if match.partial is not None and not cache.config.copy_on_partial_reuse and not _can_take_over(match):
-        match, logits = _without_partial(cache, match), None
+        match, logits = _whole_blocks(cache, match, match.num_blocks), None
     match.logits = logits
     return match
 
@@ -129,13 +134,12 @@ def _cut_match(cache: Cache, match: Match, num_tokens: int) -> Match:
     return shorter
 
 
-def _without_partial(cache: Cache, match: Match) -> Match:
-    """The whole blocks of a match, as many as all groups allow: a shorter prefix may read blocks that are gone."""
-    size = cache.block_size
-    whole = _cut_match(cache, match, match.num_blocks * size)
+def _whole_blocks(cache: Cache, match: Match, num_blocks: int) -> Match:
+    """Whole blocks of a match, at most so many, and as many as all groups allow: a shorter prefix may read what is gone."""
+    whole = _cut_match(cache, match, num_blocks * cache.block_size)
     if not cache.by_block:
         return whole
-    return _cut_match(cache, whole, _valid_for_all(cache, whole, whole.num_tokens(size), None)[0])
+    return _cut_match(cache, whole, _valid_for_all(cache, whole, whole.num_tokens(cache.block_size), None)[0])
 
 
 def is_whole(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> bool:
@@ -187,9 +191,9 @@ def plan_admission(cache: Cache, prompt: Prompt, match: Match, num_tokens: int, 
     plan = _count(cache, match, num_tokens, lookahead, prompt)
     if not plan.fits and match.partial is not None:
         # The source of a partial block must stay until it is copied: in a full pool, do without it.
-        plan = _count(cache, _without_partial(cache, match), num_tokens, lookahead, prompt)
+        plan = _count(cache, _whole_blocks(cache, match, match.num_blocks), num_tokens, lookahead, prompt)
     while not plan.fits and _brings_too_much(cache, plan):
-        plan = _count(cache, _without_last_run(cache, plan.match), num_tokens, lookahead, prompt)
+        plan = _count(cache, _whole_blocks(cache, plan.match, plan.match.path[-1].start), num_tokens, lookahead, prompt)
     return plan
 
 
@@ -198,13 +202,6 @@ def _brings_too_much(cache: Cache, plan: AdmissionPlan) -> bool:
     pools = zip(plan.needs, cache.gpu_pools, strict=True)
     from_below = bool(plan.match.path) and plan.match.path[-1].tier != GPU
     return from_below and any(need > pool.num_blocks for need, pool in pools)
-
-
-def _without_last_run(cache: Cache, match: Match) -> Match:
-    """A match that ends where its last run begins, or before, as all groups allow."""
-    size = cache.block_size
-    shorter = _cut_match(cache, match, match.path[-1].start * size)
-    return _cut_match(cache, shorter, _valid_for_all(cache, shorter, shorter.num_tokens(size), None)[0])
 
 
 def _count(cache: Cache, match: Match, num_tokens: int, lookahead: int, prompt: Prompt) -> AdmissionPlan:
@@ -271,7 +268,7 @@ def can_allocate(cache: Cache, prompt: Prompt, num_tokens: int, lookahead: int, 
     plan = _count(cache, plan.match, num_tokens, lookahead, prompt)
     if plan.match.partial is not None and _below_watermark(cache, plan) is not None:
         # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
-        whole = _count(cache, _without_partial(cache, plan.match), num_tokens, lookahead, prompt)
+        whole = _count(cache, _whole_blocks(cache, plan.match, plan.match.num_blocks), num_tokens, lookahead, prompt)
         if _below_watermark(cache, whole) is None:
             plan = whole
     needs, supply = tuple(plan.needs), tuple(plan.supply)
@@ -465,7 +462,11 @@ def fork(cache: Cache, parent: KVCacheHandle, request_ids: Sequence[Hashable]) -
         parent.family = {source}
     children = []
     for request_id in request_ids:
-        child = parent.begin_fork(request_id)
+        child = KVCacheHandle(rows, request_id, parent.scope)
+        for name in INHERITED:
+            setattr(child, name, getattr(parent, name))
+        child.num_cached_tokens = rows.written_of[source]  # it was computed for its parent
+        child.num_cached_blocks = child.num_cached_tokens // cache.block_size
         row = child.row = rows.copy_row(source, child)
         rows.serials_of[row] = child.serial
         tip = rows.tips[row]

@@ -87,7 +87,7 @@ def publish(cache: Cache, row: int) -> None:
             key: bytes = place[1]
         else:
             key = rows.ids_between(row, first * size, (first + 1) * size).tobytes()
-        child = tip.child(key)
+        child = tip.children.get(key) if tip.children is not None else None
         if child is not None:
             tokens = rows.ids_between(row, first * size, limit * size)
             child = end_at(cache, child, child.start + common_tokens(cache, child, tokens) // size)
@@ -223,7 +223,7 @@ def publish_remainder(cache: Cache, row: int, handle: KVCacheHandle, tip: Node) 
         return tip
     tokens = rows.final_token_ids(row, start, end, rows.num_history_of[row])
     key = tokens.tobytes()
-    if tip.nearest_child(key)[1] == len(key):
+    if tip.children is not None and tip.children.nearest(key)[1] == len(key):
         return tip
     if tip.num_remainders:
         drop_covered(cache, tip, key)

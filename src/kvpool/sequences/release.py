@@ -17,7 +17,7 @@ from kvpool.core.handle import KVCacheHandle, any_row_of, note_sessions, row_of
 from kvpool.core.node import NEVER, Node
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
 from kvpool.kinds.by_block import close_again, reopen
-from kvpool.pools.arrays import Int32Array, Int64Array, within
+from kvpool.pools.arrays import Int32Array, within
 from kvpool.pools.pool import GPU, HOST, CopyKind, CopyOp
 from kvpool.prefix.evict import drop_tail, enforce_quota, require
 from kvpool.prefix.keeping import set_priority
@@ -42,8 +42,11 @@ def free(cache: Cache, handle: KVCacheHandle, keep: bool, is_listed: bool = True
         unref(cache, root)
     else:
         release_gpu(cache, handle, row, keep and cache.config.cache_unfilled_blocks)
-    if not keep:
-        _drop_own(cache, tip, handle.serial)
+    node = tip
+    while not keep and node.is_candidate() and node.published_by == handle.serial:  # and nobody else uses it
+        parent = node.parent
+        drop_tail(cache, node, node.num_blocks, EvictionReason.EXPLICIT)
+        node = parent
     if handle.inflight is not None:
         hand_over(cache, handle)
     if handle.family is not None:
@@ -121,15 +124,6 @@ def _apply_retention(cache: Cache, retention: Retention, tip: Node, num_prompt_t
         node = node.parent
 
 
-def _drop_own(cache: Cache, tip: Node, serial: int) -> None:
-    """Drops what a request published and nobody else uses."""
-    node = tip
-    while node.is_candidate() and node.published_by == serial:
-        parent = node.parent
-        drop_tail(cache, node, node.num_blocks, EvictionReason.EXPLICIT)
-        node = parent
-
-
 def free_batch(cache: Cache, given: Sequence[KVCacheHandle], keep: bool) -> None:
     """Ends many sequences; checked as a whole first."""
     row_list = [any_row_of(cache.rows, handle) for handle in given]
@@ -179,7 +173,11 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
             tip = rows.tips[row] = publish_remainder(cache, row, handles[i], tip)
         published.append(tip.start + tip.num_blocks)
     rows.grows_alone[index] = False
-    _give_tails(cache, table, used, np.array(published))
+    ends = np.array(published)
+    counts = np.maximum(used - ends, 0)
+    if counts.any():
+        columns = np.repeat(ends, counts) + within(counts)
+        cache.gpu_pools[0].give(table[np.repeat(np.arange(len(counts)), counts), columns])
     for i, row in enumerate(row_list):
         tip, handle = rows.tips[row], handles[i]
         if handle.hint:
@@ -193,14 +191,6 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
     rows.drop_rows(row_list)
 
 
-def _give_tails(cache: Cache, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
-    """Frees what each row of `table` has between its published blocks and its end."""
-    counts = np.maximum(used - published, 0)
-    if counts.any():
-        columns = np.repeat(published, counts) + within(counts)
-        cache.gpu_pools[0].give(table[np.repeat(np.arange(len(counts)), counts), columns])
-
-
 # --- rewind ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,10 +201,26 @@ def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:
     length = rows.reserved_of[row] - num_tokens
     rows.moves += 1
     tip = tip_of(cache, row)
-    _prepare(cache, handle, row, length)
+    for group in cache.groups:
+        group.check_rewind(rows, handle, row, length)
+    reopened = reopen(cache, handle, row, length)  # reads again what was passed
     if length < tip.end * size:
+        if length % size:  # a block is cut in two
+            try:
+                require(cache, {handle.scope.tenant: cache.per_position}, f"rewinding {handle.request_id!r}")
+            except OutOfBlocksError:
+                close_again(cache, row, reopened)
+                raise
         _leave_published(cache, handle, row, length)
-    _drop_private(cache, handle, row, ceil_div(length, size))
+    num_blocks, used = ceil_div(length, size), rows.num_blocks_of[row]
+    if num_blocks < used:
+        num_blocks = max(group.shrink(rows, row, num_blocks) for group in cache.groups)
+        for group in cache.growing:
+            table = rows.tables[group.index]
+            ids = table[row, num_blocks:used]  # all of them private by now
+            group.unref(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
+            table[row, num_blocks:used] = -1
+        rows.num_blocks_of[row] = num_blocks
     rows.reserved_of[row] = length
     rows.present_of[row] = min(rows.present_of[row], length)
     if rows.written_of[row] > length:  # what is written there now may be other tokens
@@ -229,22 +235,6 @@ def rewind(cache: Cache, handle: KVCacheHandle, num_tokens: int) -> None:
         untrack(cache, handle)
     cache.counters.rewinds += 1
     enforce_quota(cache, tip.root)
-
-
-def _prepare(cache: Cache, handle: KVCacheHandle, row: int, length: int) -> None:
-    """Before a rewind: reads again what was passed, and makes room for the block that is cut in two."""
-    rows, size = cache.rows, cache.block_size
-    tip = rows.tips[row]
-    for group in cache.groups:
-        group.check_rewind(rows, handle, row, length)
-    reopened = reopen(cache, handle, row, length)
-    if length % size and length < tip.end * size:
-        try:
-            what = f"rewinding {handle.request_id!r}"
-            require(cache, list(cache.per_position), handle.scope.tenant, what)
-        except OutOfBlocksError:
-            close_again(cache, row, reopened)
-            raise
 
 
 def _leave_published(cache: Cache, handle: KVCacheHandle, row: int, length: int) -> None:
@@ -281,18 +271,3 @@ def _leave_published(cache: Cache, handle: KVCacheHandle, row: int, length: int)
     unref(cache, old)
     if row in rows.following:  # what is behind its path is its own from now on
         rows.follow(row, new.end * size)
-
-
-def _drop_private(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
-    """Gives back the blocks from `num_blocks` on, all of them private by now."""
-    rows = cache.rows
-    used = rows.num_blocks_of[row]
-    if num_blocks >= used:
-        return
-    num_blocks = max(group.shrink(rows, row, num_blocks) for group in cache.groups)
-    for group in cache.growing:
-        table = rows.tables[group.index]
-        ids = table[row, num_blocks:used]
-        group.unref(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
-        table[row, num_blocks:used] = -1
-    rows.num_blocks_of[row] = num_blocks

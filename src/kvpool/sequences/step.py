@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.core.cache import Cache, common_tenant
+from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, SequenceBatch, chosen_group
 from kvpool.core.kind import Group, StatePlaces
 from kvpool.core.rows import RECENT_TOKENS
@@ -18,7 +18,7 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kinds.by_block import slide
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, largest
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
-from kvpool.prefix.evict import require, require_each
+from kvpool.prefix.evict import require
 from kvpool.prefix.tree import close, keep_symbols, tip_of
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.publish import publish, publish_postponed, track, untrack
@@ -75,7 +75,7 @@ def _extend_by_one(cache: Cache, batch: SequenceBatch, out: Int32Array | None) -
     if num_crossing:
         pool = cache.gpu_pools[0]
         if num_crossing > pool.num_free:
-            _require(cache, batch, [num_crossing], np.bincount(crossing, minlength=len(batch)), [])
+            _make_room(cache, batch, np.bincount(crossing, minlength=len(batch)), [])
         targets = batch.rows[crossing]
         columns = rows.num_blocks[targets]
         longest = largest(columns) + 1
@@ -104,35 +104,21 @@ def _extend_by_one(cache: Cache, batch: SequenceBatch, out: Int32Array | None) -
     return out
 
 
-def _require(
-    cache: Cache, batch: SequenceBatch, needs: list[int], missing: Int64Array, copies: list[tuple[int, Group, int]]
-) -> None:
-    """Room for `needs` in all: columns that each member misses, and copies."""
-    what = f"extending a batch of {len(batch)} sequences"
-    tenant = common_tenant(batch.handles) if cache.orders.quotas else None
+def _make_room(cache: Cache, batch: SequenceBatch, missing: Int64Array, copies: list[tuple[int, Group, int]]) -> None:
+    """Room for the columns that each member misses, and for copies. Where there are quotas, tenants are told apart."""
+    quotas = cache.orders.quotas
+    tenants = [handle.scope.tenant if quotas else None for handle in batch.handles]
+    needs: dict[str | None, list[int]] = {}
+    for tenant in dict.fromkeys(tenants):
+        own = np.flatnonzero(missing * np.array([each == tenant for each in tenants]) if quotas else missing)
+        needs[tenant] = _growth(cache, batch.rows[own], missing[own])
+    for row, group, _ in copies:
+        needs[cache.rows.handles[row].scope.tenant if quotas else None][group.pool] += 1
     try:
-        if tenant is None and cache.orders.quotas:
-            require_each(cache, _needs_of_tenants(cache, batch, missing, copies), what)
-        else:
-            require(cache, needs, tenant, what)
+        require(cache, needs, f"extending a batch of {len(batch)} sequences")
     except Exception:
         cache.counters.extend_failures += 1
         raise
-
-
-def _needs_of_tenants(
-    cache: Cache, batch: SequenceBatch, missing: Int64Array, copies: list[tuple[int, Group, int]]
-) -> dict[str, list[int]]:
-    """Blocks per pool that the sequences of each tenant need."""
-    needs = {handle.scope.tenant: [0] * len(cache.gpu_pools) for handle in batch.handles}
-    tenants = [handle.scope.tenant for handle in batch.handles]
-    for tenant in needs:
-        own = np.flatnonzero(missing * np.array([each == tenant for each in tenants]))
-        needs[tenant] = _growth(cache, batch.rows[own], missing[own])
-    for row, group, _ in copies:
-        handle = cache.rows.handles[row]
-        needs[handle.scope.tenant][group.pool] += 1
-    return needs
 
 
 def blocks_needed(cache: Cache, row: int, num_tokens: int) -> tuple[int, ...]:
@@ -160,12 +146,8 @@ def _grow(cache: Cache, batch: SequenceBatch, missing: Int64Array, copies: list[
     rows = cache.rows
     grown = np.flatnonzero(missing)
     grown_rows, counts = batch.rows[grown], missing[grown]
-    needs = _growth(cache, grown_rows, counts)
-    num_taken = sum(needs)
-    for _, group, _ in copies:
-        needs[group.pool] += 1
-    _require(cache, batch, needs, missing, copies)
-    cache.counters.blocks_allocated += num_taken
+    _make_room(cache, batch, missing, copies)
+    cache.counters.blocks_allocated += sum(_growth(cache, grown_rows, counts))
     rows.moves += 1
     families: dict[int, set[int]] = {}
     for row, group, column in copies:

@@ -16,7 +16,7 @@ from kvpool.core.prompt import Match
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
-from kvpool.prefix.evict import bring_up, demote, enforce_quota, evict, make_room_for_each, num_fitting
+from kvpool.prefix.evict import bring_up, demote, enforce_quota, evict, make_room, num_fitting
 from kvpool.prefix.tree import end_at, match_tokens, ref, root_for, unref
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admit import count_match, enter_path
@@ -79,7 +79,9 @@ def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
         for blocks, image in zip(swapped, images, strict=True):
             blocks.append(image)
     for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
-        _leave_gpu(cache, handle, row, blocks)
+        _leave_gpu(cache, handle, row)
+        handle.swapped = blocks
+        handle.stats.swaps += 1
     for tiers in cache.pools:
         tiers[Tier.HOST].note_peak()
     cache.counters.swaps_out += len(handles)
@@ -87,7 +89,7 @@ def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     return moved
 
 
-def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: list[Int32Array]) -> None:
+def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int) -> None:
     rows = cache.rows
     rows.keep_token_ids(row)
     root = root_for(cache, handle.scope)
@@ -106,8 +108,6 @@ def _leave_gpu(cache: Cache, handle: KVCacheHandle, row: int, blocks: list[Int32
     rows.set_shared(row, False)
     rows.serials_of[row] = -1
     rows.moves += 1
-    handle.swapped = blocks
-    handle.stats.swaps += 1
     enforce_quota(cache, root)
 
 
@@ -206,9 +206,9 @@ def _missing(cache: Cache, handles: Sequence[KVCacheHandle], num_resident: list[
     return wanted
 
 
-def _gpu_needs(cache: Cache, handles: Sequence[KVCacheHandle], matches: list[Match]) -> dict[str, list[int]]:
+def _gpu_needs(cache: Cache, handles: Sequence[KVCacheHandle], matches: list[Match]) -> dict[str | None, list[int]]:
     """Blocks per pool that the requests of each tenant take. Only those of one tenant can share host blocks."""
-    of_tenants: dict[str, list[int]] = {}
+    of_tenants: dict[str | None, list[int]] = {}
     for tenant in dict.fromkeys(handle.scope.tenant for handle in handles):
         own = [i for i, handle in enumerate(handles) if handle.scope.tenant == tenant]
         needs = _distinct_needs(cache, _missing(cache, [handles[i] for i in own], [matches[i].num_blocks for i in own]))
@@ -218,7 +218,7 @@ def _gpu_needs(cache: Cache, handles: Sequence[KVCacheHandle], matches: list[Mat
     return of_tenants
 
 
-def _gpu_supply(cache: Cache, needs: dict[str, list[int]], matches: list[Match]) -> list[int]:
+def _gpu_supply(cache: Cache, needs: dict[str | None, list[int]], matches: list[Match]) -> list[int]:
     """Blocks per pool that are free or may be evicted for all of them once they hold what they find.
 
     A pinned run that they hold protects no other run of its tenant any more. What is guaranteed to a tenant gives way
@@ -244,7 +244,7 @@ def _gpu_supply(cache: Cache, needs: dict[str, list[int]], matches: list[Match])
     return supply
 
 
-def _in_all(cache: Cache, needs: dict[str, list[int]]) -> list[int]:
+def _in_all(cache: Cache, needs: dict[str | None, list[int]]) -> list[int]:
     return [sum(of_tenant[pool.index] for of_tenant in needs.values()) for pool in cache.gpu_pools]
 
 
@@ -259,17 +259,29 @@ def swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     )
     for handle, row, match in zip(handles, row_list, matches, strict=True):
         _hold_resident(cache, handle, row, match.num_blocks)
-    make_room_for_each(cache, needs)
+    make_room(cache, needs)
     wanted = _missing(cache, handles, [m.num_blocks for m in matches])
     moved = 0
     for group, of_group in zip(cache.groups, wanted, strict=True):
         num_copied, images = _copy(cache, group, of_group, CopyKind.SWAP_IN)
         moved += num_copied
+        table = cache.rows.tables[group.index]
         for row, image in zip(row_list, images, strict=True):
-            _restore_table(cache, group, row, image)
+            back = image >= 0
+            table[row, : len(image)][back] = image[back]
+            if group.grows:
+                fresh = group.fresh_columns(cache.rows, row)
+                table[row, fresh] = group.take(len(fresh))
     _join_families(cache, handles, wanted)
     for handle, row in zip(handles, row_list, strict=True):
-        _return_to_gpu(cache, handle, row)
+        release_host(cache, handle)
+        cache.rows.serials_of[row] = handle.serial
+        cache.rows.moves += 1
+        if handle.family is not None:
+            cache.rows.set_shared(row, True)
+        publish(cache, row)
+        if handle.publishes:
+            track(cache, row)
     cache.counters.swaps_in += len(handles)
     cache.counters.swapped_blocks += moved
     return moved
@@ -285,15 +297,6 @@ def _hold_resident(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: in
     for group in cache.full:
         ids = path_ids(tip.path(), match.num_blocks, group.index)
         cache.rows.tables[group.index][row, : match.num_blocks] = ids
-
-
-def _restore_table(cache: Cache, group: Group, row: int, image: Int32Array) -> None:
-    table = cache.rows.tables[group.index]
-    back = image >= 0
-    table[row, : len(image)][back] = image[back]
-    if group.grows:
-        fresh = group.fresh_columns(cache.rows, row)
-        table[row, fresh] = group.take(len(fresh))
 
 
 def _join_families(cache: Cache, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
@@ -312,17 +315,6 @@ def _join_families(cache: Cache, handles: Sequence[KVCacheHandle], wanted: list[
             for row in family:
                 member = cache.rows.handles[row]
                 member.family = family
-
-
-def _return_to_gpu(cache: Cache, handle: KVCacheHandle, row: int) -> None:
-    release_host(cache, handle)
-    cache.rows.serials_of[row] = handle.serial
-    cache.rows.moves += 1
-    if handle.family is not None:
-        cache.rows.set_shared(row, True)
-    publish(cache, row)
-    if handle.publishes:
-        track(cache, row)
 
 
 def offload(cache: Cache, source: BlockPool, num_blocks: int) -> int:
