@@ -428,7 +428,7 @@ def test_given_more_new_tokens_than_the_context_has_room_for_then_they_are_cut_a
         assert out.finish_reason == "length"
         assert generation.params.max_new_tokens == 13
         (note,) = out.notes
-        assert note == "max_new_tokens=1000 was cut to 13: the prompt has 500 tokens, the context ends at 512"
+        assert note == "max_new_tokens=1000 was cut to 13: the prompt has 500 tokens, there is room for 512"
         assert caplog.messages == [note]
         assert engine.generate([prompt], greedy(13))[0].notes == ()
         with pytest.raises(NeverFitsError):

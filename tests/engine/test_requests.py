@@ -32,7 +32,7 @@ def maker(**options: Any) -> RequestMaker:
         tokenizer=TOKENIZER,
         scope_of=lambda adapter, scope: ReuseScope() if scope is None else scope,
         vocab_size=100,
-        max_seq_len=10,
+        longest=10,
         defaults=SamplingParams(),
         eos_ids=frozenset({2}),
         clock=lambda: 50.0,
@@ -84,7 +84,7 @@ def test_given_a_context_then_no_more_new_tokens_are_wanted_than_it_has_room_for
     limit: int | None, wanted: int, granted: int
 ) -> None:
     """The K and V of the last token are never stored. A prompt that is too long by itself is refused later."""
-    generation, request = maker(max_seq_len=limit).make(PROMPT, SamplingParams(wanted))
+    generation, request = maker(longest=limit).make(PROMPT, SamplingParams(wanted))
     assert (request.max_new_tokens, generation.params.max_new_tokens) == (granted, granted)
     assert bool(generation.notes) == (granted < wanted)
     if generation.notes:

@@ -294,6 +294,23 @@ def test_given_several_calls_then_each_has_an_id_and_a_number(client: Any) -> No
         assert seed < 50
 
 
+@pytest.mark.parametrize("choice", ["none", "required", {"type": "function", "function": {"name": "stop"}}])
+def test_given_another_choice_of_tools_then_the_prompt_stays_the_same(client: Any, choice: Any) -> None:
+    first = client.chat.completions.create(**(FREE | {"max_tokens": 1})).usage
+    again = client.chat.completions.create(**(FREE | {"max_tokens": 1}), tool_choice=choice).usage
+    assert again.prompt_tokens == first.prompt_tokens
+    assert again.prompt_tokens_details.cached_tokens == first.prompt_tokens - 1
+
+
+def test_given_some_tools_that_must_be_called_then_no_other_is(client: Any) -> None:
+    among = {"mode": "required", "tools": [{"type": "function", "function": {"name": "stop"}}]}
+    for seed in range(3):
+        asked = dict(FREE, seed=seed, parallel_tool_calls=False)
+        choice = {"type": "allowed_tools", "allowed_tools": among}
+        (called,) = client.chat.completions.create(**asked, tool_choice=choice).choices[0].message.tool_calls
+        assert called.function.name == "stop"
+
+
 def test_given_a_schema_beside_tools_then_the_answer_is_one_or_the_other(client: Any) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
     kinds = set()

@@ -162,7 +162,7 @@ class Engine:
             None if self.tokenizer is None else Pieces(self.tokenizer),
             loop.runner.adapters.scope,
             self.shape.vocab_size,
-            self.config.max_seq_len,
+            self.config.longest_sequence(keep_watermark=False),
             self.sampling_defaults,
             eos_token_ids(self.model),
             lambda: loop.scheduler.clock(),

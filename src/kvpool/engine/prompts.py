@@ -122,8 +122,8 @@ def _rendered(messages: Sequence[Mapping[str, Any]], templates: Any, **template:
     for message in spoken:
         _unicode(str(message.get("content", "")))
     try:
-        begins = not template.get("continue_final_message")
-        return templates.apply_chat_template(spoken, add_generation_prompt=begins, **template)
+        begins = {"add_generation_prompt": not template.get("continue_final_message")}
+        return templates.apply_chat_template(spoken, **{**begins, **template})
     # A template is a program and may fail in many ways.
     except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         roles = ", ".join(str(message.get("role")) for message in spoken)

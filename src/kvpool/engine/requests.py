@@ -99,7 +99,7 @@ class RequestMaker:
     tokenizer: Any
     scope_of: Callable[[str | None, ReuseScope | None], ReuseScope]  # with the adapter of a request
     vocab_size: int
-    max_seq_len: int | None
+    longest: int | None  # tokens of a prompt and its answer that the context and the memory hold
     defaults: SamplingParams
     eos_ids: frozenset[int]
     clock: Callable[[], float]
@@ -189,11 +189,13 @@ class RequestMaker:
 
     def _fitted(self, num_tokens: int, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
         """The parameters, with `max_new_tokens` cut to what fits the context, and a note if it was cut."""
-        limit, wanted = self.max_seq_len, params.max_new_tokens
+        limit, wanted = self.longest, params.max_new_tokens
         room = wanted if limit is None else limit - num_tokens + 1  # K and V of the last token are never needed
         if not 0 < room < wanted:  # a prompt that is too long by itself is refused
             return params, ()
-        note = f"max_new_tokens={wanted} was cut to {room}: the prompt has {num_tokens} tokens, the context ends at {limit}"
+        note = (
+            f"max_new_tokens={wanted} was cut to {room}: the prompt has {num_tokens} tokens, there is room for {limit}"
+        )
         log.info(note)
         return replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room)), (note,)
 

@@ -24,6 +24,11 @@ HOLE = "\0"
 # Why a sample ended, in OpenAI's words. "length" also stands for requests that were cut off.
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
 
+TOO_LONG = (
+    "This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. "
+    "Please reduce the length of the messages."
+)
+"""The refusal of a prompt in OpenAI's words."""
 Piece = Callable[[int], str]
 """The text of one token."""
 
@@ -54,7 +59,12 @@ class EventForm:
 
 
 class Writer(Protocol):
-    """Writes one kind of answer: whole, or as events of a stream. Samples are numbered over all prompts."""
+    """Writes one kind of answer: whole, or as events of a stream. Samples are numbered over all prompts.
+
+    `too_long` is the refusal of a prompt as the API says it: agents read it, and shorten the conversation.
+    """
+
+    too_long: str
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes: ...
@@ -65,6 +75,7 @@ class Writer(Protocol):
 class _Answer:
     """What both kinds share: a name, a time, and token counts."""
 
+    too_long = TOO_LONG
     prefix: str
     kind: str
     kind_of_part: str

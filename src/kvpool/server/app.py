@@ -244,7 +244,9 @@ def _add_looks(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def list_models(caller: Caller = caller_of) -> dict[str, Any]:
         """The models that are served, and their adapters."""
-        return {"object": "list", "data": server.described()}
+        found = server.described()
+        pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # for Anthropic's clients
+        return {"object": "list", "data": found, **pages}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str, caller: Caller = caller_of) -> dict[str, Any]:
@@ -273,7 +275,9 @@ def _add_looks(app: FastAPI, server: Server) -> None:
 
 def _described(model: ServedModel, adapter: str | None = None) -> dict[str, Any]:
     limit = model.engine.config.max_seq_len
-    told = {"id": adapter or model.name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": limit}
+    name = adapter or model.name
+    told = {"id": name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": limit}
+    told |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's fields
     return told if adapter is None else {**told, "parent": model.name}
 
 
@@ -383,6 +387,7 @@ def _add_live_view(app: FastAPI, server: Server) -> None:
         """Which tokens of a prompt come from the cache."""
         return await views.prompt(body, server.model(body.model), caller)
 
+    @app.head("/", include_in_schema=False)  # agents ask so whether anybody is there
     @app.get("/", include_in_schema=False)
     @app.get("/docs", include_in_schema=False)
     @app.get("/view/{name}", include_in_schema=False)

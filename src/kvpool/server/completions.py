@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
@@ -16,11 +16,12 @@ from starlette.responses import Response
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.server.answers import ChatAnswer, TextAnswer
 from kvpool.server.auth import Caller
+from kvpool.server.body import Body
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.long_work import WorkTurn
 from kvpool.server.parameters import sampling_params
-from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
+from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling, Tool
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue, ToolUse, tool_use
 
@@ -61,16 +62,23 @@ async def chat(
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, caller, context.gate, most, wanted, begun)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun), model.bytes_of)
-    exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([begun.asked], params, offers_tools=bool(begun.use.offered))
+    return await Exchange(request, body, model, caller, context, answer).answer(begun, params)
 
 
 async def chat_dialogue(body: ChatCompletions, model: ServedModel, reading: WorkTurn) -> Dialogue:
-    """The conversation of a chat."""
-    offered = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    """The conversation of a body, ready for the model."""
+    offered = [tool.model_dump(exclude_none=True) for tool in body.tools or () if isinstance(tool, Tool)]
     use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
-    template = body.chat_template_kwargs
-    return await dialogue(model, body.messages, use, reading, template, continues=body.continue_final_message)
+    return await dialogue(
+        model,
+        body,
+        body.messages,
+        use,
+        reading,
+        body.chat_template_kwargs,
+        begins=body.add_generation_prompt,
+        continues=body.continue_final_message,
+    )
 
 
 def _refuse_contradictions(body: ChatCompletions) -> None:
@@ -84,20 +92,27 @@ def _refuse_contradictions(body: ChatCompletions) -> None:
 
 async def dialogue(
     model: ServedModel,
+    body: Body,
     messages: Sequence[Message],
     use: ToolUse,
     reading: WorkTurn,
-    template: dict[str, Any] | None = None,
+    template: Mapping[str, Any] | None = None,
     *,
+    begins: bool = True,
     continues: bool = False,
 ) -> Dialogue:
-    """A conversation with its tools, ready for the model. If it `continues`, the answer goes on with the last message.
+    """The conversation of a body with its tools, ready for the model. `template` has variables that the body sets itself.
 
+    If it `continues`, the answer goes on with the last message; else the prompt ends where the assistant `begins` to speak.
     Images are read in a turn of the caller.
     """
     model.answers.check(use)
-    asked = await conversation_tokens(model, messages, reading, use.offered, template, continues=continues)
-    return Dialogue(asked.token_ids, use, asked.pictures)
+    asked = model.answers.follow(body)
+    variables = {**asked.template, **(template or {})}
+    prompt = await conversation_tokens(
+        model, messages, reading, use.offered, variables, begins=begins, continues=continues
+    )
+    return Dialogue(prompt.token_ids, use, prompt.pictures, variables, asked.left_out)
 
 
 async def conversation_tokens(
@@ -105,14 +120,16 @@ async def conversation_tokens(
     messages: Sequence[Message],
     reading: WorkTurn,
     tools: Sequence[dict[str, Any]] = (),
-    template: dict[str, Any] | None = None,
+    template: Mapping[str, Any] | None = None,
     *,
+    begins: bool = True,
     continues: bool = False,
 ) -> PicturedPrompt:
     """A conversation as the model gets it. Text parts of a message without images are joined."""
     spoken = []
     for number, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
+        turn["role"] = model.answers.role(message.role)
         turn["content"] = await model.images.content(message.content, number)
         if "tool_calls" in turn:
             turn["tool_calls"] = _calls_for_template(turn["tool_calls"], number)
@@ -128,6 +145,8 @@ async def conversation_tokens(
     more = {**(template or {}), **({"tools": list(tools)} if tools else {})}
     if continues:
         more["continue_final_message"] = True
+    if not begins:
+        more["add_generation_prompt"] = False
     return await model.chat_tokens(spoken, reading, **more)
 
 

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from kvpool.errors import KVPoolError
 from kvpool.server.auth import Caller
+from kvpool.server.body import Body, Int, Text, Tokens
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
-from kvpool.server.schema import Body, Int, Text, Tokens
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 
 

@@ -14,6 +14,7 @@ from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.pools.arrays import Int32Array
+from kvpool.server.agent_fields import LEFT_OUT_HEADER
 from kvpool.server.answers import Writer
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
@@ -23,6 +24,7 @@ from kvpool.server.parameters import pins_of, request_options, session_of
 from kvpool.server.pins import TenantPins
 from kvpool.server.schema import Sampling
 from kvpool.server.served_model import LiveRequest, ServedModel
+from kvpool.server.tools import Dialogue
 from kvpool.server.tracing import RequestTrace, Tracing
 from kvpool.web import EventStream, unless_gone
 
@@ -60,22 +62,27 @@ class Exchange:
         self._meter: RequestMeter | None = None
         self._trouble = ""  # why it ended early
         self._is_cut = False
-        self._answer = answer
+        self._writer = answer
         self._headers: dict[str, str] = {}
         self._name = session_of(body, request.headers) or request.state.id
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
+    async def answer(self, begun: Dialogue, params: SamplingParams, **more: Any) -> Response:
+        """Answers a dialogue. A header names the fields of the request that change nothing."""
+        if begun.left_out:
+            self._headers[LEFT_OUT_HEADER] = ", ".join(begun.left_out)
+        return await self.run([begun.asked], params, offers_tools=bool(begun.use.tools), **more)
+
     async def run(
         self, prompts: Sequence[Int32Array | PicturedPrompt], params: SamplingParams, **more: Any
     ) -> Response:
         """Queues the prompts and answers, at the end or as a stream. `more` are further options for the engine."""
+        limit = min(self._gate.limits.prompt_tokens, self._model.longest_prompt)
         for prompt in prompts:
-            if len(prompt) > self._gate.limits.prompt_tokens:
-                limit = self._gate.limits.prompt_tokens
-                raise Problem(
-                    400, f"the prompt has {len(prompt)} tokens, the limit is {limit}", code="context_length_exceeded"
-                )
+            if len(prompt) > limit:
+                words = self._writer.too_long.format(tokens=len(prompt), limit=limit)
+                raise Problem(400, words, code="context_length_exceeded")
         options = request_options(self._body, self._caller, self._request.headers)
         options |= {name: value for name, value in more.items() if value is not None}
         images = [
@@ -178,7 +185,7 @@ class Exchange:
             async for news in running:
                 await self._note(running, news)
         self._check_cut()
-        return self._answer.whole([running.generation for running in self._running])
+        return self._writer.whole([running.generation for running in self._running])
 
     async def _after(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """All parts. An error after the first part goes into the stream, because the status is already sent."""
@@ -187,7 +194,7 @@ class Exchange:
             async for part in rest:
                 yield part
         except Problem as problem:
-            yield self._answer.failed(problem)
+            yield self._writer.failed(problem)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """The events of the stream. Events that are there at the same time are sent together."""
@@ -197,12 +204,12 @@ class Exchange:
                 running = self._running[number]
                 await self._note(running, news)
                 first = number * self._body.n
-                yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
+                yield b"".join(self._writer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
             self._check_cut()
         except Problem as problem:
             self._trouble = _in_full(problem)
             raise
-        yield self._answer.end([running.generation for running in self._running])
+        yield self._writer.end([running.generation for running in self._running])
 
 
 def _in_full(error: BaseException) -> str:

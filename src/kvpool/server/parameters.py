@@ -85,7 +85,7 @@ async def _grammar(
             param="response_format",
         )
     schema = None if wanted.json_schema is None else wanted.json_schema.of
-    if rules is not None and dialogue is not None and dialogue.use.offered:
+    if rules is not None and dialogue is not None and dialogue.use.tools:
         words = "structured_outputs beside tools: only json and json_object; or leave the tools out"
         raise Problem(400, words, code="unsupported", param=where)
     if rules is None and dialogue is not None:

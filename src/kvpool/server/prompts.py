@@ -10,13 +10,14 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.server.auth import Caller
+from kvpool.server.body import Body, Int
 from kvpool.server.completions import chat_dialogue, prompts_in
 from kvpool.server.errors import Problem, problem_of_body
 from kvpool.server.limits import Gate
 from kvpool.server.long_work import WorkTurn
 from kvpool.server.messages import Messages, message_dialogue
 from kvpool.server.responses import Responses, response_dialogue
-from kvpool.server.schema import Body, ChatCompletions, Completions, Int, Sampling
+from kvpool.server.schema import ChatCompletions, Completions, Sampling
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue
 

@@ -8,29 +8,27 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
+from kvpool.server.agent_fields import OfResponses, OfTexts, OtherTool, other_than
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
-from kvpool.server.answers import as_event
+from kvpool.server.answers import TOO_LONG, as_event
 from kvpool.server.auth import Caller
+from kvpool.server.body import Body, Count, One, Text
 from kvpool.server.completions import FILL_CONTEXT, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.long_work import WorkTurn
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import (
-    Body,
-    Count,
     Function,
     JsonSchema,
     Message,
-    One,
     ResponseFormat,
     Sampling,
-    Text,
 )
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tool_forms import ToolCall
@@ -52,11 +50,10 @@ class TextFormat(Body):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-class TextOptions(Body):
+class TextOptions(OfTexts):
     """Options for the text of a response."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] = "medium"
 
 
 class ResponseTool(Function):
@@ -67,6 +64,9 @@ class ResponseTool(Function):
     def as_function(self) -> dict[str, Any]:
         """The function in the form that chat templates read."""
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+AnyTool = Annotated[Annotated[ResponseTool, Tag("own")] | Annotated[OtherTool, Tag("other")], other_than("function")]
 
 
 class ResponseItem(BaseModel):
@@ -82,7 +82,7 @@ class ResponseItem(BaseModel):
     output: str | list[dict[str, Any]] | None = None
 
 
-class Responses(Sampling):
+class Responses(Sampling, OfResponses):
     """`POST /v1/responses`."""
 
     input: Text | Annotated[list[ResponseItem], Field(min_length=1)]
@@ -90,7 +90,7 @@ class Responses(Sampling):
     instructions: str | None = None
     max_output_tokens: Count | None = None
     previous_response_id: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
@@ -117,17 +117,17 @@ async def respond(
     most = body.max_output_tokens or FILL_CONTEXT
     params = await sampling_params(body, model, caller, context.gate, most, dialogue=begun)
     answer = ResponseAnswer(model.name, body, model.answers.reader(begun))
-    exchange = Exchange(request, body, model, caller, context, answer)
-    return await exchange.run([begun.asked], params, offers_tools=bool(begun.use.offered))
+    return await Exchange(request, body, model, caller, context, answer).answer(begun, params)
 
 
 async def response_dialogue(body: Responses, model: ServedModel, reading: WorkTurn) -> Dialogue:
-    """The conversation of a request for a response."""
+    """The conversation of a body, ready for the model."""
     turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _turns(body.input)
     if body.instructions:
         turns = [Message(role="system", content=body.instructions), *turns]
-    use = tool_use([tool.as_function() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
-    return await dialogue(model, turns, use, reading)
+    offered = [tool.as_function() for tool in body.tools or () if isinstance(tool, ResponseTool)]
+    use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
+    return await dialogue(model, body, turns, use, reading)
 
 
 def _turns(items: Sequence[ResponseItem]) -> list[Message]:
@@ -174,6 +174,8 @@ _TYPES = {"content": "output_text", "reasoning": "reasoning_text"}  # the type o
 
 class ResponseAnswer:
     """A `response`, whole or as its events. Texts, thoughts and calls are items of its output."""
+
+    too_long = TOO_LONG
 
     def __init__(self, model: str, body: Responses, make_reader: Callable[[], AnswerReader] | None) -> None:
         self._id = f"resp_{uuid.uuid4().hex}"

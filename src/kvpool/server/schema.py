@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
 
 from kvpool.engine.params import MAX_LOGPROBS, MAX_STOPS
+from kvpool.server.agent_fields import OfChats, OfEvery, OtherTool, other_than
+from kvpool.server.body import Body, Count, Int, Stop, Text, Token, Tokens
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
-
-
-def _whole(value: Any) -> Any:
-    """Turns 5.0 into the integer 5, as JSON means it; leaves everything else."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _object(value: Any) -> Any:
@@ -35,41 +29,6 @@ _SLASHES = re.compile(r"\\.|[/\n]", re.DOTALL)  # or anything behind a backslash
 def _in_slashes(found: re.Match[str]) -> str:
     """A part of a pattern as it stands between slashes."""
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[Int, Field(ge=1, lt=2**31)]
-One = Annotated[Int, Field(ge=1, le=1)]  # answers, where a form has no place for more
-Token = Annotated[Int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Text = Annotated[str, Field(min_length=1)]
-
-
-class Body(BaseModel):
-    """Values must have the documented types: "1" is no number. Unknown fields are refused: nothing is ignored silently."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Treats null as if the field were missing: many clients send null for fields that were not set."""
-        if not isinstance(data, dict):
-            return data
-        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
-        return {name: value for name, value in data.items() if value is not None or name in needed}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The document says so, too."""
-        found = handler.resolve_ref_schema(handler(core_schema))
-        needed = found.get("required", ())
-        for name, field in found.get("properties", {}).items():
-            if name not in needed and {"type": "null"} not in field.get("anyOf", ()):
-                kept = {key: field.pop(key) for key in ("title", "default") if key in field}
-                found["properties"][name] = {"anyOf": [field, {"type": "null"}], **kept}
-        return found
 
 
 class StreamOptions(Body):
@@ -140,25 +99,9 @@ class KeptTokens(Body):
     pin: bool = False
 
 
-# Values of fields of OpenAI's, Anthropic's and vLLM's servers that ask for what every answer here is anyway. Other values of
-# these fields are refused.
-PLAIN: Mapping[str, Any] = {
-    **{"background": False, "best_of": 1, "include": [], "modalities": ["text"], "truncation": "disabled"},
-    **{"verbosity": "medium", "thinking": {"type": "disabled"}, "use_beam_search": False},
-    **{"length_penalty": 1.0, "add_generation_prompt": True, "include_stop_str_in_output": False},
-}
+class Sampling(OfEvery):
+    """What all forms of a request share."""
 
-
-class Sampling(Body):
-    """What completions and chats share. Labels of a request (`user`, `metadata`, ...) may be sent and change nothing."""
-
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     model: str = ""
     n: Annotated[Int, Field(ge=1, le=2**16)] = 1
     stream: bool = False
@@ -188,14 +131,6 @@ class Sampling(Body):
     expected_seconds: Annotated[float, Field(ge=0, le=1e9)] | None = None
     deadline_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     retention: Annotated[list[KeptTokens], Field(max_length=64)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_plain_values(cls, data: Any) -> Any:
-        """Drops fields that ask for what every answer is anyway."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if name not in PLAIN or value != PLAIN[name]}
 
 
 class Completions(Sampling):
@@ -234,7 +169,10 @@ class Tool(BaseModel):
     function: Function
 
 
-class ChatCompletions(Sampling):
+AnyTool = Annotated[Annotated[Tool, Tag("own")] | Annotated[OtherTool, Tag("other")], other_than("function")]
+
+
+class ChatCompletions(Sampling, OfChats):
     """`POST /v1/chat/completions`."""
 
     messages: Conversation
@@ -242,9 +180,10 @@ class ChatCompletions(Sampling):
     max_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from kvpool.engine.engine import Engine, Prompt
@@ -53,6 +53,12 @@ class ServedModel:
         self.images = ImageSource(image_hosts)
         self.names: dict[Hashable, str] = {}  # of running requests, for people
         self._notifier: LoopNotifier | None = None
+
+    @cached_property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that the context and the memory hold."""
+        longest = self.engine.config.longest_sequence(keep_watermark=False)
+        return 2**31 if longest is None else longest
 
     def with_adapter(self, name: str) -> ServedModel:
         """The model with one of its engine's adapters; clients call it by the adapter's name."""

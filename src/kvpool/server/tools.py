@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
+from kvpool.server.agent_fields import Followed, followed
 from kvpool.server.answer_reader import THINKING, AnswerReader, HarmonyReader, MarkedReader
+from kvpool.server.body import Body
 from kvpool.server.errors import Problem
 from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolForm, check_tool_parser, form_in, json_rule
 
+log = logging.getLogger("kvpool")
+
+_MOST_SAID = 256  # names; clients choose some of them
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a request, in the form that chat templates read, and how the answer may call them."""
+    """The tools of a request, in the form that chat templates read, and how the answer may call them.
+
+    All of them are in the prompt, whichever may be called: another choice at the next turn finds the same prompt cached.
+    """
 
     offered: Sequence[dict[str, Any]] = ()
     must: bool = False  # the answer is nothing but calls
     several: bool = True
+    allowed: Collection[str] | None = None  # the names of those that may be called; None: all
 
     @cached_property
     def tools(self) -> dict[str, Tool]:
-        """The tools by name."""
+        """The tools that may be called, by name."""
         functions = [each["function"] for each in self.offered]
-        return {each["name"]: Tool(each["name"], each.get("parameters") or _ANY_ARGUMENTS) for each in functions}
+        return {
+            each["name"]: Tool(each["name"], each.get("parameters") or _ANY_ARGUMENTS)
+            for each in functions
+            if self.allowed is None or each["name"] in self.allowed
+        }
 
 
 class Dialogue(NamedTuple):
@@ -41,6 +56,8 @@ class Dialogue(NamedTuple):
     prompt: Int32Array
     use: ToolUse
     pictures: Pictures | None = None  # behind placeholders of the prompt
+    template: Mapping[str, Any] = MappingProxyType({})  # variables that the chat template was given
+    left_out: Sequence[str] = ()  # fields of the request that change nothing
 
     @property
     def asked(self) -> PicturedPrompt:
@@ -51,32 +68,45 @@ class Dialogue(NamedTuple):
 def tool_use(offered: Sequence[dict[str, Any]], choice: Any, several: bool) -> ToolUse:
     """What `tools`, `tool_choice` and `parallel_tool_calls` of a request say.
 
-    A choice is "auto", "none", "required", or a function by name.
+    A choice is "auto", "none", "required", a function by name, or "auto" or "required" among some of them.
     """
-    if choice is None or choice in ("auto", "none"):
-        return ToolUse(() if choice == "none" else offered, several=several)
+    if choice is None or choice == "auto":
+        return ToolUse(offered, several=several)
+    if choice == "none":
+        return ToolUse(offered, allowed=())
     if not offered:
-        raise _wrong_choice("tool_choice needs tools")
+        raise _wrong_choice("tool_choice needs tools that are functions")
     if choice == "required":
         return ToolUse(offered, must=True, several=several)
-    name = _named(choice)
-    chosen = [each for each in offered if each["function"]["name"] == name]
-    if not chosen:
-        known = ", ".join(each["function"]["name"] for each in offered)
-        raise _wrong_choice(f"tool_choice names {name!r}, which is none of the tools {known}")
-    return ToolUse(chosen, must=True, several=False)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _among(offered, choice.get("allowed_tools") or choice, several)
+    return ToolUse(offered, must=True, several=False, allowed=[_name_in(choice, offered)])
 
 
-def _named(choice: Any) -> str:
-    """The name in OpenAI's two forms of a choice: with `function` around it, or without."""
+def _among(offered: Sequence[dict[str, Any]], choice: Any, several: bool) -> ToolUse:
+    """The choice `allowed_tools`, in both of OpenAI's forms: with the mode and the tools in it, or beside its type."""
+    mode, named = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        raise _wrong_choice('tool_choice allowed_tools has the mode "auto" or "required", and one of the tools or more')
+    if mode == "auto":
+        raise _wrong_choice('tool_choice allowed_tools has the mode "required" here: offer only those tools for "auto"')
+    return ToolUse(offered, must=True, several=several, allowed=[_name_in(each, offered) for each in named])
+
+
+def _name_in(choice: Any, offered: Sequence[dict[str, Any]]) -> str:
+    """The name of an offered tool in OpenAI's two forms of a choice: with `function` around it, or without."""
+    name = None
     if isinstance(choice, dict) and choice.get("type") == "function":
         name = choice.get("name") or (choice.get("function") or {}).get("name")
-        if isinstance(name, str):
-            return name
-    raise _wrong_choice(
-        'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}: '
-        f"got {json.dumps(choice)[:100]}"
-    )
+    if not isinstance(name, str):
+        raise _wrong_choice(
+            'tool_choice is "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
+            f'{{"type": "allowed_tools", ...}}: got {json.dumps(choice)[:100]}'
+        )
+    known = [each["function"]["name"] for each in offered]
+    if name not in known:
+        raise _wrong_choice(f"tool_choice names {name!r}, which is none of the tools {', '.join(known)}")
+    return name
 
 
 def _wrong_choice(message: str) -> Problem:
@@ -96,10 +126,11 @@ class AnswerForm:
 
     def __init__(self, tokenizer: Any, tool_parser: str) -> None:
         check_tool_parser(tool_parser)
-        template = _template(tokenizer)
+        self._template = _template(tokenizer)
         self._tokenizer = tokenizer
-        self._name = tool_parser or form_in(template)
-        self._thinking = next((marks for marks in THINKING if marks.closes in template), None)
+        self._name = tool_parser or form_in(self._template)
+        self._thinking = next((marks for marks in THINKING if marks.closes in self._template), None)
+        self._said: set[str] = set()  # fields of requests of which the log has said that they change nothing
 
     @property
     def skips_special_tokens(self) -> bool:
@@ -109,9 +140,22 @@ class AnswerForm:
             mark in self._added and self._tokenizer.added_tokens_decoder[self._added[mark]].special for mark in marks
         )
 
+    def follow(self, body: Body) -> Followed:
+        """What a request asks of the chat template, and its fields that change nothing, of which the log says so once."""
+        asked = followed(body, self._template, self._thinking is not None or self._name == HARMONY)
+        for name in asked.left_out:
+            if name not in self._said and len(self._said) < _MOST_SAID:
+                self._said.add(name)
+                log.warning("requests have %s, which changes nothing for this model (said once)", name)
+        return asked
+
+    def role(self, role: str) -> str:
+        """The role of a message as the chat template knows it: few know OpenAI's developers."""
+        return "system" if role == "developer" and role not in self._template else role
+
     def check(self, use: ToolUse) -> None:
         """Refuses tools that the model would not see, or whose calls could not be read."""
-        if not use.offered:
+        if not use.tools:
             return
         if not self._shows_tools:
             raise Problem(
@@ -135,7 +179,7 @@ class AnswerForm:
         use = dialogue.use
         if self._name == HARMONY:
             return HarmonyReader
-        if self._thinking is None and not use.offered:
+        if self._thinking is None and not use.tools:
             return None
         thinks = self._is_inside_a_thought(dialogue.prompt)
         return lambda: MarkedReader(self._form, use.tools, self._thinking, thinks)
@@ -146,7 +190,7 @@ class AnswerForm:
         A model that thinks in this answer may do so first.
         """
         use = dialogue.use
-        if not use.offered or not (use.must or schema is not None):
+        if not use.tools or not (use.must or schema is not None):
             return None
         assert self._form is not None
         start = "calls" if use.must or schema is None else f"calls | ({json_rule(schema)})"
