@@ -16,6 +16,7 @@ import pytest
 from live import Live, call, openai_client, until
 
 from kvpool import ReuseScope, web
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.server import Limits
 from kvpool.server.errors import Problem
 from kvpool.server.pins import TenantPins
@@ -127,8 +128,8 @@ def test_given_pins_that_are_asked_for_at_once_then_no_more_are_made_than_a_tena
     book = TenantPins(2)
 
     async def all_at_once() -> list[Any]:
-        tokens = np.arange(8, dtype=np.int32)
-        asked = (book.pin("a", model, tokens, ReuseScope("a"), None) for _ in range(5))
+        prompt = PicturedPrompt(np.arange(8, dtype=np.int32))
+        asked = (book.pin("a", model, prompt, ReuseScope("a"), None) for _ in range(5))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     assert sum(isinstance(answer, Problem) for answer in asyncio.run(all_at_once())) == 3
