@@ -25,7 +25,7 @@ from kvpool.eviction import (
     policy_names,
     register_policy,
 )
-from kvpool.eviction.policy import RunQueue
+from kvpool.eviction.policy import Item, Queue
 from kvpool.replay.policies import (
     _MAX_CHECKPOINTS,
     ARCPolicy,
@@ -803,8 +803,8 @@ def test_parameters_are_taken_up_to_their_limits() -> None:
 
 
 def test_a_queue_passes_over_what_left_its_front_once_and_cuts_it_off() -> None:
-    queue = RunQueue()
-    items = [queue.push(number, StandInRun(created=number)) for number in range(200)]
+    queue: Queue = Queue()
+    items = [queue.insert(Item(number, StandInRun(created=number))) for number in range(200)]
     for number, item in enumerate(items[:99], start=1):
         queue.discard(item)
         assert queue.head() is items[number].run
@@ -817,8 +817,8 @@ def test_a_queue_passes_over_what_left_its_front_once_and_cuts_it_off() -> None:
 
 
 def test_a_queue_keeps_nothing_of_what_left_its_front() -> None:
-    queue = RunQueue()
-    items = [queue.push(number, StandInRun(created=number)) for number in range(100)]
+    queue: Queue = Queue()
+    items = [queue.insert(Item(number, StandInRun(created=number))) for number in range(100)]
     for item in items[:40]:
         queue.discard(item)
     assert queue.head() is items[40].run
@@ -827,7 +827,7 @@ def test_a_queue_keeps_nothing_of_what_left_its_front() -> None:
         queue.discard(item)
     assert queue.first() is None
     assert queue.last() is None
-    late = queue.push(0, StandInRun())
+    late = queue.insert(Item(0, StandInRun()))
     assert queue.first() is queue.last() is late
 
 

@@ -361,7 +361,7 @@ class SequenceBatch:
             starts = rows.first_held[group][self.selection]
             held &= ~kind.hidden(column, starts[:, None])
             sizes = held.sum(axis=1)
-            first = (kind.first_listed(starts) * size).astype(np.int32)
+            first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)
         indptr = _array(indptr, count + 1, "indptr")
         indptr[0] = 0
         np.cumsum(sizes, out=indptr[1:])

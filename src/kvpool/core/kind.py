@@ -49,6 +49,7 @@ class Group:
         self.block_size = block_size
         self.tiers = tiers
         self.gpu = tiers[GPU]
+        self.sinks = ceil_div(spec.sink_tokens, block_size)  # leading blocks that stay whatever follows
 
     @classmethod
     def pick(cls, of_sequence: T, of_fixed: T) -> T:
@@ -79,28 +80,26 @@ class Group:
     # --- what a query reads ------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
-        """The first block that the query at position `num_tokens` (the next one) can still read, those apart that all do."""
+        """The first block that the query at position `num_tokens` (the next one) can still read, sinks apart."""
         return 0
 
     def reads(self, columns: Any, num_tokens: int) -> BoolArray:
         """Which of these blocks the query at position `num_tokens` reads, if it has that many before it."""
-        return np.ones(np.shape(columns), np.bool_)
+        read: BoolArray = (columns >= self.first_read(num_tokens)) | (columns < self.sinks)
+        return read
 
     def hidden(self, columns: Any, starts: Any) -> BoolArray:
         """Which blocks a sequence has given up that reads from block `starts` on."""
-        return np.zeros(np.broadcast(columns, starts).shape, np.bool_)
-
-    def first_listed(self, starts: Int64Array) -> Int64Array:
-        """The first blocks behind what sequences have given up that read from the blocks `starts` on."""
-        return starts
-
-    def held_parts(self, ids: Int32Array, start: int) -> list[Int32Array]:
-        """What a sequence holds of its blocks that reads them from block `start` on, as views."""
-        return [ids]
+        gone: BoolArray = (columns < starts) & (columns >= self.sinks)
+        return gone
 
     def visible(self, ids: Int32Array, start: int) -> Int32Array:
         """Block ids with -1 for those before `start` that were given up (a copy if there are any)."""
-        return ids
+        if start <= self.sinks:
+            return ids
+        shown = ids.copy()
+        shown[self.sinks : start] = -1
+        return shown
 
     def longest_valid(self, present: BoolArray, num_tokens: int) -> int:
         """The longest prefix, at most `num_tokens`, whose next query finds every block of this group that it reads.

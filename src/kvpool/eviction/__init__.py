@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction.adaptive import AdaptivePolicy
-from kvpool.eviction.policy import EvictionPolicy, Item, Key, KeyedPolicy, LRUPolicy, PriorityPolicy, Run, RunQueue
+from kvpool.eviction.policy import EvictionPolicy, Item, Key, KeyedPolicy, LRUPolicy, PriorityPolicy, Queue, Run
 
 __all__ = [
     "AdaptivePolicy",
@@ -136,7 +136,7 @@ class ContainedPolicy(EvictionPolicy):
         self._failures = failures
         self._ranked: dict[Run, None] = {}
         self._aged: dict[Run, Item] = {}
-        self._by_age = RunQueue()
+        self._by_age: Queue[Item] = Queue()
 
     def add(self, run: Run) -> None:
         self._rejuvenate(run)
@@ -210,7 +210,7 @@ class ContainedPolicy(EvictionPolicy):
         self._age(run)
 
     def _age(self, run: Run) -> None:
-        self._aged[run] = self._by_age.push(run.last_access, run)
+        self._aged[run] = self._by_age.insert(Item(run.last_access, run))
 
     def _rejuvenate(self, run: Run) -> None:
         item = self._aged.pop(run, None)

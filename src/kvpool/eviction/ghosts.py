@@ -43,10 +43,23 @@ class Ghosts:
         self._followers: dict[int, Ghost] = {}  # by the fingerprint of the run that they followed
 
     def bury(self, run: Run, tokens: Tokens, num_blocks: int, leader: int | None, cohort: int, now: int) -> None:
-        """A run has left with so many blocks that had these tokens; `leader` is the run before it, if there is one."""
+        """A run has left with so many blocks that had these tokens; `leader` is the run before it, if there is one.
+
+        It is the youngest now, instead of one that began alike.
+        """
+        fingerprint = run.fingerprint
+        if (alike := self.by_fingerprint.get(fingerprint)) is not None:
+            self._forget(alike, now)
         sums = run.sums_of(tokens, num_blocks)
-        ghost = Ghost(run.fingerprint, cohort, num_blocks, run.turn, run.hits + 1, sums, leader)
-        self._put(ghost, now)
+        ghost = Ghost(fingerprint, cohort, num_blocks, run.turn, run.hits + 1, sums, leader)
+        self.by_fingerprint[fingerprint] = ghost
+        if leader is not None:
+            self._followers[leader] = ghost
+        self.num_blocks += num_blocks
+        self._queue.append(ghost)
+        if len(self._queue) > 2 * len(self.by_fingerprint) + _SLACK:
+            self._queue = [other for other in self._queue if other is not None and other.blocks]
+            self._front = 0
 
     def trim(self, max_blocks: int, now: int) -> None:
         """Forgets the oldest until at most so many blocks are followed."""
@@ -95,20 +108,6 @@ class Ghosts:
             self._learned.count(cohort, now, min(blocks, num_blocks))
             num_blocks -= blocks
             follower = self._followers.get(follower.fingerprint)
-
-    def _put(self, ghost: Ghost, now: int) -> None:
-        """Adds a ghost as the youngest, instead of one that began alike."""
-        before = self.by_fingerprint.get(ghost.fingerprint)
-        if before is not None:
-            self._forget(before, now)
-        self.by_fingerprint[ghost.fingerprint] = ghost
-        if ghost.leader is not None:
-            self._followers[ghost.leader] = ghost
-        self.num_blocks += ghost.blocks
-        self._queue.append(ghost)
-        if len(self._queue) > 2 * len(self.by_fingerprint) + _SLACK:
-            self._queue = [other for other in self._queue if other is not None and other.blocks]
-            self._front = 0
 
     def _take(self, ghost: Ghost) -> None:
         """Removes a ghost, which has no blocks then."""

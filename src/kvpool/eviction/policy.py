@@ -136,8 +136,8 @@ class Queue(Generic[ItemT]):
     def __len__(self) -> int:
         return self.num_runs
 
-    def insert(self, item: ItemT) -> None:
-        """Takes in a new item."""
+    def insert(self, item: ItemT) -> ItemT:
+        """Takes in a new item, which is what `discard` takes."""
         run, ordered = item.run, self._ordered
         assert run is not None
         self._serial = serial = self._serial + 1
@@ -149,6 +149,7 @@ class Queue(Generic[ItemT]):
             heappush(self._heap, (item.order, item))
         self.num_runs += 1
         self.num_blocks += item.blocks
+        return item
 
     def discard(self, item: ItemT) -> None:
         """Take out an item that was not discarded before."""
@@ -230,18 +231,6 @@ class Queue(Generic[ItemT]):
         self._front = self._stale = 0
 
 
-class RunQueue(Queue[Item]):
-    """Runs in the order of keys of any kind."""
-
-    __slots__ = ()
-
-    def push(self, key: Key, run: Run) -> Item:
-        """Insert `run`; the returned item is what `discard` takes."""
-        item = Item(key, run)
-        self.insert(item)
-        return item
-
-
 # --- policies -------------------------------------------------------------------------------------------------------
 
 MOMENTS_PER_SECOND: Final = 2**20
@@ -321,7 +310,7 @@ class KeyedPolicy(EvictionPolicy):
     """
 
     def __init__(self) -> None:
-        self._queue = RunQueue()
+        self._queue: Queue[Item] = Queue()
 
     @abstractmethod
     def key(self, run: Run) -> Key:
@@ -331,7 +320,7 @@ class KeyedPolicy(EvictionPolicy):
         key = self.key(run)  # first: when a user's key() raises, nothing has changed
         if run.entry is not None:
             self._queue.discard(run.entry)
-        run.entry = self._queue.push(key, run)
+        run.entry = self._queue.insert(Item(key, run))
 
     def remove(self, run: Run) -> None:
         if run.entry is not None:

@@ -7,11 +7,9 @@ published blocks, and lets those go that nobody reads any more.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import numpy as np
 
-from kvpool.config import LayerGroup
 from kvpool.config.layers import ceil_div
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle, Rows
@@ -19,8 +17,7 @@ from kvpool.core.kind import ByBlock
 from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import AdmissionPlan
 from kvpool.errors import SequenceStateError
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
-from kvpool.pools.pool import BlockPool
+from kvpool.pools.arrays import BoolArray, Int64Array
 from kvpool.prefix.announcer import announce_blocks
 from kvpool.prefix.blocks import ref_blocks, unref_blocks
 from kvpool.prefix.tree import tip_of
@@ -29,34 +26,7 @@ Reopened = list[tuple[ByBlock, int, int]]
 
 
 class BlockwiseGroup(ByBlock):
-    """A later query reads the blocks from `first_read` on, and the sinks: leading blocks that stay whatever follows."""
-
-    def __init__(self, spec: LayerGroup, block_size: int, tiers: list[BlockPool]) -> None:
-        super().__init__(spec, block_size, tiers)
-        self.sinks = ceil_div(spec.sink_tokens, block_size)
-
-    # --- what a query reads ------------------------------------------------------------------------------------------
-
-    def reads(self, columns: Any, num_tokens: int) -> BoolArray:
-        read: BoolArray = (columns >= self.first_read(num_tokens)) | (columns < self.sinks)
-        return read
-
-    def hidden(self, columns: Any, starts: Any) -> BoolArray:
-        gone: BoolArray = (columns < starts) & (columns >= self.sinks)
-        return gone
-
-    def first_listed(self, starts: Int64Array) -> Int64Array:
-        return np.maximum(starts, self.sinks)
-
-    def held_parts(self, ids: Int32Array, start: int) -> list[Int32Array]:
-        return [ids[: min(self.sinks, start)], ids[start:]]
-
-    def visible(self, ids: Int32Array, start: int) -> Int32Array:
-        if start <= self.sinks:
-            return ids
-        shown = ids.copy()
-        shown[self.sinks : start] = -1
-        return shown
+    """A later query reads the blocks from `first_read` on, and the sinks."""
 
     def longest_valid(self, present: BoolArray, num_tokens: int) -> int:
         missing = np.flatnonzero(~present)

@@ -123,7 +123,7 @@ def _held(cache: Cache, group: Group, row: int) -> list[Int32Array]:
     start = int(cache.rows.first_held[group.index, row])
     if tip.open_row == row:
         start = min(start, tip.start)  # an open node reads its ids from here
-    return group.held_parts(ids, start)
+    return [ids[: min(group.sinks, start)], ids[start:]]
 
 
 def _place(movers: list[tuple[int, int, int]], holes: Int32Array, remap: Int32Array) -> Int32Array:

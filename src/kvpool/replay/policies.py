@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction import register_policy
-from kvpool.eviction.policy import EvictionPolicy, Item, Key, KeyedPolicy, Run, RunQueue
+from kvpool.eviction.policy import EvictionPolicy, Item, Key, KeyedPolicy, Queue, Run
 
 
 class LFUPolicy(KeyedPolicy):
@@ -150,7 +150,7 @@ class Record:
 
     __slots__ = ("credit", "item", "owner", "place", "queue", "seen_hits")
 
-    def __init__(self, owner: EvictionPolicy, queue: RunQueue, place: Key) -> None:
+    def __init__(self, owner: EvictionPolicy, queue: Queue[Item], place: Key) -> None:
         self.owner = owner
         self.queue = queue
         self.place = place
@@ -162,7 +162,7 @@ class Record:
 class RememberingPolicy(EvictionPolicy):
     """Keeps candidates in one or more queues; a run that was away comes back to its queue and its place in it."""
 
-    def __init__(self, *queues: RunQueue) -> None:
+    def __init__(self, *queues: Queue[Item]) -> None:
         self._queues = queues
         self._above: Run | None = None  # the run before the one that was evicted last
         self._left: Record | None = None  # of that one
@@ -187,7 +187,7 @@ class RememberingPolicy(EvictionPolicy):
             self._readmit(run, record)
         if self._left is not None and run is self._above and run.last_access == self._left_at:
             self._succeed(run, record, self._left)
-        record.item = record.queue.push(record.place, run)
+        record.item = record.queue.insert(Item(record.place, run))
 
     def remove(self, run: Run) -> None:
         record: Record | None = run.entry
@@ -213,10 +213,10 @@ class RememberingPolicy(EvictionPolicy):
         record: Any = getattr(run, "entry", None)
         return record is not None and record.owner is self and record.item is not None
 
-    def _move(self, run: Run, record: Record, queue: RunQueue, place: Key) -> None:
+    def _move(self, run: Run, record: Record, queue: Queue[Item], place: Key) -> None:
         self.remove(run)
         record.queue, record.place = queue, place
-        record.item = queue.push(place, run)
+        record.item = queue.insert(Item(place, run))
 
 
 def _stand_in(run: Run, record: Record, left: Record) -> None:
@@ -237,7 +237,7 @@ class GhostPolicy(RememberingPolicy):
     It never exceeds the pool, and no policy remembers more ghost blocks than that.
     """
 
-    def __init__(self, new: RunQueue, proven: RunQueue, *ghosts: GhostList) -> None:
+    def __init__(self, new: Queue[Item], proven: Queue[Item], *ghosts: GhostList) -> None:
         super().__init__(new, proven)
         self._new, self._proven = new, proven
         self._ghosts = ghosts
@@ -293,7 +293,7 @@ class ClockPolicy(RememberingPolicy):
     name: ClassVar[str] = "clock"
 
     def __init__(self) -> None:
-        self._queue = RunQueue()
+        self._queue = Queue[Item]()
         super().__init__(self._queue)
         self._newest = 0
         self._moves = 0
@@ -332,7 +332,7 @@ class SievePolicy(RememberingPolicy):
     name: ClassVar[str] = "sieve"
 
     def __init__(self) -> None:
-        self._ahead, self._behind = RunQueue(), RunQueue()
+        self._ahead, self._behind = Queue[Item](), Queue[Item]()
         super().__init__(self._ahead, self._behind)
         self._hand: tuple[int, int] | None = None  # the last place passed; None at the start of a round
         self._latest = self._round_began = 0  # the newest use seen, by now and when the round began
@@ -392,7 +392,7 @@ class S3FIFOPolicy(GhostPolicy):
             raise InvalidArgumentError(f"small_fraction is {small_fraction}; it must lie between 0 and 1, e.g. 0.1")
         if not 1 <= promote_hits <= _MAX_CREDIT:
             raise InvalidArgumentError(f"promote_hits is {promote_hits}; reuses are counted from 1 to {_MAX_CREDIT}")
-        self._small, self._main, self._ghost = RunQueue(), RunQueue(), GhostList()
+        self._small, self._main, self._ghost = Queue[Item](), Queue[Item](), GhostList()
         super().__init__(self._small, self._main, self._ghost)
         self._small_fraction = small_fraction
         self._promote_hits = promote_hits
@@ -444,7 +444,7 @@ class TwoQueuePolicy(GhostPolicy):
             if not 0.0 < fraction <= 1.0:
                 raise InvalidArgumentError(f"{label} is {fraction}; it must lie above 0 and not above 1")
         self._out = GhostList()
-        super().__init__(RunQueue(), RunQueue(), self._out)
+        super().__init__(Queue[Item](), Queue[Item](), self._out)
         self._in_fraction = in_fraction
         self._out_fraction = out_fraction
 
@@ -477,7 +477,7 @@ class ARCPolicy(GhostPolicy):
     name: ClassVar[str] = "arc"
 
     def __init__(self) -> None:
-        self._once, self._again = RunQueue(), RunQueue()
+        self._once, self._again = Queue[Item](), Queue[Item]()
         self._once_ghost, self._again_ghost = GhostList(), GhostList()
         super().__init__(self._once, self._again, self._once_ghost, self._again_ghost)
         self._target = 0.0  # blocks that the first list should hold
