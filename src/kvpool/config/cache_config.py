@@ -324,11 +324,8 @@ class KVCacheConfig:
 
     def _check_features(self) -> None:
         for name in (
-            "enable_prefix_caching",
-            "partial_match",
-            "copy_on_partial_reuse",
-            "cache_unfilled_blocks",
-            "offload_on_evict",
+            *("enable_prefix_caching", "partial_match", "copy_on_partial_reuse"),
+            *("cache_unfilled_blocks", "offload_on_evict"),
         ):
             check_bool(getattr(self, name), name)
         if self.cache_unfilled_blocks and not (self.enable_prefix_caching and self.partial_match):

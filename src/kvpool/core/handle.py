@@ -305,28 +305,25 @@ class SequenceBatch:
         """
         with self._all_rows.lock:
             self.refresh()
-            return self._padded_table(group, out)
-
-    def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
-        rows = self._all_rows
-        kind = chosen_group(rows.groups, group)
-        counts = kind.pick(rows.num_blocks, rows.num_fixed)
-        columns = largest(counts[self.selection]) if len(self.rows) else 0
-        table = rows.tables[group]
-        if out is not None:
-            _check_out(out, (len(self.rows), columns), "a padded table", exact=False)
-            out[:, columns:] = -1
-            target = out[:, :columns]
-            target[...] = table[self.selection, :columns]
-        else:
-            target = table[self.selection, :columns]  # an array of its own, whose memory may be the table's
-        if kind.by_block:
-            target = target if out is not None else target.copy()
-            starts = rows.first_held[group][self.selection][:, None]
-            target[kind.hidden(np.arange(columns), starts)] = -1
-        elif out is None:
-            target.setflags(write=False)
-        return out if out is not None else target
+            rows = self._all_rows
+            kind = chosen_group(rows.groups, group)
+            counts = kind.pick(rows.num_blocks, rows.num_fixed)
+            columns = largest(counts[self.selection]) if len(self.rows) else 0
+            table = rows.tables[group]
+            if out is not None:
+                _check_out(out, (len(self.rows), columns), "a padded table", exact=False)
+                out[:, columns:] = -1
+                target = out[:, :columns]
+                target[...] = table[self.selection, :columns]
+            else:
+                target = table[self.selection, :columns]  # an array of its own, whose memory may be the table's
+            if kind.by_block:
+                target = target if out is not None else target.copy()
+                starts = rows.first_held[group][self.selection][:, None]
+                target[kind.hidden(np.arange(columns), starts)] = -1
+            elif out is None:
+                target.setflags(write=False)
+            return out if out is not None else target
 
     def csr(
         self,
@@ -339,43 +336,37 @@ class SequenceBatch:
         """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
         with self._all_rows.lock:
             self.refresh()
-            return self._csr(group, indptr, indices, last_page_len)
-
-    def _csr(
-        self, group: int, indptr: Int32Array | None, indices: Int32Array | None, last_page_len: Int32Array | None
-    ) -> CSRTable:
-        rows = self._all_rows
-        size = rows.block_size
-        kind = chosen_group(rows.groups, group)
-        count = len(self.rows)
-        lengths = kind.lengths(rows, self.selection, self.handles)
-        ends = (lengths + (size - 1)) // size
-        starts = np.zeros(count, np.int64)
-        table = rows.tables[group]
-        columns = int(ends.max()) if count else 0
-        column = np.arange(columns)
-        held = column < ends[:, None]
-        first = np.zeros(count, np.int32)
-        sizes = ends
-        if kind.by_block:
-            starts = rows.first_held[group][self.selection]
-            held &= ~kind.hidden(column, starts[:, None])
-            sizes = held.sum(axis=1)
-            first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)
-        indptr = _array(indptr, count + 1, "indptr")
-        indptr[0] = 0
-        np.cumsum(sizes, out=indptr[1:])
-        total = int(indptr[-1])
-        picked = table[self.selection, :columns][held]
-        if indices is None:
-            indices = picked
-        else:
-            _check_out(indices, (total,), "indices", exact=False)
-            indices[:total] = picked
-        last_page_len = _array(last_page_len, count, "last_page_len")
-        np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
-        last_page_len[lengths == 0] = 0
-        return CSRTable(indptr, indices, last_page_len, first)
+            rows = self._all_rows
+            size = rows.block_size
+            kind = chosen_group(rows.groups, group)
+            count = len(self.rows)
+            lengths = kind.lengths(rows, self.selection, self.handles)
+            ends = (lengths + (size - 1)) // size
+            table = rows.tables[group]
+            columns = int(ends.max()) if count else 0
+            column = np.arange(columns)
+            held = column < ends[:, None]
+            first = np.zeros(count, np.int32)
+            sizes = ends
+            if kind.by_block:
+                starts = rows.first_held[group][self.selection]
+                held &= ~kind.hidden(column, starts[:, None])
+                sizes = held.sum(axis=1)
+                first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)
+            indptr = _array(indptr, count + 1, "indptr")
+            indptr[0] = 0
+            np.cumsum(sizes, out=indptr[1:])
+            total = int(indptr[-1])
+            picked = table[self.selection, :columns][held]
+            if indices is None:
+                indices = picked
+            else:
+                _check_out(indices, (total,), "indices", exact=False)
+                indices[:total] = picked
+            last_page_len = _array(last_page_len, count, "last_page_len")
+            np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
+            last_page_len[lengths == 0] = 0
+            return CSRTable(indptr, indices, last_page_len, first)
 
 
 def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:

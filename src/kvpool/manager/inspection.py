@@ -210,7 +210,46 @@ class Inspector:
     def stats(self) -> CacheStats:
         """One consistent snapshot of everything counted."""
         with self.guard.query:
-            return self._counted()
+            cache = self.cache
+            counters = cache.counters
+            pools = tuple(
+                PoolStats(
+                    pool.index,
+                    pool.tier,
+                    cache.config.pools[pool.index].groups,
+                    pool.num_blocks,
+                    pool.num_free,
+                    pool.num_referenced,
+                    pool.num_cached,
+                    pool.num_pinned,
+                    pool.peak_referenced,
+                    cache.config.pools[pool.index].block_bytes,
+                )
+                for tiers in cache.pools
+                for pool in tiers
+                if pool.num_blocks or pool.tier == Tier.GPU
+            )
+            totals = {
+                each.name: getattr(counters, each.name)
+                for each in fields(CacheStats)
+                if isinstance(getattr(counters, each.name, None), int)
+            }
+            return CacheStats(
+                pools=pools,
+                groups=self._groups(),
+                num_sequences=len(cache.requests),
+                num_swapped=sum(handle.swapped is not None for handle in cache.requests.values()),
+                num_cached_runs=self.cache.num_runs,
+                hit_tokens={tier.name: counters.hit_tokens[tier] for tier in Tier},
+                hit_blocks={tier.name: counters.hit_blocks[tier] for tier in Tier},
+                evictions=dict(counters.evictions),
+                lifetime_seconds=counters.lifetime.summary(),
+                idle_before_eviction_seconds=counters.idle_before_eviction.summary(),
+                reuse_gap_seconds=counters.reuse_gap.summary(),
+                tenants={tenant: tuple(quota.cached) for tenant, quota in self.cache.orders.quotas.items()},
+                pressure=self.pressure,
+                **totals,
+            )
 
     # --- single blocks and runs --------------------------------------------------------------------------------------
 
@@ -219,7 +258,36 @@ class Inspector:
         with self.guard.query:
             chosen = self.cache.pool(pool, tier)
             as_count(block_id, "block_id", maximum=chosen.num_blocks - 1)
-            return self._block(chosen, block_id)
+            holders: list[Hashable] = []
+            group = column = None
+            for handle_id, of_group, ids in self._held(chosen):
+                found = np.flatnonzero(ids == block_id)
+                if len(found):
+                    holders.append(handle_id)
+                    group, column = of_group, int(found[0])
+            node = None
+            for part, of_group, ids in self._runs(chosen):
+                found = np.flatnonzero(ids == block_id)
+                if len(found):
+                    node, group, column = part, of_group, part.start + int(found[0])
+            if holders:
+                state = BlockState.REFERENCED
+            elif node is None:
+                state = BlockState.FREE
+            else:
+                by_itself = chosen.tier == GPU and group is not None and self.cache.groups[group].by_block
+                pinned = (
+                    block_id in self.cache.pinned_blocks[chosen.index]
+                    if by_itself
+                    else node.pins > 0 and node.tier == chosen.tier
+                )
+                state = BlockState.PINNED if pinned else BlockState.CACHED
+            position = None if column is None else column * self.cache.block_size
+            published = node is not None and not node.detached
+            priority = None if node is None else node.priority
+            return KVCacheBlock(
+                block_id, chosen.index, chosen.tier, state, group, tuple(holders), position, published, priority
+            )
 
     def runs(self) -> list[CachedRun]:
         """Every run of blocks that can be found, parents before children. Looks at everything: for people and tests."""
@@ -330,80 +398,6 @@ class Inspector:
         )
 
     # --- the work ----------------------------------------------------------------------------------------------------
-
-    def _block(self, pool: BlockPool, block_id: int) -> KVCacheBlock:
-        holders: list[Hashable] = []
-        group = column = None
-        for handle_id, of_group, ids in self._held(pool):
-            found = np.flatnonzero(ids == block_id)
-            if len(found):
-                holders.append(handle_id)
-                group, column = of_group, int(found[0])
-        node = None
-        for part, of_group, ids in self._runs(pool):
-            found = np.flatnonzero(ids == block_id)
-            if len(found):
-                node, group, column = part, of_group, part.start + int(found[0])
-        if holders:
-            state = BlockState.REFERENCED
-        elif node is None:
-            state = BlockState.FREE
-        else:
-            by_itself = pool.tier == GPU and group is not None and self.cache.groups[group].by_block
-            pinned = (
-                block_id in self.cache.pinned_blocks[pool.index]
-                if by_itself
-                else node.pins > 0 and node.tier == pool.tier
-            )
-            state = BlockState.PINNED if pinned else BlockState.CACHED
-        position = None if column is None else column * self.cache.block_size
-        published = node is not None and not node.detached
-        priority = None if node is None else node.priority
-        return KVCacheBlock(
-            block_id, pool.index, pool.tier, state, group, tuple(holders), position, published, priority
-        )
-
-    def _counted(self) -> CacheStats:
-        cache = self.cache
-        counters = cache.counters
-        pools = tuple(
-            PoolStats(
-                pool.index,
-                pool.tier,
-                cache.config.pools[pool.index].groups,
-                pool.num_blocks,
-                pool.num_free,
-                pool.num_referenced,
-                pool.num_cached,
-                pool.num_pinned,
-                pool.peak_referenced,
-                cache.config.pools[pool.index].block_bytes,
-            )
-            for tiers in cache.pools
-            for pool in tiers
-            if pool.num_blocks or pool.tier == Tier.GPU
-        )
-        totals = {
-            each.name: getattr(counters, each.name)
-            for each in fields(CacheStats)
-            if isinstance(getattr(counters, each.name, None), int)
-        }
-        return CacheStats(
-            pools=pools,
-            groups=self._groups(),
-            num_sequences=len(cache.requests),
-            num_swapped=sum(handle.swapped is not None for handle in cache.requests.values()),
-            num_cached_runs=self.cache.num_runs,
-            hit_tokens={tier.name: counters.hit_tokens[tier] for tier in Tier},
-            hit_blocks={tier.name: counters.hit_blocks[tier] for tier in Tier},
-            evictions=dict(counters.evictions),
-            lifetime_seconds=counters.lifetime.summary(),
-            idle_before_eviction_seconds=counters.idle_before_eviction.summary(),
-            reuse_gap_seconds=counters.reuse_gap.summary(),
-            tenants={tenant: tuple(quota.cached) for tenant, quota in self.cache.orders.quotas.items()},
-            pressure=self.pressure,
-            **totals,
-        )
 
     def _held(self, pool: BlockPool) -> Iterator[tuple[Hashable, int, Int32Array]]:
         """(request, group, ids) of every live sequence with blocks in a pool."""

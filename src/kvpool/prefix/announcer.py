@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -12,13 +12,11 @@ from kvpool.core.cache import Cache
 from kvpool.core.kind import Group
 from kvpool.core.node import Node, Root, run_content
 from kvpool.events import Stored
-from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.arrays import Int64Array
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.scope import MultimodalItem
 from kvpool.stats import EvictionReason
 
-# group, parent digest, digests, tokens, multimodal items
-StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array, tuple[MultimodalItem, ...]]
+StoredRun: TypeAlias = dict[str, Any]  # the fields of a `Stored`, but for its number
 
 
 # --- digests ---------------------------------------------------------------------------------------------------------
@@ -71,12 +69,14 @@ def announce_stored(cache: Cache, node: Node) -> None:
         return
     first = len(node.digests or ())
     complete_digests(cache, node)
-    _emit(cache, node, _stored_runs(cache, node, first))
+    for run in _stored_runs(cache, node, first):
+        cache.events.stored(**run)
 
 
 def announce_blocks(cache: Cache, node: Node, group: Group, present: Int64Array) -> None:
     """Tells that these blocks of a node are in a group (again)."""
-    _emit(cache, node, _consecutive(cache, node, group.index, present))
+    for run in _consecutive(cache, node, group.index, present):
+        cache.events.stored(**run)
 
 
 def stored_now(cache: Cache, roots: Iterable[Root], as_of: int) -> list[Stored]:
@@ -86,27 +86,13 @@ def stored_now(cache: Cache, roots: Iterable[Root], as_of: int) -> list[Stored]:
         for node in root.subtree():
             if node is not root and (not node.is_remainder or cache.events.tells_unfilled):
                 complete_digests(cache, node)
-                events.extend(
-                    Stored(
-                        as_of,
-                        parent,
-                        tuple(digests),
-                        tokens,
-                        _tokens_in_block(cache, node),
-                        root.scope,
-                        node.tier,
-                        node.priority,
-                        group,
-                        node.session,
-                        items,
-                    )
-                    for group, parent, digests, tokens, items in _stored_runs(cache, node, 0)
-                )
+                runs = _stored_runs(cache, node, 0)
+                events.extend(Stored(as_of, **{**run, "digests": tuple(run["digests"])}) for run in runs)
     return events
 
 
 def _stored_runs(cache: Cache, node: Node, first: int) -> Iterator[StoredRun]:
-    """(group, parent digest, digests, tokens, items) of consecutive blocks from `first` on; digests are known."""
+    """Consecutive blocks from `first` on; digests are known."""
     for group in cache.growing:
         if group.by_block:
             present = np.flatnonzero(node.ids[group.index][first : node.num_blocks] >= 0) + first
@@ -129,23 +115,18 @@ def _stored_run(cache: Cache, node: Node, group: int, begin: int, end: int) -> S
     else:
         parent = None if node.parent is node.root else _last_digest(node.parent)
     tokens, items = run_content(cache.rows.symbols, node, begin * size, end * size)
-    return group, parent, digests[begin:end], tokens, items
-
-
-def _emit(cache: Cache, node: Node, runs: Iterable[StoredRun]) -> None:
-    for group, parent, digests, tokens, items in runs:
-        cache.events.stored(
-            parent,
-            digests,
-            tokens,
-            block_size=_tokens_in_block(cache, node),
-            scope=node.root.scope,
-            tier=node.tier,
-            priority=node.priority,
-            group=group,
-            session=node.session,
-            multimodal=items,
-        )
+    return {
+        "parent": parent,
+        "digests": digests[begin:end],
+        "tokens": tokens,
+        "block_size": _tokens_in_block(cache, node),
+        "scope": node.root.scope,
+        "tier": node.tier,
+        "priority": node.priority,
+        "group": group,
+        "session": node.session,
+        "multimodal": items,
+    }
 
 
 # --- removed and changed ---------------------------------------------------------------------------------------------

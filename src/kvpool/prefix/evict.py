@@ -67,7 +67,8 @@ def evict(
     while pool.num_free < num_free:
         victim = cache.orders.victim(pool, tenant)
         if victim is not None and victim is cache.spared:
-            _hold_spared(cache, victim)
+            ref(cache, victim)
+            cache.spared = None
             continue
         wanted = num_free - pool.num_free
         if has_leftovers:
@@ -89,14 +90,10 @@ def spare(cache: Cache, node: Node) -> None:
 
     One on the GPU has a place in an order of eviction, or its children have. It keeps the place until it is its turn.
     """
-    cache.spared = node
-    if node.tier != GPU:
-        _hold_spared(cache, node)
-
-
-def _hold_spared(cache: Cache, node: Node) -> None:
-    ref(cache, node)
-    cache.spared = None
+    if node.tier == GPU:
+        cache.spared = node
+    else:
+        ref(cache, node)
 
 
 def spare_no_more(cache: Cache, node: Node) -> None:
@@ -112,7 +109,8 @@ def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int, tenant
     Another tenant's run loses no more than its owner has above what is guaranteed.
     """
     if cache.has_full[pool.index]:
-        length = min(node.num_blocks, -(-num_blocks // cache.blocks_per_position[pool.index]))
+        length = -(-num_blocks // cache.blocks_per_position[pool.index])
+        length = length if length < node.num_blocks else node.num_blocks
     else:
         held = np.zeros(node.num_blocks, np.int64)
         for group in cache.by_block:
@@ -122,14 +120,17 @@ def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int, tenant
     quota = node.root.quota
     if quota is None or quota.tenant == tenant or pool.tier != GPU:
         return length
-    spare: int = (quota.cached[pool.index] - quota.guaranteed[pool.index]) // cache.blocks_per_position[pool.index]
-    return min(length, max(1, spare))
+    above: int = (quota.cached[pool.index] - quota.guaranteed[pool.index]) // cache.blocks_per_position[pool.index]
+    return min(length, max(1, above))
 
 
 def _evict_tail(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason) -> None:
     """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
-    moves, least = cache.config.offload_on_evict, cache.config.offload_min_priority
-    if cache.lower_tier[node.tier] is not None and moves and any(p.priority >= least for p in node.subtree()):
+    if (
+        cache.lower_tier[node.tier] is not None
+        and cache.config.offload_on_evict
+        and any(part.priority >= cache.config.offload_min_priority for part in node.subtree())
+    ):
         num_blocks = _move_down(cache, node, num_blocks, reason)
     if num_blocks:
         drop_tail(cache, node, num_blocks, reason, evicted=True)
