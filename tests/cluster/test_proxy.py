@@ -14,7 +14,13 @@ import pytest
 import managers
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
-from kvpool.cluster.proxy.passing import given_tokens, read_routing_request, session_of, tokenize_body
+from kvpool.cluster.proxy.passing import (
+    as_chat,
+    given_tokens,
+    read_routing_request,
+    session_of,
+    tokenize_body,
+)
 from kvpool.cluster.router import Router
 from kvpool.errors import ConfigError
 
@@ -388,9 +394,8 @@ def test_given_the_proxy_when_prometheus_asks_then_it_gets_figures_of_every_serv
         ({"prompt": [[1, 2], [3]]}, None, [1, 2]),
         ({"prompt": "a", "model": "m"}, {"model": "m", "prompt": "a"}, []),
         ({"prompt": ["a", "b"], "cache_salt": "s"}, {"cache_salt": "s", "prompt": "a"}, []),
-        ({"messages": [1]}, {"messages": [1]}, []),
-        ({"messages": [1], "system": "x"}, {"messages": [{"role": "system", "content": "x"}, 1]}, []),
-        ({"input": "a"}, {"prompt": "a"}, []),
+        ({"messages": [1], "tools": [2]}, {"messages": [1], "tools": [2], "endpoint": "/v1/completions"}, []),
+        ({"input": "a"}, {"input": "a", "endpoint": "/v1/completions"}, []),
         ({"prompt": [True]}, None, []),
         ({"prompt": [-1, 2]}, None, []),
         ({"prompt": [2**31]}, None, []),
@@ -398,8 +403,92 @@ def test_given_the_proxy_when_prometheus_asks_then_it_gets_figures_of_every_serv
     ],
 )
 def test_given_a_body_then_its_tokens_are_known_or_asked_for(body: Any, question: Any, tokens: list[int]) -> None:
-    assert tokenize_body(body) == question
+    assert tokenize_body("/v1/completions", body) == question
     assert list(given_tokens(body)) == tokens
+
+
+def test_given_a_question_about_the_cache_then_its_own_endpoint_stays() -> None:
+    body = {"messages": [1], "endpoint": "/v1/messages"}
+    assert tokenize_body("/v1/cache/query", body) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "chat"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, None),
+        ({"input": "a", "instructions": "s"}, [("system", "s"), ("user", "a")]),
+        (
+            {
+                "system": [{"type": "text", "text": "s"}, {"type": "text", "text": "t"}],
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                    {"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]},
+                    {"role": "user", "content": "behind it"},
+                ],
+            },
+            [("system", "st"), ("user", "a")],
+        ),
+        ({"system": 3, "messages": 4}, []),
+    ],
+)
+def test_given_a_server_that_reads_chats_only_then_it_is_asked_about_the_beginning_as_a_chat(
+    body: Any, chat: Any
+) -> None:
+    questions: list[Any] = []
+
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        questions.append(question)
+        return {"tokens": [7]} if "endpoint" not in question else {}
+
+    made = as_chat(body)
+    assert (None if made is None else [(each["role"], each["content"]) for each in made["messages"]]) == chat
+    asked = asyncio.run(read_routing_request("/v1/messages", {}, json.dumps(body).encode(), tokenize))
+    assert [list(asked.tokens), questions[1:]] == ([[], []] if made is None else [[7], [made]])
+
+
+def test_given_tools_of_another_form_then_a_chat_has_them_as_functions() -> None:
+    tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}}, {"type": "function", "name": "g"}]
+    chat = as_chat({"system": "s", "messages": [], "tools": tools, "model": "m"})
+    assert chat is not None
+    assert [tool["function"] for tool in chat["tools"]] == [
+        {"name": "f", "description": "d", "parameters": {"type": "object"}},
+        {"name": "g"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "same"),
+    [
+        ({"prompt_cache_key": "s1"}, {"session_id": "s1"}),
+        ({"metadata": {"user_id": "user_1f_account_2e_session_s1"}}, {"session_id": "s1"}),
+        ({"metadata": {"user_id": '{"device_id": "d", "session_id": "s1"}'}, "user": "u"}, {"session_id": "s1"}),
+        ({"metadata": {"user_id": "u"}}, {"user": "u"}),
+        ({"metadata": {"user_id": "[1]"}}, {"user": "[1]"}),
+        ({"metadata": {"user_id": 5}, "user": 6}, {}),
+    ],
+)
+def test_given_what_agents_send_then_their_session_is_known(body: Any, same: Any) -> None:
+    assert session_of(body, {}) == session_of(same, {})
+
+
+def test_given_a_conversation_that_no_server_can_make_tokens_then_its_beginning_is_its_session() -> None:
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        return {}
+
+    def session(*said: str) -> str | None:
+        turns = [{"role": "developer", "content": "s"}, *({"role": "user", "content": text} for text in said)]
+        body = json.dumps({"input": turns}).encode()
+        return asyncio.run(read_routing_request("/v1/responses", {}, body, tokenize)).session
+
+    assert session("a") == session("a", "b") != session("b")
+
+
+def test_given_images_of_a_prompt_then_their_blocks_have_keys_as_in_events() -> None:
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        return {"tokens": list(range(13)), "cache_keys": ["scope"], "images": [[6, 3, "cat"]]}
+
+    asked = asyncio.run(read_routing_request("/v1/messages", {}, b'{"messages": []}', tokenize))
+    assert asked.extra_keys(4) == [["scope"], ["cat@2"], ["cat@-2"]]
 
 
 def test_given_two_keys_then_their_sessions_of_one_name_are_two() -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,13 @@ pytestmark = [
     pytest.mark.skipif("KVPOOL_CLUSTER" not in os.environ, reason="make test-cluster runs it"),
 ]
 httpx = pytest.importorskip("httpx")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / folder) for folder in ("engine", "server")),
+]
+from talks import FORMS, Talks  # noqa: E402
+
+from kvpool.cluster.router import RoutingConfig  # noqa: E402
 from ports import free_ports  # noqa: E402
 from traffic import PATIENCE, Traffic, answers, closed_on_error, post, until  # noqa: E402
 
@@ -37,7 +44,7 @@ class RealCluster:
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports[:SERVERS]]
         self.proxy_url = f"http://127.0.0.1:{self.ports[-1]}"
         events = [f"tcp://127.0.0.1:{port}" for port in self.ports[SERVERS : 2 * SERVERS]]
-        serve = ("serve", "--model", model, "--name", "tiny", "--memory", "16MiB")
+        serve = ("serve", "--model", model, "--name", "tiny", "--memory", "64MiB")
         backends = [f"--backend={url}={where}" for url, where in zip(self.urls, events, strict=True)]
         self.processes: list[subprocess.Popen[bytes]] = []
         with closed_on_error(self):
@@ -69,10 +76,10 @@ class RealCluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    from models import tiny_model
+    from agent_model import save_agent
 
     directory = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(directory)
+    save_agent(directory)
     made = RealCluster(str(directory))
     yield made
     made.close()
@@ -89,6 +96,24 @@ def test_given_conversations_when_routed_by_prefix_then_hits_are_near_one_infini
     print(json.dumps({"routed": routed.share, "round robin": rotated.share}))
     assert routed.share >= 0.95
     assert rotated.share < 0.9
+
+
+def test_given_pauses_longer_than_anything_is_assumed_then_every_form_stays_on_its_node_and_hits_as_on_one_server(
+    cluster: RealCluster,
+) -> None:
+    routed = {form: Talks(form, salt=f"{form} routed") for form in FORMS}
+    alone = {form: Talks(form, salt=f"{form} alone") for form in FORMS}
+    with httpx.Client(trust_env=False, timeout=PATIENCE) as client:
+        for _ in range(4):
+            for form in FORMS:
+                routed[form].turn(lambda path, body: client.post(f"{cluster.proxy_url}{path}", json=body))
+                alone[form].turn(lambda path, body: client.post(f"{cluster.urls[0]}{path}", json=body))
+            time.sleep(RoutingConfig().assumed_seconds + 1.5)
+    shares = {form: (routed[form].share, alone[form].share, routed[form].num_changes) for form in FORMS}
+    print(json.dumps(shares))
+    for ours, ideal, num_changes in shares.values():
+        assert num_changes <= 1
+        assert ours >= ideal - 0.03
 
 
 def test_given_traffic_when_a_server_is_killed_then_no_answer_is_wrong_none_hangs_and_hits_recover(

@@ -56,7 +56,7 @@ def _is_of_messages(body: Mapping[str, Any]) -> bool:
     return (
         not _OF_MESSAGES.isdisjoint(body)
         or (isinstance(choice, Mapping) and choice.get("type") in _CHOICES)
-        or any("function" not in tool for tool in _objects(body.get("tools")))
+        or any("name" in tool for tool in _objects(body.get("tools")))
         or any(part.get("type") in _BLOCKS or (part.get("type") == "image" and "source" in part) for part in parts)
     )
 

@@ -208,7 +208,7 @@ class Proxy:
                     asked.tokens,
                     session=asked.session,
                     lora_name=asked.lora_name,
-                    extra_keys=asked.extra_keys(),
+                    extra_keys=asked.extra_keys(self.index.block_size),
                     exclude=[*tried, *skipped],
                 )
             except NoNodeError as error:

@@ -1,6 +1,6 @@
 """What a proxy reads of a request and passes on of an answer.
 
-Of a request: its token ids (from `/tokenize` of a server), its session and its keys. Of an answer: which headers pass, when
+Of a request: its prompt (from `/tokenize` of a server), its session and its keys. Of an answer: which headers pass, when
 another server is asked, and the errors for clients.
 """
 
@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 from starlette.responses import JSONResponse, Response
+
+from kvpool.cluster.translator import item_keys
 
 NODE_HEADER = "x-kvpool-node"
 ELSEWHERE = {502, 503, 504}  # this node cannot, another one may
@@ -28,8 +31,9 @@ _HOP_BY_HOP = {
     ),
     *(b"host", b"content-length"),
 }
+_ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 WITH_PROMPT = (  # paths whose requests go where their prompt is cached
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *_ENDPOINTS,
     *("/v1/cache/query", "/v1/cache/pin", "/v1/cache/warm", "/v1/cache/prefetch"),
 )
 _CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, Anthropic's the other
@@ -79,7 +83,8 @@ def refusal(status: int, message: str, code: str = "no_node") -> Response:
 class RoutingRequest(NamedTuple):
     """What routing needs of a request: its first prompt, the keys of its scope, and its session.
 
-    `named` are the model and the salt that the request names.
+    `named` are the model and the salt that the request names. `images` are those of the prompt: where their placeholders
+    begin, how many there are, and what they are called in published events.
     """
 
     tokens: Sequence[int]
@@ -87,10 +92,14 @@ class RoutingRequest(NamedTuple):
     session: str | None
     named: Mapping[str, str] = {}
     lora_name: str | None = None  # the adapter of its model in published events
+    images: Sequence[tuple[int, int, str]] = ()
 
-    def extra_keys(self) -> list[Any] | None:
-        """The keys of its blocks in the form of the wire; only the first one can have some here."""
-        return [list(self.first_keys)] if self.first_keys else None
+    def extra_keys(self, block_size: int) -> list[Any] | None:
+        """The keys of its blocks in the form of the wire."""
+        if not self.images:
+            return [list(self.first_keys)] if self.first_keys else None
+        first, *rest = item_keys(self.images, block_size, max(1, len(self.tokens) // block_size))
+        return [[*self.first_keys, *first], *rest]
 
 
 NOTHING = RoutingRequest((), (), None)
@@ -118,13 +127,15 @@ async def read_routing_request(
     salt = body.get("cache_salt")
     keys = (salt,) if isinstance(salt, str) and salt else ()
     named, caller = named_in(body), credentials(headers)
-    tokens, question = given_tokens(body), tokenize_body(body)
+    tokens, question = given_tokens(body), tokenize_body(path, body)
     if tokens and (keys or caller):  # the tokens are known, but only a server knows the keys of the scope
         question = {**named, "prompt": _ANY_TEXT}
     if question is None:
         return RoutingRequest(tokens, keys, session, named)
     try:
         said = await tokenize(question, caller)
+        if "cache_keys" not in said and (plain := as_chat(body)) is not None:  # this server reads chats only
+            said = await tokenize(plain, caller)
     except RecursionError:  # it could just be read, but is nested too deeply to be written
         said = {}
     said_keys = said.get("cache_keys")
@@ -132,7 +143,16 @@ async def read_routing_request(
         keys = tuple(said_keys)
     adapter = said.get("lora_name")
     adapter = adapter if isinstance(adapter, str) else None
-    return RoutingRequest(tokens or said.get("tokens", ()), keys, session, named, adapter)
+    tokens = tokens or said.get("tokens", ())
+    if not tokens and session is None:
+        session = beginning_of(body, caller)
+    return RoutingRequest(tokens, keys, session, named, adapter, _images_in(said))
+
+
+def _images_in(said: Mapping[str, Any]) -> list[tuple[int, int, str]]:
+    """The images of a prompt that an answer of `/tokenize` tells."""
+    images = said.get("images")
+    return [(place, length, name) for place, length, name in images] if isinstance(images, list) else []
 
 
 def lacks_model(status: int, content: bytes) -> bool:
@@ -151,16 +171,53 @@ def credentials(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value.strip(" \t") for name in _CREDENTIALS if (value := headers.get(name)) is not None}
 
 
-def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
-    """The body for `/tokenize` for a request; None if it needs none or has no prompt."""
-    base = named_in(body)
-    if isinstance(messages := body.get("messages"), list):
-        system = body.get("system")  # Anthropic's form
-        spoken = [{"role": "system", "content": system}, *messages] if isinstance(system, str) else messages
-        return {**base, "messages": spoken}
-    prompt = body.get("prompt", body.get("input"))
+def tokenize_body(path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """The body for `/tokenize` for a request; None if it needs none or has no prompt.
+
+    It is the request itself: a server of kvpool reads it as its endpoint does. Of several prompts it has the first.
+    """
+    if "messages" in body or "input" in body:
+        return {**body, "endpoint": path} if path in _ENDPOINTS else body
+    prompt = body.get("prompt")
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    return {**base, "prompt": first} if isinstance(first, str) else None
+    return {**named_in(body), "prompt": first} if isinstance(first, str) else None
+
+
+def as_chat(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The beginning of a response or of one of Anthropic's messages as a chat; None if the body is neither.
+
+    It has the system text, the tools and the turns of text before the first one of another kind: so much of the prompt is
+    known to a server that reads chats only.
+    """
+    if not ("input" in body or "system" in body):
+        return None
+    given = body.get("input", body.get("messages"))
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    system = _text(body.get("instructions", body.get("system")))
+    spoken = [{"role": "system", "content": system}] if system else []
+    for turn in turns if isinstance(turns, list) else ():
+        text = _text(turn.get("content")) if isinstance(turn, dict) else None
+        if text is None:
+            break
+        spoken.append({"role": turn.get("role"), "content": text})
+    tools = body.get("tools")
+    functions = [_function(tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return {**named_in(body), "messages": spoken, **({"tools": functions} if functions else {})}
+
+
+def _text(content: object) -> str | None:
+    """The text of a turn; None if there is something else in it."""
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        return "".join(str(part["text"]) for part in content)
+    return content if isinstance(content, str) else None
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool of a response or a message as that of a chat."""
+    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+    if "input_schema" in tool:
+        function["parameters"] = tool["input_schema"]
+    return {"type": "function", "function": function}
 
 
 def named_in(body: dict[str, Any]) -> dict[str, str]:
@@ -181,14 +238,38 @@ def are_tokens(given: object) -> TypeGuard[list[int]]:
     return isinstance(given, list) and all(type(token) is int and 0 <= token < 2**31 for token in given)
 
 
-def session_of(body: dict[str, Any], headers: Any) -> str | None:
+def session_of(body: dict[str, Any], headers: Mapping[str, str]) -> str | None:
     """The session of a request, from the fields and headers that clients use.
 
     The caller's key is part of it, so two callers never share a session. It is a digest, because many are remembered, names
     may be long, and keys must not be kept.
     """
-    named = headers.get("x-session-id") or body.get("session_id") or body.get("user")
-    if not isinstance(named, str):
+    names = (headers.get("x-session-id"), body.get("session_id"), body.get("prompt_cache_key"))
+    named = next((name for name in (*names, _user_in(body.get("metadata")), body.get("user")) if name), None)
+    return _session(named, credentials(headers)) if isinstance(named, str) else None
+
+
+def _user_in(metadata: object) -> str | None:
+    """The session in `metadata.user_id`, in the two forms in which Claude Code writes it; else the user."""
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user, str):
         return None
-    whose = f"{' '.join(credentials(headers).values())} {named}".encode("utf-8", "surrogatepass")
+    with suppress(ValueError, RecursionError):
+        said = json.loads(user)
+        if isinstance(said, dict) and isinstance(said.get("session_id"), str):
+            return str(said["session_id"])
+    return user.rpartition("_session_")[2]
+
+
+def beginning_of(body: dict[str, Any], caller: Mapping[str, str]) -> str | None:
+    """A session for a conversation whose tokens no server tells: what its first turn of a user says."""
+    turns = body.get("messages", body.get("input"))
+    if not isinstance(turns, list):
+        return None
+    first = next((turn for turn in turns if isinstance(turn, dict) and turn.get("role") == "user"), None)
+    return None if first is None else _session(json.dumps(first.get("content")), caller)
+
+
+def _session(name: str, caller: Mapping[str, str]) -> str:
+    whose = f"{' '.join(caller.values())} {name}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(whose, digest_size=16).hexdigest()

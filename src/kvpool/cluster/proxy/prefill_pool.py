@@ -62,7 +62,10 @@ class PrefillPool:
             return
         try:
             own = self.router.route(
-                asked.tokens, session=asked.session, lora_name=asked.lora_name, extra_keys=asked.extra_keys()
+                asked.tokens,
+                session=asked.session,
+                lora_name=asked.lora_name,
+                extra_keys=asked.extra_keys(self.index.block_size),
             )
         except NoNodeError:
             self._fall_back("no_node", "no prefill server is ready")

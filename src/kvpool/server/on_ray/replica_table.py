@@ -134,7 +134,7 @@ class ReplicaTable:
         Replicas that were already tried come last: one that was full or slow may take the request the next time.
         """
         ticket.num_replicas, ticket.describe = len(among), self.described
-        if self._router is None:
+        if self._index is None or self._router is None:
             return None
         others = self._followers.keys() - among
         for exclude in (ticket.failed | ticket.offered, ticket.failed, set()):
@@ -143,7 +143,7 @@ class ReplicaTable:
                     ticket.asked.tokens,
                     session=ticket.asked.session,
                     lora_name=ticket.asked.lora_name,
-                    extra_keys=ticket.asked.extra_keys(),
+                    extra_keys=ticket.asked.extra_keys(self._index.block_size),
                     exclude=others | exclude,
                 )
             except NoNodeError:
