@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.policy import Run, checksum
 from kvpool.pools.arrays import Int32Array, block_sums, num_common
 from kvpool.pools.pool import GPU
-from kvpool.pools.symbols import Symbols, is_first, numbers_in
+from kvpool.pools.symbols import Symbols, is_first
 from kvpool.scope import MultimodalItem, ReuseScope
 
 Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
@@ -364,16 +364,6 @@ def _tokens_before(node: Node, index: int, count: int) -> Int32Array:
         node = node.parent
         before = np.concatenate((node.tokens, before))
     return before
-
-
-def numbers_in_tree(nodes: Iterable[Node]) -> set[int]:
-    """The numbers of all symbols that these synced nodes hold, in tokens or in the ends of prompts with stored logits."""
-    used: set[int] = set()
-    for node in nodes:
-        used |= numbers_in(node.tokens)
-        for _, tail in node.logits or ():
-            used |= numbers_in(np.frombuffer(tail, np.int32))
-    return used
 
 
 _BY_AGE = attrgetter("created")

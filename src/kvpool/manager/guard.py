@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvpool.checks import show
 from kvpool.core.cache import Cache
-from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.errors import KVPoolError
 from kvpool.prefix.evict import copy_ahead
 from kvpool.prefix.keeping import expire
 from kvpool.quiet import QuietErrors
@@ -109,26 +108,8 @@ class Guard:
 
     # --- who listens -------------------------------------------------------------------------------------------------
 
-    def observe(self, observer: Observer) -> Callable[[], None]:
-        """Adds an observer; returns a function that takes it off."""
-        if not callable(getattr(observer, "done", None)):
-            raise InvalidArgumentError(f"observe takes an object with a method done, got {show(observer)}")
-        return self._add("observers", observer)
-
-    def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:
-        """Adds a callback for changes of the level; returns a function that takes it off."""
-        if not callable(callback):
-            raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {callback!r}")
-        return self._add("pressure_callbacks", callback)
-
-    def on_operation(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Adds a callback for the end of every operation; returns a function that takes it off."""
-        if not callable(callback):
-            raise InvalidArgumentError(f"on_operation takes a callable, got {callback!r}")
-        return self._add("capacity_callbacks", callback)
-
-    def _add(self, name: str, listener: Any) -> Callable[[], None]:
-        """Registers a listener once more; the function that it returns takes off this registration and no other."""
+    def listen(self, name: str, listener: Any) -> Callable[[], None]:
+        """Adds to those that listen, once more; the function that it returns takes off this registration and no other."""
         registration = (listener,)
 
         def stop() -> None:

@@ -580,15 +580,21 @@ class KVCacheManager:
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Tells `observer` of every operation that succeeds; returns a function that ends it. See `manager/guard.py`."""
-        return self._guard.observe(observer)
+        if not callable(getattr(observer, "done", None)):
+            raise InvalidArgumentError(f"observe takes an object with a method done, got {show(observer)}")
+        return self._guard.listen("observers", observer)
 
     def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:
         """Calls back whenever the pressure level changes; returns a function that stops it."""
-        return self._guard.on_memory_pressure(callback)
+        if not callable(callback):
+            raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {callback!r}")
+        return self._guard.listen("pressure_callbacks", callback)
 
     def on_operation(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Calls back after every operation, when capacity may have changed; returns a function that stops it."""
-        return self._guard.on_operation(callback)
+        if not callable(callback):
+            raise InvalidArgumentError(f"on_operation takes a callable, got {callback!r}")
+        return self._guard.listen("capacity_callbacks", callback)
 
     def stats(self) -> CacheStats:
         """One consistent snapshot of everything counted."""

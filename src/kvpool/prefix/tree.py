@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+import numpy as np
+
 from kvpool.config import Tier
 from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.kind import ByBlock
-from kvpool.core.node import NEVER, Node, Root, numbers_in_tree
+from kvpool.core.node import NEVER, Node, Root
 from kvpool.core.prompt import Match
 from kvpool.pools.arrays import Int32Array, as_bytes, copied
 from kvpool.pools.pool import GPU, BlockPool
@@ -489,7 +491,11 @@ def keep_symbols(cache: Cache, fresh: Fresh) -> None:
 
 def numbers_in_use(cache: Cache) -> set[int]:
     """The numbers of all symbols in rows and in the tree. Looks at every token."""
-    used = numbers_in_tree(node for root in cache.roots.values() for node in root.subtree())
+    used: set[int] = set()
+    for node in (node for root in cache.roots.values() for node in root.subtree()):
+        used |= numbers_in(node.tokens)
+        for _, tail in node.logits or ():  # of prompts that end in the run
+            used |= numbers_in(np.frombuffer(tail, np.int32))
     for row in cache.rows.live_rows():
         used |= numbers_in(cache.rows.token_ids(row))
     return used

@@ -319,7 +319,7 @@ def _below_watermark(cache: Cache, plan: AdmissionPlan) -> int | None:
 
 def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> None:
     """Gives a new handle its row and blocks, reusing the longest cached prefix."""
-    rows, size = cache.rows, cache.block_size
+    rows = cache.rows
     found = find_match(cache, prompt)
     plan = plan_admission(cache, prompt, found, num_tokens, lookahead)
     if not plan.fits:
@@ -372,28 +372,7 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     rows.reserved_of[row] = num_tokens if num_tokens > present else present
     rows.written_of[row] = rows.committed_of[row] = hit_tokens
     rows.present_of[row] = present
-    tokens = found.tokens
-    if tokens is None:
-        rows.known_of[row] = rows.num_history_of[row] = 0
-    else:
-        rows.set_token_ids(row, tokens, match.num_blocks * size)
-        handle.num_matched_tokens = match.num_matched_blocks * size
-        handle.num_prompt_tokens = len(tokens)
-        handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
-        if not handle.is_lease:
-            cache.counters.prompt_tokens += len(tokens)
-            cache.counters.prompt_blocks += len(tokens) // size
-            if match.num_blocks or partial is not None:
-                _count_hits(cache, handle, match, promoted)
-        if handle.publishes and len(tokens) >= (match.num_blocks + 1) * size:
-            if match.next_key is None:
-                track(cache, row)
-            elif (
-                cache.producers.setdefault((tip, match.next_key), row) == row
-            ):  # `track`, where the key is there already
-                handle.inflight = tip, match.next_key
-        if found.fresh:
-            keep_symbols(cache, found.fresh)
+    _enter_prompt(cache, handle, tip, plan, found, promoted)
     cache.counters.requests += not handle.is_lease
     cache.requests[handle.request_id] = handle
     cache.last_prompt = cache.last_match = None  # it was admitted: nobody need keep its tokens
@@ -428,9 +407,37 @@ def _promote_path(cache: Cache, plan: AdmissionPlan, tip: Node, held: Held, prom
     plan.match.path = tip.path()
 
 
-def _count_hits(cache: Cache, handle: KVCacheHandle, match: Match, promoted: dict[Tier, int]) -> None:
-    """Counts what was reused, on the tier where it was: `promoted` says how many blocks came up from lower ones."""
-    counters, size = cache.counters, cache.block_size
+def _enter_prompt(
+    cache: Cache, handle: KVCacheHandle, tip: Node, plan: AdmissionPlan, found: Match, promoted: dict[Tier, int]
+) -> None:
+    """The row knows its tokens, who computes their next block is noted, and what was reused is counted on its tier.
+
+    `promoted` says how many blocks came up from lower ones.
+    """
+    rows, size, counters, row = cache.rows, cache.block_size, cache.counters, handle.row
+    match, tokens = plan.match, found.tokens
+    if tokens is None:
+        rows.known_of[row] = rows.num_history_of[row] = 0
+        return
+    rows.set_token_ids(row, tokens, match.num_blocks * size)
+    handle.num_matched_tokens = match.num_matched_blocks * size
+    handle.num_prompt_tokens = len(tokens)
+    handle.num_cached_tokens, handle.num_cached_blocks = plan.num_hit_tokens, match.num_blocks
+    if handle.publishes and len(tokens) >= (match.num_blocks + 1) * size:
+        if match.next_key is None:
+            track(cache, row)
+        else:  # `track`, where the key is there already
+            place = tip, match.next_key
+            if cache.producers.setdefault(place, row) == row:
+                handle.inflight = place
+    if found.fresh:
+        keep_symbols(cache, found.fresh)
+    if handle.is_lease:
+        return
+    counters.prompt_tokens += len(tokens)
+    counters.prompt_blocks += len(tokens) // size
+    if not match.num_blocks and match.partial is None:
+        return
     resident, lowest = match.num_blocks, GPU
     for tier, num_blocks in promoted.items():
         counters.hit_tokens[tier] += num_blocks * size

@@ -44,29 +44,19 @@ def items_begun(cache: Cache, batch: SequenceBatch, counts: Int64Array | None) -
 def divide_ids(
     cache: Cache, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array, items: tuple[MultimodalItem, ...]
 ) -> tuple[list[Piece], Fresh]:
-    """The pieces of all sequences, checked, and the numbers that symbols among their new ids take."""
-    if not items or tokens is None:
-        fresh: Fresh = {}
-        return _pieces(cache, batch, tokens, tokens, counts, fresh), fresh
-    _check_division(items, counts)
-    encoded, fresh = cache.rows.symbols.encode(tokens, items)
-    return _pieces(cache, batch, tokens, encoded, counts, fresh), fresh
+    """The ids split by sequence and checked against those known already, and the numbers that symbols among new ones take.
 
-
-def _pieces(
-    cache: Cache,
-    batch: SequenceBatch,
-    tokens: Int32Array | None,
-    encoded: Int32Array | None,
-    counts: Int64Array,
-    fresh: Fresh,
-) -> list[Piece]:
-    """Splits the ids by sequence and checks them against those known already. Returns (row, count, new ids).
-
-    `encoded` are the tokens with the symbols of the items that came with them. New ids that go on with an earlier item
-    become symbols too; their numbers are in `fresh` if they are new.
+    New ids that are placeholders of items that came with them, or that go on with an earlier item, become symbols.
     """
     rows = cache.rows
+    encoded, fresh = tokens, Fresh()
+    if items and tokens is not None:
+        ends = np.cumsum(counts)
+        for item in items:  # the tokens of each belong to one sequence
+            end = int(ends[np.searchsorted(ends, item.position, side="right")])
+            if item.position + item.length > end:
+                raise InvalidArgumentError(f"{show(item)} reaches over the end of its sequence's tokens, at {end}")
+        encoded, fresh = rows.symbols.encode(tokens, items)
     pieces: list[Piece] = []
     offset = 0
     for handle, row, count in zip(batch.handles, batch.rows.tolist(), counts.tolist(), strict=True):
@@ -92,7 +82,7 @@ def _pieces(
                 shared = rows.path_ids(row, rows.following[row])[committed : committed + count]
                 _check_same(cache, handle, committed, given, np.concatenate((announced, ids))[: len(shared)], shared)
         pieces.append((row, count, ids))
-    return pieces
+    return pieces, fresh
 
 
 def _check_same(
@@ -132,12 +122,3 @@ def _continued(cache: Cache, handle: KVCacheHandle, row: int, ids: Int32Array, f
     if not missing:
         return ids
     return np.concatenate((symbols.inside(ids[:missing], key, length, fresh), ids[missing:]))
-
-
-def _check_division(items: tuple[MultimodalItem, ...], counts: Int64Array) -> None:
-    """The tokens of an item belong to one sequence."""
-    ends = np.cumsum(counts)
-    for item in items:
-        end = int(ends[np.searchsorted(ends, item.position, side="right")])
-        if item.position + item.length > end:
-            raise InvalidArgumentError(f"{show(item)} reaches over the end of its sequence's tokens, at {end}")
