@@ -17,6 +17,7 @@ from models import tiny_model
 from kvpool.engine import Engine
 from kvpool.server import ServedModel, create_app
 from kvpool.server.agent_fields import LEFT_OUT_HEADER, OfChats, Reasoning, followed
+from kvpool.server.varying_lines import without_varying_lines
 
 SAID = "w5 w6 w7"
 TURNS: Any = [{"role": "user", "content": SAID}]
@@ -27,6 +28,7 @@ CLAUDE_CODE: Any = {
     "max_tokens": 32000,
     "stream": False,
     "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.8a5; cc_entrypoint=sdk-cli;"},
         {"type": "text", "text": "w3", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "w4"},
     ],
@@ -162,6 +164,47 @@ def test_given_a_field_that_changes_nothing_then_the_log_says_so_once(
         for _ in range(2):
             call(live, "/v1/chat/completions", {"messages": TURNS, "max_tokens": 1, "verbosity": "low"})
     assert caplog.text.count("verbosity") == 1
+
+
+# --- lines that differ for nothing ------------------------------------------------------------------------------------
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=sdk-cli;"
+
+
+def cached_of_second(live: Live, path: str, make: Callable[[str], Any]) -> int:
+    """How much of a conversation is cached after one whose line of the bill differs."""
+    call(live, path, make(BILLED.format("w20")))
+    usage = call(live, path, make(BILLED.format("w21")))["usage"]
+    if "cache_read_input_tokens" in usage:
+        return int(usage["cache_read_input_tokens"])
+    return int((usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("path", "make"),
+    [
+        ("/v1/messages", lambda line: {"system": [{"type": "text", "text": line}, {"type": "text", "text": "w3"}]}),
+        ("/v1/messages", lambda line: {"system": f"{line}\nw3"}),
+        ("/v1/chat/completions", lambda line: {"messages": [{"role": "system", "content": f"{line}\n\nw3"}, *TURNS]}),
+        ("/v1/responses", lambda line: {"input": SAID, "instructions": f"{line}\nw3"}),
+        ("/v1/responses", lambda line: {"input": [{"role": "developer", "content": f"{line}\nw3"}, *TURNS]}),
+    ],
+)
+def test_given_a_line_that_differs_for_nothing_then_a_second_session_finds_all_of_the_first(
+    serve: Callable[..., Live], engine: Any, path: str, make: Callable[[str], Any]
+) -> None:
+    limit = {"max_output_tokens": 1} if path == "/v1/responses" else {"messages": TURNS, "max_tokens": 1}
+    assert cached_of_second(serve(), path, lambda line: {**limit, **make(line)}) == 4, "its one whole block"
+    engine.manager.cache.reset()
+    kept = Live(create_app([ServedModel("tiny", engine, keeps_varying_lines=True)]))
+    assert cached_of_second(kept, path, lambda line: {**limit, **make(line)}) > 4, "the words of the line are tokens"
+    kept.stop()
+
+
+def test_given_a_user_who_quotes_such_a_line_then_it_stays() -> None:
+    quoted = f"Look:\n{BILLED}"
+    assert without_varying_lines(quoted) == quoted
+    assert without_varying_lines([{"type": "text", "text": BILLED}, {"type": "image"}])[0]["text"] == ""  # type: ignore[index]
 
 
 # --- effort and thinking ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling, Tool
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue, ToolUse, tool_use
+from kvpool.server.varying_lines import without_varying_lines
 
 FILL_CONTEXT = 2**31 - 1  # tokens; the engine cuts this to what the context has room for
 
@@ -129,8 +130,11 @@ async def conversation_tokens(
     spoken = []
     for number, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
+        content = message.content
+        if message.role in ("system", "developer") and not model.keeps_varying_lines:
+            content = without_varying_lines(content)
         turn["role"] = model.answers.role(message.role)
-        turn["content"] = await model.images.content(message.content, number)
+        turn["content"] = await model.images.content(content, number)
         if "tool_calls" in turn:
             turn["tool_calls"] = _calls_for_template(turn["tool_calls"], number)
         spoken.append(turn)

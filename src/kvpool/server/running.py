@@ -50,7 +50,13 @@ def serve_models(settings: ServeSettings, models: Sequence[ModelSettings], acces
         from kvpool.server.served_model import ServedModel
 
         served = [
-            ServedModel(model.name, engine, model.tool_parser, settings.image_hosts)
+            ServedModel(
+                model.name,
+                engine,
+                model.tool_parser,
+                settings.image_hosts,
+                keeps_varying_lines=model.keep_varying_lines,
+            )
             for model, engine in zip(models, engines, strict=True)
         ]
         app = create_app(

@@ -51,6 +51,7 @@ class ModelSettings:
     max_model_len: int | None = None
     chat_template: str | None = None
     tool_parser: str = ""
+    keep_varying_lines: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
     max_adapters: int = 16
     language_adapters: bool = False
@@ -124,6 +125,9 @@ class ServeSettings:
     tool_parser: str = setting(
         "", "How the model writes calls of tools, where its chat template does not tell: docs/server.md."
     )
+    keep_varying_lines: bool = setting(
+        False, "Leave lines in prompts that differ for nothing, such as Claude Code's billing header.", bool
+    )
     allow_origins: Sequence[str] = setting(
         (),
         "A site whose pages may ask this server (CORS), such as https://chat.example; * for all.",
@@ -166,7 +170,7 @@ class ServeSettings:
 
 ServerOptions: Any = options_of(Limits, "ServerOptions", bases=(options_of(ServeSettings, "_ServeOptions"),))
 # What a server may say for all of its models, and a model for itself.
-_OF_EACH_MODEL = ("max_sequences", "max_model_len", "chat_template", "tool_parser")
+_OF_EACH_MODEL = ("max_sequences", "max_model_len", "chat_template", "tool_parser", "keep_varying_lines")
 _SERVER_KINDS = kinds_of(ServeSettings) | kinds_of(Limits)
 # The keys of a model in a file, and the fields of `EngineOptions` that they set.
 _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}

@@ -36,6 +36,7 @@ class ServedModel:
     """An engine under the name that clients use. `tool_parser` names how its model calls tools (`tool_forms.FORMS`).
 
     Images in messages may be at addresses of `image_hosts`. With an `adapter`, requests run with that adapter of the engine.
+    With `keeps_varying_lines` prompts keep the lines of `varying_lines.py`.
     """
 
     def __init__(
@@ -45,12 +46,15 @@ class ServedModel:
         tool_parser: str = "",
         image_hosts: Sequence[str] = (),
         adapter: str | None = None,
+        *,
+        keeps_varying_lines: bool = False,
     ) -> None:
         self.name = self.base_name = name  # the second one stays if an adapter lends its name
         self.engine = engine
         self.adapter = adapter
         self.answers = AnswerForm(engine.tokenizer, tool_parser)
         self.images = ImageSource(image_hosts)
+        self.keeps_varying_lines = keeps_varying_lines
         self.names: dict[Hashable, str] = {}  # of running requests, for people
         self._notifier: LoopNotifier | None = None
 

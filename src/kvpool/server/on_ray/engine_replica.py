@@ -155,9 +155,8 @@ class EngineReplica:
         model = placed(plan.model, host, place.local_rank)
         self._engine = model.make_engine()
         self._tracing = None if plan.traces is None else Tracing.to(plan.traces)
-        self._app = create_app(
-            [ServedModel(model.name, self._engine, model.tool_parser)], plan.access, plan.limits, self._tracing
-        )
+        served = ServedModel(model.name, self._engine, model.tool_parser, keeps_varying_lines=model.keep_varying_lines)
+        self._app = create_app([served], plan.access, plan.limits, self._tracing)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What Ray tells routers about this replica. A hook of Ray Serve."""
