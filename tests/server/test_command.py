@@ -42,7 +42,8 @@ def test_given_loaded_models_then_the_garbage_collector_looks_at_them_no_more(
     frozen: list[int] = []
     monkeypatch.setattr(ModelServer, "run", lambda *_: frozen.append(gc.get_freeze_count()))
     options = SimpleNamespace(check_model=bool, publish=None)
-    model: Any = SimpleNamespace(name="tiny", options=options, make_engine=lambda: nullcontext(engine), tool_parser="")
+    told: Any = dict(options=options, tool_parser="", keep_varying_lines=False)
+    model: Any = SimpleNamespace(name="tiny", make_engine=lambda: nullcontext(engine), **told)
     alive = len(gc.get_objects())
     try:
         running.serve_models(ServeSettings(port=0), [model], Access(), quiet=True)
