@@ -21,12 +21,11 @@ from kvpool.prefix.announcer import (
     stored_now,
 )
 from kvpool.prefix.blocks import (
+    count_pin,
     evict_last_resort,
     evict_leftovers,
     is_usable,
-    pin_block,
     ref_blocks,
-    unpin_block,
     unref_blocks,
 )
 from kvpool.prefix.digests import chain_digests, root_digest
@@ -238,12 +237,12 @@ def test_given_a_windowed_block_when_its_last_reader_leaves_then_it_is_left_over
 def test_given_a_pinned_windowed_block_then_it_is_no_leftover_that_goes() -> None:
     cache = make_cache(WINDOWED)
     run = windowed_run(cache)
-    pin_block(cache, run.root, cache.groups[0], int(run.ids[0][0]))
+    count_pin(cache, run.root, cache.groups[0], int(run.ids[0][0]), 1)
     unref_blocks(cache, run, cache.groups[0], 0, 5, run.ids[0])
     assert gpu(cache)[2] == 1
     pool = cache.pools[0][Tier.GPU]
     assert evict_leftovers(cache, pool, 16, math.inf, None, CAPACITY) == 3
-    unpin_block(cache, run.root, cache.groups[0], int(run.ids[0][0]))
+    count_pin(cache, run.root, cache.groups[0], int(run.ids[0][0]), -1)
     assert gpu(cache)[2] == 0
     assert evict_leftovers(cache, pool, 16, math.inf, None, CAPACITY) == 1
 

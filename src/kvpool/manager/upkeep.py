@@ -23,7 +23,7 @@ from kvpool.pools.pool import ResizeResult
 from kvpool.prefix.evict import evict
 from kvpool.prefix.keeping import pin_prefix, set_quota, unpin
 from kvpool.scope import ReuseScope, check_scope
-from kvpool.sequences.invalidate import (
+from kvpool.sequences.publish import (
     invalidate_below_prefix,
     invalidate_scopes,
     invalidate_session,

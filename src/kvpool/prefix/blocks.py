@@ -48,7 +48,7 @@ def keep_pinned(cache: Cache, node: Node) -> None:
             if at is not node or block >= 0:
                 kept.append((group, depth))
             if at is node and block >= 0:
-                pin_block(cache, node.root, group, block)
+                count_pin(cache, node.root, group, block, 1)
         pin.blocks = kept
 
 
@@ -92,24 +92,16 @@ def _num_pinned(cache: Cache, pool: BlockPool, ids: Int32Array) -> int:
     return sum(block in pinned for block in ids.tolist()) if pinned else 0
 
 
-def pin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
-    """One pin more on a block of a group read block by block."""
+def count_pin(cache: Cache, root: Root, group: ByBlock, block: int, change: int) -> None:
+    """One pin more (1) or less (-1) on a block of a group read block by block."""
     pool = group.gpu
     pinned = cache.pinned_blocks[pool.index]
-    pinned[block] = pinned.get(block, 0) + 1
-    if pinned[block] == 1 and not pool.refs[block]:
-        add_idle(root, pool, 0, 1)
-
-
-def unpin_block(cache: Cache, root: Root, group: ByBlock, block: int) -> None:
-    """One pin less on a block of a group read block by block."""
-    pool = group.gpu
-    pinned = cache.pinned_blocks[pool.index]
-    pinned[block] -= 1
+    was_pinned = block in pinned
+    pinned[block] = pinned.get(block, 0) + change
     if not pinned[block]:
         del pinned[block]
-        if not pool.refs[block]:
-            add_idle(root, pool, 0, -1)
+    if was_pinned != (block in pinned) and not pool.refs[block]:
+        add_idle(root, pool, 0, change)
 
 
 # --- leftovers -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kvpool.core.orders import Quota
 from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcer import announce_priority
-from kvpool.prefix.blocks import block_of, idle_blocks, pin_block, unpin_block
+from kvpool.prefix.blocks import block_of, count_pin, idle_blocks
 from kvpool.prefix.evict import drop_tail, enforce_quota
 from kvpool.prefix.tree import all_nodes, end_at, match_tokens, pin_path, unpin_path, watch
 from kvpool.scope import ReuseScope
@@ -56,7 +56,7 @@ def _pin_blocks(cache: Cache, pin: Pin, group: ByBlock, num_blocks: int) -> None
         if block >= 0:
             pin.blocks.append((group, depth))
             if node.tier == Tier.GPU:
-                pin_block(cache, node.root, group, block)
+                count_pin(cache, node.root, group, block, 1)
 
 
 def unpin(cache: Cache, pin: Pin) -> None:
@@ -71,7 +71,7 @@ def _end_pin(cache: Cache, pin: Pin) -> None:
     for group, depth in pin.blocks:
         node, block = block_of(cache, pin.node, group, depth)
         if node.tier == Tier.GPU:
-            unpin_block(cache, pin.node.root, group, block)
+            count_pin(cache, pin.node.root, group, block, -1)
     unpin_path(cache, pin.node)
 
 

@@ -28,8 +28,7 @@ from kvpool.sequences.release import release_gpu, release_host
 
 def can_swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
     """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
-    _no_repeats(handles)
-    held = _held(cache, [row_of(cache.rows, handle) for handle in handles])
+    held = _held(cache, _rows_of(cache, handles))
     needs = _distinct_needs(cache, held)
     supply = []
     status, reason = AllocStatus.OK, "fits"
@@ -60,8 +59,7 @@ def _distinct_needs(cache: Cache, held: list[list[Int32Array]]) -> list[int]:
 
 def swap_out(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     """Moves requests to the host; returns how many blocks are copied."""
-    _no_repeats(handles)
-    row_list = [row_of(cache.rows, handle) for handle in handles]
+    row_list = _rows_of(cache, handles)
     held = _held(cache, row_list)
     needs = _distinct_needs(cache, held)
     for index, need in enumerate(needs):
@@ -136,8 +134,7 @@ def _copy(cache: Cache, group: Group, of_group: list[Int32Array], kind: CopyKind
 
 def can_swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
     """OK, LATER or NEVER, with the watermark kept free."""
-    _no_repeats(handles)
-    matches = _residents(cache, handles)
+    matches = _residents(cache, handles, _rows_of(cache, handles, are_swapped=True))
     of_tenants = _gpu_needs(cache, handles, matches)
     needs = _in_all(cache, of_tenants)
     supply = _gpu_supply(cache, of_tenants, matches)
@@ -151,19 +148,12 @@ def can_swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> Admission:
     return Admission(AllocStatus.OK, "fits", tuple(needs), tuple(supply))
 
 
-def _swapped_row(cache: Cache, handle: KVCacheHandle) -> int:
-    row = any_row_of(cache.rows, handle)
-    if handle.swapped is None:
-        raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
-    return row
-
-
-def _residents(cache: Cache, handles: Sequence[KVCacheHandle]) -> list[Match]:
+def _residents(cache: Cache, handles: Sequence[KVCacheHandle], row_list: list[int]) -> list[Match]:
     """What each request takes from the prefix cache: equally much for all that share host blocks behind it.
 
     They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
     """
-    matches = [_resident(cache, handle, _swapped_row(cache, handle)) for handle in handles]
+    matches = [_resident(cache, handle, row) for handle, row in zip(handles, row_list, strict=True)]
     if cache.by_block:
         return matches
     group = cache.full[0]
@@ -250,9 +240,8 @@ def _in_all(cache: Cache, needs: dict[str | None, list[int]]) -> list[int]:
 
 def swap_in(cache: Cache, handles: Sequence[KVCacheHandle]) -> int:
     """Brings requests back; returns how many blocks are copied."""
-    _no_repeats(handles)
-    row_list = [_swapped_row(cache, handle) for handle in handles]
-    matches = _residents(cache, handles)
+    row_list = _rows_of(cache, handles, are_swapped=True)
+    matches = _residents(cache, handles, row_list)
     needs = _gpu_needs(cache, handles, matches)
     cache.refuse_shortage(
         _in_all(cache, needs), _gpu_supply(cache, needs, matches), f"swapping in {len(handles)} requests"
@@ -358,6 +347,13 @@ def _distinct(of_group: list[Int32Array]) -> Int32Array:
     return ids[ids >= 0]
 
 
-def _no_repeats(handles: Sequence[KVCacheHandle]) -> None:
+def _rows_of(cache: Cache, handles: Sequence[KVCacheHandle], are_swapped: bool = False) -> list[int]:
+    """The rows of different requests, all of them on the GPU or all of them swapped out."""
     if len({id(handle) for handle in handles}) != len(handles):
         raise InvalidArgumentError("the same request stands twice in the list to swap")
+    rows: list[int] = []
+    for handle in handles:
+        rows.append(any_row_of(cache.rows, handle) if are_swapped else row_of(cache.rows, handle))
+        if are_swapped and handle.swapped is None:
+            raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
+    return rows
