@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tool_files import load_tool
 
 pytest.importorskip("transformers")
+
+from kvpool.config import KVCacheConfig, Tier
+from kvpool.config.model_config import layers_from_hf, max_positions
+from kvpool.errors import ConfigError
+
+PAGE = Path(__file__).parent.parent / "benchmarks" / "figures" / "families.md"
+SERVED = [
+    family
+    for _, families in re.findall(r"^\| (equal tokens.*) \(\d+\) \| (.*) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    for family in families.split(", ")
+]
+NOT_PLANNED = {  # what their configurations say of the cache is not read, and the error says so
+    "gemma3n_text": "num_kv_shared_layers",
+    "minimax_m3_vl": "index_head_dim",
+    "minimax_m3_vl_text": "index_head_dim",
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +75,38 @@ def test_the_table_of_the_page_has_the_form_that_the_tool_writes(tool: ModuleTyp
     assert sum(counts.values()) == int(told[1])
     assert sum(count for heading, count in counts.items() if heading.startswith("equal")) == int(told[2])
     assert not any(heading.startswith("other tokens") for heading in counts)
+
+
+@pytest.mark.quick("llama", "deepseek_v3", "kimi_linear", "mimo_v2_flash", "jetmoe", "gemma3", "gemma3n_text")
+@pytest.mark.parametrize("family", SERVED)
+def test_a_plan_of_a_configuration_has_the_bytes_that_an_engine_of_the_model_allocates(
+    family: str, tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens, checkpoints and sequences of a plan, and all bytes of the GPU tier, which has a checkpoint more."""
+    monkeypatch.setattr("kvpool.model.probing.check_against_eager", lambda *_: None)
+    pictured = family in tool.vision_models.CONFIGS
+    with tool._quiet():
+        takes_images = family in tool.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        model = tool.vision_models.vision_model(family) if pictured else tool.tiny_model(family, takes_images)
+    saved = json.loads(model.config.to_json_string(use_diff=False)) | {"dtype": "float32"}
+    if family in NOT_PLANNED:
+        with pytest.raises(ConfigError, match=NOT_PLANNED[family]):
+            layers_from_hf(saved)
+        return
+    budget = 4 << 20
+    planned = KVCacheConfig(layers_from_hf(saved), 8, gpu_bytes=budget, max_seq_len=max_positions(saved))
+    with tool.Engine(model, block_size=8, kv_bytes=budget, model_defaults=False) as engine:
+        kept = engine.config
+        assert _sizes(planned) == _sizes(kept)
+        states = 0 if kept.state_group is None else kept.state_group.block_bytes
+        allocated = engine.plane.num_bytes[Tier.GPU] - states
+        assert abs(planned.pool_bytes(Tier.GPU) - allocated) <= 0.02 * allocated
+
+
+def _sizes(config: KVCacheConfig) -> dict[str, Any]:
+    return {
+        "bytes of a token": config.bytes_per_token,
+        "bytes of a checkpoint": None if config.state_group is None else config.state_group.block_bytes,
+        "bytes of a sequence": config.sequence_bytes(100),
+        "sequences, with the watermark": config.max_sequences(100),
+    }

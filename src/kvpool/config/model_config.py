@@ -8,7 +8,7 @@ refused too, naming the key that says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,20 @@ _NESTED_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 _ALIASES = {
-    "num_hidden_layers": ("n_layer",),
-    "num_attention_heads": ("n_head",),
-    "hidden_size": ("n_embd", "n_embed"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
 }
-_ALIASED_TYPES = frozenset({"gpt2", "gptj", "codegen", "gpt_bigcode", "bloom", "falcon"})
+_DECODER_TYPES = frozenset({"bart", "bigbird_pegasus", "blenderbot", "marian", "mbart", "pegasus", "plbart"})
+_ALIASED_TYPES = frozenset(
+    {
+        *("gpt2", "gptj", "codegen", "gpt_bigcode", "bloom", "falcon", "ctrl", "dbrx", "gpt_neo"),
+        *(*_DECODER_TYPES, "blenderbot-small"),
+    }
+)
 _MHA_TYPES = frozenset({"gpt2", "gptj", "codegen", "bloom", "gpt_neox", "opt", "persimmon"})
 _MLA_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"})
+_DOUBLE_HEADS_SLIDE = frozenset({"mimo_v2_flash"})  # sliding layers have twice the K/V heads
 _DOUBLE_WIDTH_TYPES = frozenset({"zamba", "zamba2"})  # attention sees the embedding beside the hidden state
 
 _ALL_LAYERS_SLIDE = frozenset({"mistral", "ministral", "mixtral", "phi3", "phimoe", "starcoder2"})
@@ -154,7 +161,28 @@ def _attention_shape(config: Mapping[str, Any], model_type: str, stored: DType) 
     if config.get("kv_lora_rank") is not None or model_type in _MLA_TYPES:
         head_dim = sum(_get_int(config, key, MAX_HEAD_DIM, "MLA width") for key in ("kv_lora_rank", "qk_rope_head_dim"))
         return {"kv_heads": 1, "head_dim": head_dim, "k_only": True, "dtype": stored}
-    return {**_head_shape(config, model_type), "dtype": stored}
+    shape: dict[str, Any] = {**_head_shape(config, model_type), "dtype": stored}
+    if config.get("v_head_dim") is not None:
+        shape["v_head_dim"] = _get_int(config, "v_head_dim", MAX_HEAD_DIM, "width of values")
+    return shape
+
+
+def max_positions(source: Source) -> int | None:
+    """The longest text that a model of this configuration serves; None if it names no limit."""
+    config, _ = _text_config(load_config(source))
+    return positions_limit(config.get)
+
+
+def positions_limit(get: Callable[[str], Any]) -> int | None:
+    """The longest text, by the values of a configuration: its own limit, or the length at which longrope changes."""
+    limits = [get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    ropes = get("rope_parameters") or get("rope_scaling") or {}
+    limits += [
+        rope.get("original_max_position_embeddings") or get("original_max_position_embeddings")
+        for rope in (ropes, *ropes.values())
+        if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "longrope"
+    ]
+    return min((limit for limit in limits if type(limit) is int and limit > 0), default=None)
 
 
 def load_config(source: Source) -> Mapping[str, Any]:
@@ -210,6 +238,14 @@ def _with_defaults(config: Mapping[str, Any], model_type: str, *, nested: bool) 
             found = next((config[other] for other in others if other in config), None)
             if key not in full and found is not None:
                 full[key] = found
+    if isinstance(attention := config.get("attn_config"), Mapping) and "kv_n_heads" in attention:  # dbrx
+        full.setdefault("num_key_value_heads", attention["kv_n_heads"])
+    if config.get("kv_channels") is not None:  # jetmoe: each expert that a token goes to attends with all heads
+        full["head_dim"] = config["kv_channels"]
+        full["num_key_value_heads"] = full.get("num_attention_heads")
+    if isinstance(kinds := config.get("attention_layers"), (list, tuple)):  # gpt_neo
+        full["layer_types"] = [f"{'sliding' if kind == 'local' else 'full'}_attention" for kind in kinds]
+        full["sliding_window"] = config.get("window_size")
     for key, value in _DEFAULTS.get(model_type, {}).items():
         if nested or key not in _STANDARD_KEYS:
             full.setdefault(key, value)
@@ -310,6 +346,8 @@ def _may_slide(config: Mapping[str, Any], model_type: str) -> bool:
 
 def _layer(shape: Mapping[str, Any], kind: str, config: Mapping[str, Any], model_type: str) -> LayerSpec:
     if kind == "sliding_attention":
+        if model_type in _DOUBLE_HEADS_SLIDE:
+            shape = {**shape, "kv_heads": 2 * shape["kv_heads"]}
         return LayerSpec(**shape, window=_get_int(config, "sliding_window", MAX_TOKENS, f"window of {model_type}"))
     if kind == "chunked_attention":
         return LayerSpec(**shape, chunk=_get_int(config, "attention_chunk_size", MAX_TOKENS, f"chunk of {model_type}"))

@@ -6,14 +6,14 @@ the length of a cache. The self-check compares the result with the model by itse
 
 With the rotary types "dynamic" and "longrope", transformers chooses the frequencies in every forward, from its largest
 position. In a flattened step one long sequence would change the keys of all others, and the choice would wait for the device.
-With the frequencies of short texts, results equal those of transformers up to `max_positions`, which is the limit here.
+With the frequencies of short texts, results equal those of transformers up to `positions_limit`, which is the limit here.
 Beyond it, cached keys could not be used, because they were rotated with the old frequencies.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -108,13 +108,6 @@ class _FixedKind(str):
         return held
 
 
-def max_positions(config: Any) -> int | None:
-    """The longest text: the model's own limit, or the length at which longrope changes its frequencies."""
-    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    limits += [rope.get("original_max_position_embeddings") for rope in _longropes(config)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def freeze_rotary(model: Any) -> None:
     """Freezes rotary embeddings at the frequencies of short texts. The last text that the model ran must be a short one."""
     _rename(model, lambda kind: _FixedKind.of(kind) if _changes(kind) else kind)
@@ -131,10 +124,3 @@ def _rename(model: Any, new: Callable[[str], str]) -> None:
 
 def _changes(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
-
-
-def _longropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *parameters.values()):
-        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
-            yield rope

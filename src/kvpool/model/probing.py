@@ -18,13 +18,14 @@ from torch import Tensor
 
 from kvpool.config import StateSpec
 from kvpool.config.layers import DType, LayerSpec
+from kvpool.config.model_config import positions_limit
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model.forward import forward
 from kvpool.model.hook import ATTENTION_NAME, AttentionCall, set_attention, use_kvpool_attention
 from kvpool.model.latents import keep_latents, own_expansion
 from kvpool.model.own_attention import adds_slopes, replace_attention, restore_attention
-from kvpool.model.positions import counts_by_itself, freeze_rotary, max_positions, own_positions, use_positions
+from kvpool.model.positions import counts_by_itself, freeze_rotary, own_positions, use_positions
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
@@ -241,7 +242,7 @@ def _shape_of(model: Any, modules: Sequence[StateModule]) -> ModelShape:
         layers=tuple(layer_shape(model, call) for call in calls),
         dtype=common_dtype(model, calls),
         vocab_size=logits.shape[-1],
-        max_positions=max_positions(config),
+        max_positions=positions_limit(lambda name: getattr(config, name, None)),
         attending=tuple(call.layer for call in calls),
         states=state_specs(modules),
     )

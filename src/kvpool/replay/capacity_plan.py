@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvpool.checks import check_number
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import ceil_div
-from kvpool.config.model_config import layers_from_hf
+from kvpool.config.model_config import layers_from_hf, max_positions
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.costs import (
     COMPUTE_EFFICIENCY,
@@ -135,7 +135,9 @@ def make_plan(request: PlanRequest) -> Plan:
             f"The weights alone do not fit: {_gb(weight_bytes)} on {hardware.name}. Use more GPUs or smaller weights."
         )
         return plan
-    config = KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget))
+    longest = max_positions(request.model)  # as of an engine's cache, whose pools are divided by it
+    limit = None if longest is None else max(longest, request.context)
+    config = KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget), max_seq_len=limit)
     _add_cache(plan, request, config)
     _add_costs(plan, request.context, hardware, request.tensor_parallel)
     if ranks is not None:
