@@ -227,9 +227,9 @@ class Cache:
         for group in self.growing:
             self.per_position[group.pool] += not group.has_holes
         self.blocks_per_position = [
-            max(1, sum(group.pool == i for group in self.growing)) for i in self._pool_indices()
+            max(1, sum(group.pool == i for group in self.growing)) for i in range(len(self.pools))
         ]
-        counts = [(index, sum(group.pool == index for group in self.full)) for index in self._pool_indices()]
+        counts = [(index, sum(group.pool == index for group in self.full)) for index in range(len(self.pools))]
         self.full_per_pool = [(index, count) for index, count in counts if count]  # (pool, blocks of full groups)
         self.has_full = [bool(count) for _, count in counts]
         # The pool of each tier when there is one full group and nothing else: counting is then one addition.
@@ -269,9 +269,6 @@ class Cache:
         # Unread blocks of groups read block by block; those of which the end of a run needed some when looked at
         self.leftovers: list[deque[Leftover]] = [deque() for _ in self.groups]
         self.lasting: list[deque[Leftover]] = [deque() for _ in self.groups]
-
-    def _pool_indices(self) -> range:
-        return range(len(self.pools))
 
     def _usable_tiers(self) -> list[Tier]:
         """Those that have blocks in every pool."""

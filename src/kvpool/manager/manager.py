@@ -19,6 +19,7 @@ quotas, eviction, tiers, sizes) is `manager.cache`; whoever wants to look inside
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -72,12 +73,6 @@ from kvpool.sequences.tokens import items_begun
 from kvpool.stats import CacheStats
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
-ALLOCATE_ARGUMENTS = frozenset(  # what a request of `allocate_batch` may say
-    (
-        *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
-        *("retention", "ttl", "session", "lease", "multimodal", "hint"),
-    )
-)
 
 
 class KVCacheManager:
@@ -603,3 +598,7 @@ class KVCacheManager:
     def check(self) -> None:
         """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""
         self.inspect.check()
+
+
+# What a request of `allocate_batch` may say
+ALLOCATE_ARGUMENTS = frozenset(inspect.signature(KVCacheManager.allocate).parameters) - {"self"}

@@ -29,6 +29,10 @@ from kvpool.pools.pool import GPU, BlockPool
 from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.scope import ReuseScope
 
+IN_COMMON: Final = (  # what both parts of a divided run have
+    *("tier", "detached", "last_access", "last_access_at", "hits", "turn", "fan_out", "hint"),
+    *("priority", "priority_until", "ttl", "expires_at", "published_by"),
+)
 SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
 
@@ -212,17 +216,8 @@ def cut_off(cache: Cache, node: Node, num_blocks: int) -> Node:
 def _twin(cache: Cache, node: Node) -> Node:
     """A new node for one part of a run, with what both parts have in common."""
     twin = Node(node.parent, node.key, node.start, node.created, node.created_at)
-    twin.tier = node.tier
-    twin.detached = node.detached
-    twin.last_access = node.last_access
-    twin.last_access_at = node.last_access_at
-    twin.hits = node.hits
-    twin.turn, twin.fan_out, twin.hint = node.turn, node.fan_out, node.hint
-    twin.priority = node.priority
-    twin.priority_until = node.priority_until
-    twin.ttl = node.ttl
-    twin.expires_at = node.expires_at
-    twin.published_by = node.published_by
+    for name in IN_COMMON:
+        setattr(twin, name, getattr(node, name))
     if node.session is not None or node.copied_sessions:
         twin.session = node.session
         add_sessions(cache, twin, node.sessions)
