@@ -51,7 +51,7 @@ LAYERS = (
         "scheduling",
     ),
     *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
-    *("model", "hf", "engine", "server", "integrations", "replay", "compat", "cli", "__main__"),
+    *("model", "hf", "engine", "server", "prove", "integrations", "replay", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")

@@ -73,6 +73,10 @@ class NoNodeError(KVPoolError):
     """No node of a cluster can take a request: none is ready, or all that are were tried."""
 
 
+class EndpointError(KVPoolError):
+    """An endpoint that `kvpool prove` asks does not answer, or not as OpenAI's API does, or not enough to prove anything."""
+
+
 class InvariantError(KVPoolError, AssertionError):
     """`check()` found a broken invariant. This is a bug in kvpool; please report it with the message."""
 
