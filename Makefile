@@ -20,6 +20,7 @@ TRANSFORMERS ?= $(eval TRANSFORMERS := $(shell $(PY) -m pip index versions trans
 TRANSFORMERS_SITE ?= $(HOME)/.cache/kvpool/transformers-$(TRANSFORMERS)
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
+AGENTS_SITE ?= $(HOME)/.cache/kvpool/agents-1
 
 # Many tests wait for servers and other processes, so one process more than there are cores, and four at most.
 PARALLEL = -n $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4))) --dist=worksteal
@@ -56,7 +57,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-all test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-all test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster agents-site test-agents test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -215,6 +216,18 @@ test-ray: ray ## `kvpool serve --ray` with two replicas, one of which is killed
 
 test-cluster: ray ## real servers behind `kvpool route`, on Ray, and apart for prefill and decode, with Redis: hits against round robin, and kill -9
 	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster -s $(ARGS)
+
+# The newest of each program: what people install. Its number in AGENTS_SITE changes with the list.
+agents-site: $(VENV)/.stamp-dev
+	@[ -n "$(OFFLINE)" ] || [ -e $(AGENTS_SITE)/bin/litellm ] || { $(PYTHON) -m venv $(AGENTS_SITE) && \
+		$(AGENTS_SITE)/bin/pip install $(PIP_FLAGS) openai-agents langgraph langchain-openai litellm; } || \
+		echo "pip could not install the libraries of agents: their tests are skipped"
+	@[ -n "$(OFFLINE)" ] || [ -e $(AGENTS_SITE)/npm/node_modules/.bin/codex ] || \
+		npm install --silent --no-audit --no-fund --prefix $(AGENTS_SITE)/npm @anthropic-ai/claude-code @openai/codex || \
+		echo "npm could not install Claude Code and Codex: their tests are skipped"
+
+test-agents: agents-site ## Claude Code, Codex, OpenAI's Agents SDK, LangGraph and litellm against a tiny model behind `kvpool route`: no refusal, and hits
+	KVPOOL_AGENTS=$(AGENTS_SITE) OMP_NUM_THREADS=1 $(PY) -m pytest tests/server/test_agents.py -s $(ARGS)
 
 # Dynamo's indexer listens at every address, so it runs in a network namespace of its own, for which the tests need to be root.
 test-dynamo: $(VENV)/.stamp-dev ## Dynamo's own indexer (1.6, from PyPI) fed by kvpool's events: it must answer as the managers do

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -88,34 +90,136 @@ def message(who: int, turns: Turns) -> dict[str, Any]:
     }
 
 
+def claude_code(who: int, turns: Turns) -> dict[str, Any]:
+    """As Claude Code sends it: a line that differs by conversation, a system turn in between, and fields of betas."""
+    body = message(who, turns)
+    reminder = {"type": "text", "text": "<system-reminder>The project has rules.</system-reminder>"}
+    body["messages"][0]["content"].insert(0, reminder)
+    body["messages"].insert(1, {"role": "system", "content": "These skills are there: review, tidy."})
+    body["messages"][-1]["content"][-1]["is_error"] = len(turns) % 2 == 0
+    body["messages"][-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+    billed = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.197.{who}ab; cc_entrypoint=cli;"}
+    session = {"device_id": "d", "account_uuid": "", "session_id": f"session-{who}"}
+    return {
+        **body,
+        "system": [billed, *body["system"]],
+        "metadata": {"user_id": json.dumps(session)},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": True,
+    }
+
+
+def codex(who: int, turns: Turns) -> dict[str, Any]:
+    """As Codex sends it: instructions as turns of a developer, thoughts without text, and tools of the server's side."""
+    body = response(who, turns)
+    told = [body.pop("instructions"), "<permissions>Ask before you write.</permissions>"]
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": each}]} for each in told
+    ]
+    for item in body["input"]:
+        if item["type"] == "function_call":
+            items.append({"type": "reasoning", "summary": [], "content": None, "encrypted_content": None})
+        items.append({**item, "id": f"item_{len(items)}"} if item["type"] == "message" else item)
+    spaces = {"type": "namespace", "name": "several", "description": "More of us.", "tools": body["tools"][:1]}
+    return {
+        **body,
+        "input": items,
+        "tools": [*({**tool, "strict": False} for tool in body["tools"]), spaces, {"type": "web_search"}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": f"session-{who}",
+        "client_metadata": {"session_id": f"session-{who}", "turn_id": f"turn-{len(turns)}"},
+        "stream": True,
+    }
+
+
+def agents_sdk(who: int, turns: Turns) -> dict[str, Any]:
+    """As OpenAI's Agents SDK sends it: items as the server gave them, with their ids and states."""
+    body = response(who, turns)
+    items: list[dict[str, Any]] = []
+    for item in body["input"]:
+        if item.get("role") == "user":
+            items.append({"role": "user", "content": item["content"][0]["text"]})
+        elif item.get("role") == "assistant":
+            parts = [{**part, "annotations": [], "logprobs": []} for part in item["content"]]
+            items.append({**item, "id": f"msg_{len(items)}", "content": parts, "status": "completed"})
+        elif item["type"] == "function_call":
+            items.append({**item, "id": f"fc_{len(items)}", "status": "completed"})
+        else:
+            items.append(item)
+    tools = [{**tool, "strict": True} for tool in body["tools"]]
+    return {**body, "input": items, "tools": tools, "include": [], "parallel_tool_calls": True, "stream": False}
+
+
+def langgraph(who: int, turns: Turns) -> dict[str, Any]:
+    """As LangGraph sends it through `langchain-openai`: chats whose calls have no text beside them."""
+    body = tool_chat(who, turns)
+    system, *rest = body["messages"]
+    spoken = [{**system, "content": SYSTEM}, *rest]
+    return {**body, "messages": spoken, "model": "tiny", "tool_choice": "none", "stream": False}
+
+
+def litellm(who: int, turns: Turns) -> dict[str, Any]:
+    """As litellm sends a chat to Anthropic's endpoint."""
+    body = message(who, turns)
+    for turn in body["messages"]:
+        if isinstance(turn["content"], str):
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
+    tools = [{**tool, "type": "custom"} for tool in body["tools"]]
+    return {**body, "tools": tools, "tool_choice": {"type": "none"}, "model": "tiny"}
+
+
 FORMS: dict[str, tuple[str, Callable[[int, Turns], dict[str, Any]]]] = {
     "plain chats": ("/v1/chat/completions", plain_chat),
     "chats with tools": ("/v1/chat/completions", tool_chat),
     "responses": ("/v1/responses", response),
     "messages": ("/v1/messages", message),
 }
+PROGRAMS: dict[str, tuple[str, Callable[[int, Turns], dict[str, Any]]]] = {
+    "Claude Code": ("/v1/messages", claude_code),
+    "Codex": ("/v1/responses", codex),
+    "Agents SDK": ("/v1/responses", agents_sdk),
+    "LangGraph": ("/v1/chat/completions", langgraph),
+    "litellm": ("/v1/messages", litellm),
+}
+_CACHED = re.compile(r'"(?:cached_tokens|cache_read_input_tokens)": ?(\d+)')
 
 
 class Talks:
     """Some conversations in one form: how much of their prompts was cached, and how often one changed its node."""
 
     def __init__(self, form: str, talks: int = 6, salt: str = "") -> None:
-        self.path, self._body = FORMS[form]
+        self.path, self._body = {**FORMS, **PROGRAMS}[form]
         self._salt, self._dice = salt, random.Random(form)
         self._turns: list[Turns] = [[] for _ in range(talks)]
+        self._prompts: list[list[int]] = [[] for _ in range(talks)]  # of their last turns
         self._nodes: list[str | None] = [None] * talks
         self.num_tokens = self.num_cached = self.num_changes = 0
+        self.missed: list[
+            tuple[int, int]
+        ] = []  # turns that hit less than nine tenths: what they had in common, and hit
 
     def turn(self, post: Callable[[str, dict[str, Any]], Any]) -> None:
         """One more turn of each. `post` sends a body to a path and returns the answer."""
         for who in self._dice.sample(range(len(self._turns)), len(self._turns)):
             turns = self._turns[who]
             turns.append(_spoken(who, len(turns)))
-            answer = post(self.path, {**self._body(who, turns), "cache_salt": self._salt})
+            body = {**self._body(who, turns), "cache_salt": self._salt}
+            tokens = post("/tokenize", {**body, "endpoint": self.path}).json()["tokens"]
+            answer = post(self.path, body)
             assert answer.status_code == 200, answer.text
-            tokens, cached = usage(answer.json())
-            self.num_tokens += tokens
+            cached = num_cached(answer.text)
+            self.num_tokens += len(tokens)
             self.num_cached += cached
+            shared = common(tokens, self._prompts[who])
+            if cached < 0.9 * shared:
+                self.missed.append((shared, cached))
+            self._prompts[who] = tokens
             node = answer.headers.get("x-kvpool-node")
             self.num_changes += self._nodes[who] not in (None, node)
             self._nodes[who] = node
@@ -126,11 +230,12 @@ class Talks:
         return self.num_cached / self.num_tokens
 
 
-def usage(answer: dict[str, Any]) -> tuple[int, int]:
-    """All and cached tokens of a prompt, as any endpoint says them."""
-    told = answer["usage"]
-    if "cache_read_input_tokens" in told:
-        cached, created = told["cache_read_input_tokens"], told["cache_creation_input_tokens"]
-        return told["input_tokens"] + cached + created, cached
-    details = told.get("prompt_tokens_details") or told.get("input_tokens_details")
-    return told.get("prompt_tokens") or told["input_tokens"], details["cached_tokens"]
+def num_cached(answer: str) -> int:
+    """The cached tokens of a prompt, as the last part of an answer of any form says it."""
+    return int(_CACHED.findall(answer)[-1])
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens two prompts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(one), len(other)))

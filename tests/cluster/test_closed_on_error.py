@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def test_given_a_cluster_whose_start_fails_then_no_process_of_it_is_left(
     monkeypatch: pytest.MonkeyPatch, num_started: int
 ) -> None:
-    import test_real_cluster
+    import real_cluster
 
     started: list[subprocess.Popen[bytes]] = []
 
@@ -30,11 +30,11 @@ def test_given_a_cluster_whose_start_fails_then_no_process_of_it_is_left(
     def give_up(*_: Any) -> None:
         raise AssertionError("it does not answer")
 
-    monkeypatch.setattr(test_real_cluster.RealCluster, "start", staticmethod(start))
-    monkeypatch.setattr(test_real_cluster, "until", give_up)
+    monkeypatch.setattr(real_cluster.RealCluster, "start", staticmethod(start))
+    monkeypatch.setattr(real_cluster, "until", give_up)
     try:
         with pytest.raises((OSError, AssertionError), match=r"no more processes|it does not answer"):
-            test_real_cluster.RealCluster("model")
+            real_cluster.RealCluster("model")
         assert len(started) == num_started
         assert [process.poll() is None for process in started] == [False] * num_started
     finally:

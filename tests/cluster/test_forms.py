@@ -17,7 +17,7 @@ httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("cluster", "server", "engine")]
 
 from agent_model import agent_model, agent_tokenizer  # noqa: E402
-from talks import FORMS, Talks  # noqa: E402
+from talks import FORMS, PROGRAMS, Talks  # noqa: E402
 
 from kvpool.cluster.proxy.app import Proxy, create_proxy_app  # noqa: E402
 from kvpool.cluster.proxy.backends import Backend  # noqa: E402
@@ -73,8 +73,8 @@ def _until(is_so: Any) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_given_pauses_in_a_conversation_of_any_form_then_it_stays_on_its_node_and_hits_as_on_one(
+@pytest.mark.parametrize("form", [*FORMS, *PROGRAMS])
+def test_given_pauses_in_a_conversation_of_any_form_or_program_then_it_stays_on_its_node_and_hits_as_on_one(
     nodes: list[_Node], proxy: tuple[Proxy, str], form: str
 ) -> None:
     routed, alone = Talks(form, talks=4), Talks(form, talks=4)
@@ -91,6 +91,7 @@ def test_given_pauses_in_a_conversation_of_any_form_then_it_stays_on_its_node_an
             alone.turn(lambda path, body: client.post(nodes[3].live.url + path, json=body))
             _until(is_told)
     assert routed.num_changes == 0
+    assert routed.missed == alone.missed == []
     assert alone.share > 0.6
     assert routed.share >= alone.share - 0.03
     for node in nodes:

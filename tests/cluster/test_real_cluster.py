@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,51 +26,13 @@ sys.path[:0] = [
     str(Path(__file__).parent),
     *(str(Path(__file__).parents[1] / folder) for folder in ("engine", "server")),
 ]
+from real_cluster import RealCluster  # noqa: E402
 from talks import FORMS, Talks  # noqa: E402
 
 from kvpool.cluster.router import RoutingConfig  # noqa: E402
-from ports import free_ports  # noqa: E402
-from traffic import PATIENCE, Traffic, answers, closed_on_error, post, until  # noqa: E402
+from traffic import PATIENCE, Traffic, post, until  # noqa: E402
 
-SERVERS = 3
-
-
-class RealCluster:
-    """The processes, and a client of the proxy."""
-
-    def __init__(self, model: str) -> None:
-        self.ports = free_ports(2 * SERVERS + 1)
-        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports[:SERVERS]]
-        self.proxy_url = f"http://127.0.0.1:{self.ports[-1]}"
-        events = [f"tcp://127.0.0.1:{port}" for port in self.ports[SERVERS : 2 * SERVERS]]
-        serve = ("serve", "--model", model, "--name", "tiny", "--memory", "64MiB")
-        backends = [f"--backend={url}={where}" for url, where in zip(self.urls, events, strict=True)]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        with closed_on_error(self):
-            for port, where in zip(self.ports, events, strict=False):
-                self.processes.append(self.start(*serve, f"--port={port}", "--publish", where))
-            self.processes.append(
-                self.start("route", *backends, "--port", str(self.ports[-1]), "--health-seconds", "0.2")
-            )
-            for url in self.urls:
-                until(lambda url=url: answers(f"{url}/ready"), f"{url} answers")
-            until(lambda: all(node["is_ready"] for node in self.stats()["nodes"].values()), "all are ready")
-
-    @staticmethod
-    def start(*arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "kvpool", *arguments]
-        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-
-    def stats(self) -> Any:
-        try:
-            return httpx.get(f"{self.proxy_url}/route/stats", timeout=30, trust_env=False).json()
-        except httpx.TransportError:
-            return {"nodes": {"not yet": {"is_ready": False}}}
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
+SERVERS = 3  # that a cluster has
 
 
 @pytest.fixture(scope="module")

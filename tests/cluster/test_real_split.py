@@ -48,11 +48,11 @@ class RealSplit:
     def __init__(self, folder: Path) -> None:
         from live import word_tokenizer
         from models import tiny_model
+        from real_cluster import RealCluster
         from servers import RedisServer
-        from test_real_cluster import RealCluster, answers
 
         from ports import free_ports
-        from traffic import closed_on_error
+        from traffic import answers, closed_on_error
 
         tiny_model("llama", max_position_embeddings=4096).save_pretrained(folder / "model")
         word_tokenizer().save_pretrained(folder / "model")

@@ -41,15 +41,34 @@ def test_given_loaded_models_then_the_garbage_collector_looks_at_them_no_more(
 ) -> None:
     frozen: list[int] = []
     monkeypatch.setattr(ModelServer, "run", lambda *_: frozen.append(gc.get_freeze_count()))
+    alive = len(gc.get_objects())
+    serve_engine(engine, quiet=True)
+    assert frozen[0] > alive / 2
+
+
+def serve_engine(engine: Any, *, quiet: bool) -> None:
+    """`kvpool serve` with an engine that is there already."""
     options = SimpleNamespace(check_model=bool, publish=None)
     told: Any = dict(options=options, tool_parser="", keep_varying_lines=False)
     model: Any = SimpleNamespace(name="tiny", make_engine=lambda: nullcontext(engine), **told)
-    alive = len(gc.get_objects())
     try:
-        running.serve_models(ServeSettings(port=0), [model], Access(), quiet=True)
+        running.serve_models(ServeSettings(port=0), [model], Access(), quiet=quiet)
     finally:
         gc.unfreeze()
-    assert frozen[0] > alive / 2
+
+
+@pytest.mark.parametrize(
+    ("template", "can"), [(None, True), ("{% for m in messages %}{{ m['content'] }}{% endfor %}", False)]
+)
+def test_given_a_model_that_cannot_use_tools_then_one_line_at_the_start_says_so(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], template: str | None, can: bool
+) -> None:
+    monkeypatch.setattr(ModelServer, "run", lambda *_: None)
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template or engine.tokenizer.chat_template)
+    serve_engine(engine, quiet=False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "cannot use tools" in line]
+    assert len(lines) == (not can)
+    assert all("tiny" in line and "docs/agents.md" in line for line in lines)
 
 
 @pytest.mark.slow

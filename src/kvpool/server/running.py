@@ -67,6 +67,11 @@ def serve_models(settings: ServeSettings, models: Sequence[ModelSettings], acces
             any_name=settings.insecure,
             allow_origins=settings.allow_origins,
         )
+        for each in served:
+            if each.engine.tokenizer is not None and each.answers.refusal:
+                tell(
+                    f"{each.name} cannot use tools, and agents need them: {each.answers.refusal}; docs/agents.md", quiet
+                )
         # What is there now stays. A full collection would look at half a million objects and stop all requests meanwhile.
         gc.collect()
         gc.freeze()

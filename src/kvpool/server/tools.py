@@ -153,26 +153,25 @@ class AnswerForm:
         """The role of a message as the chat template knows it: few know OpenAI's developers."""
         return "system" if role == "developer" and role not in self._template else role
 
-    def check(self, use: ToolUse) -> None:
-        """Refuses tools that the model would not see, or whose calls could not be read."""
-        if not use.tools:
-            return
+    @cached_property
+    def refusal(self) -> str:
+        """Why no request may offer tools: the model does not see them, or nobody can read its calls; else empty."""
         if not self._shows_tools:
-            raise Problem(
-                400,
+            return (
                 "the chat template of this model does not show tools to it: leave tools out, or serve a model that was "
-                "trained to call them",
-                code="unsupported",
-                param="tools",
+                "trained to call them"
             )
         if self._form is None:
-            raise Problem(
-                400,
-                f"how this model writes calls is not known from its chat template: start the server with --tool-parser, "
-                f"one of {', '.join(FORMS)}",
-                code="unsupported",
-                param="tools",
+            return (
+                "how this model writes calls is not known from its chat template: start the server with --tool-parser, "
+                f"one of {', '.join(FORMS)}"
             )
+        return ""
+
+    def check(self, use: ToolUse) -> None:
+        """Refuses tools that the model cannot use."""
+        if use.tools and self.refusal:
+            raise Problem(400, self.refusal, code="unsupported", param="tools")
 
     def reader(self, dialogue: Dialogue) -> Callable[[], AnswerReader] | None:
         """Makes readers for the answers to a dialogue; None if all of an answer is plain text."""
