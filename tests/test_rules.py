@@ -546,6 +546,7 @@ EFFECTS: dict[str, Any] = {
     "max_pinned_tokens": 0,
     "pressure_levels": (0.01, 0.02, 0.03),
     "event_buffer_size": 0,
+    "remembered_blocks": 64,
 }
 
 
@@ -572,7 +573,7 @@ def behaviour(**overrides: Any) -> Any:
     if manager.can_allocate(list(range(9))):
         handle = manager.allocate("a", list(range(9)))
         manager.commit(handle, 9)
-        seen.append(manager.inspect.pressure)
+        seen += [manager.inspect.pressure, handle.missed_tokens]
         seen.append(manager.step_end(handle, 0, 9))
         manager.free(handle)
     orders = manager._cache.orders

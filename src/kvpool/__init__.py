@@ -18,7 +18,7 @@ from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
 from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
 from kvpool.scope import MultimodalItem, Retention, ReuseHint, ReuseScope, TokenRange
 from kvpool.sequences.admit import PrefixMatch
-from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
+from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, MissCause, PoolStats
 from kvpool.version import __version__, compiled
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ __all__ = [
     "LayerGroup",
     "LayerSpec",
     "MemoryPressure",
+    "MissCause",
     "MultimodalItem",
     "NeverFitsError",
     "Observer",

@@ -33,6 +33,22 @@ class EvictionReason(str, Enum):
     CONTINUED = "continued"  # a request took the block over, or a longer one holds its tokens
 
 
+class MissCause(str, Enum):
+    """Why a token of a prompt was not served from the cache: docs/why.md."""
+
+    FIRST_SEEN = "first_seen"
+    DIVERGED = "diverged"  # an earlier prompt had it too, but something before it differs
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+    INVALIDATED = "invalidated"
+    OTHER_SCOPE = "other_scope"  # cached for another tenant, adapter, version of the model, salt ...
+    IN_FLIGHT = "in_flight"  # another request computes it
+    ON_TIER = "on_tier"  # it lies there, but was not brought
+    NO_STATE = "no_state"  # it is cached, but not what some layers need to go on behind it
+    REST_OF_BLOCK = "rest_of_block"  # it does not fill a block, or it is the last token of all
+    FORGOTTEN = "forgotten"  # it may have been cached once
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Blocks of one pool on one tier: free + referenced + cached = total; pinned ones are part of cached."""

@@ -65,6 +65,7 @@ NUMBERS: list[tuple[Callable[..., Any], str, Any, Any]] = [
     (config, "max_pinned_tokens", 0, 2**40),
     (config, "offload_min_priority", 0, 100),
     (config, "event_buffer_size", 0, 2**31 - 1),
+    (config, "remembered_blocks", 0, 2**31 - 1),
     (with_states, "checkpoint_every", 4, 2**40),
 ]
 

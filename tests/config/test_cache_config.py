@@ -237,6 +237,8 @@ BLOCK = 4 * 4096 * 16  # bytes of one block of the default test model
         (dict(pressure_levels=(0.1, 0.2, 1.1)), "three rising fractions"),
         (dict(pressure_levels=(0.1, float("nan"), 0.9)), "pressure_levels=nan"),
         (dict(event_buffer_size=-1), "event_buffer_size=-1"),
+        (dict(remembered_blocks=-1), "remembered_blocks=-1"),
+        (dict(remembered_blocks=8, enable_prefix_caching=False), "remembered_blocks=8 does nothing"),
         (dict(layers=[LayerSpec(2**16, 2**20)], gpu_blocks=2**31 - 1), "no machine has that many"),
         (
             dict(layers=[LayerSpec(1, 1, DType.FP8_E4M3)], block_size=1, gpu_blocks=None, gpu_bytes=2**40),

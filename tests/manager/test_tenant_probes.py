@@ -64,13 +64,20 @@ def compute(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> An
     return found
 
 
+def ask_why(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> Any:
+    handle = manager.allocate("why", prompt, scope=scope)
+    found = handle.missed_tokens
+    manager.free(handle, keep=False)
+    return found, manager.inspect.explain(prompt, scope)
+
+
 def forget(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> Any:
     return manager.cache.invalidate(prompt, scope=scope)
 
 
 def manager_of_both(*layers: LayerSpec, **options: Any) -> KVCacheManager:
     """The victim's prompt is cached, and others of both; with a small pool much of it was evicted again."""
-    manager = make_manager(*layers, **options)
+    manager = make_manager(*layers, remembered_blocks=1000, **options)
     for number in range(3):
         cached(manager, LENGTH, SECRET + 100 * number, scope=VICTIM)
         cached(manager, LENGTH, 100 * number, scope=PROBER)
@@ -84,7 +91,7 @@ def probed(probe: Probe, first: int, scope: ReuseScope, make: Callable[[], KVCac
     return lines_of(lambda: probe(manager, prompt, scope))
 
 
-PROBES = [match, ask, prefetch, compute, forget]
+PROBES = [match, ask, prefetch, compute, forget, ask_why]
 
 
 @pytest.mark.parametrize("policy", policy_names())
@@ -110,7 +117,7 @@ def test_given_windowed_layers_and_quotas_then_a_probe_runs_the_same_lines_as_fo
     assert probed(probe, SECRET, PROBER, make) == probed(probe, UNKNOWN, PROBER, make)
 
 
-@pytest.mark.parametrize("probe", [match, compute, forget])
+@pytest.mark.parametrize("probe", [match, compute, forget, ask_why])
 def test_given_ones_own_prefix_then_the_lines_do_differ(probe: Probe) -> None:
     def make() -> KVCacheManager:
         return manager_of_both(gpu_blocks=64)

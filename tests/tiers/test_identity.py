@@ -146,7 +146,7 @@ MANAGING = {
     *("enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks", "offload_on_evict"),
     *("offload_min_priority", "host_write", "watermark", "eviction_policy", "objective", "depth_cost", "default_ttl"),
     "checkpoint_every",
-    *("max_pinned_tokens", "pressure_levels", "event_buffer_size"),
+    *("max_pinned_tokens", "pressure_levels", "event_buffer_size", "remembered_blocks"),
 }
 
 

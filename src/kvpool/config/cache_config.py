@@ -33,6 +33,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, NeverF
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 HOST_WRITES = ("back", "through")
 OBJECTIVES = ("blocks", "seconds")
+REMEMBERED = 32  # times the blocks of the largest pool
 USUAL_DEPTH_COST = 2.5e-5  # per token, of an 8B model: as `LinearCostModel` has it
 DEFAULT_PLAN_TOKENS = 4096
 _UNLIMITED = 2**62  # above every reachable length: MAX_BLOCKS blocks of MAX_BLOCK_SIZE tokens are 2**51
@@ -89,6 +90,9 @@ class KVCacheConfig:
     # Pressure is MEDIUM, HIGH, CRITICAL from these used fractions on
     pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)
     event_buffer_size: int = 65536  # 0 = events off
+    # Blocks that left whose tokens are remembered, to say why a prompt missed: docs/why.md. None: 32 times the largest
+    # pool of the GPU; 0: nothing is remembered
+    remembered_blocks: int | None = 0
 
     groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)
     pools: tuple[PoolSpec, ...] = field(init=False, repr=False, compare=False)
@@ -291,7 +295,12 @@ class KVCacheConfig:
         ):
             if getattr(self, name) is not None:
                 self._put(name, check_int(getattr(self, name), name, 1, high))
-        for name, high in (("host_bytes", MAX_BYTES), ("disk_bytes", MAX_BYTES), ("max_pinned_tokens", MAX_TOKENS)):
+        for name, high in (
+            ("host_bytes", MAX_BYTES),
+            ("disk_bytes", MAX_BYTES),
+            ("max_pinned_tokens", MAX_TOKENS),
+            ("remembered_blocks", MAX_BLOCKS),
+        ):
             if getattr(self, name) is not None:
                 self._put(name, check_int(getattr(self, name), name, 0, high))
         if self.plan_tokens is not None and self.max_seq_len is not None and self.plan_tokens > self.max_seq_len:
@@ -346,6 +355,10 @@ class KVCacheConfig:
         if not isinstance(policy, str) or not policy:
             raise ConfigError(f"eviction_policy={show(policy)} must be the name of a policy, such as 'lru'")
         self._check_objective()
+        if self.remembered_blocks != 0 and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"remembered_blocks={self.remembered_blocks} does nothing with enable_prefix_caching=False"
+            )
         if self.default_ttl is not None:
             self._put("default_ttl", check_number(self.default_ttl, "default_ttl", "seconds above 0, or None"))
             if self.default_ttl <= 0:
@@ -382,6 +395,13 @@ class KVCacheConfig:
             self._put("depth_cost", check_number(self.depth_cost, "depth_cost", expected))
             if self.depth_cost < 0:
                 raise ConfigError(f"depth_cost={self.depth_cost} must be {expected}")
+
+    @property
+    def remembered_blocks_limit(self) -> int:
+        """`remembered_blocks`, or what None stands for."""
+        if self.remembered_blocks is not None:
+            return self.remembered_blocks
+        return REMEMBERED * max(pool.num_blocks[Tier.GPU] for pool in self.pools)
 
     @property
     def block_depth_cost(self) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from kvpool.checks import as_count
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
+from kvpool.core.departed import Departed
 from kvpool.core.handle import KVCacheHandle, Rows
 from kvpool.core.kind import ByBlock, Group
 from kvpool.core.node import Node, Root
@@ -260,6 +261,8 @@ class Cache:
         self.host_copies = HostCopies(self.growing, len(self.pools))
         if config.host_write != "back":
             self.host_copies.waiting = []
+        remembered = config.remembered_blocks_limit
+        self.departed = Departed(remembered, config.block_size) if remembered else None
         self.spared: Node | None = None  # what `evict` must hold before it could leave
         # Pins
         self.pins: dict[int, Pin] = {}  # by number, those that hold

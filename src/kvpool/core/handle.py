@@ -13,7 +13,7 @@ from kvpool.core.rows import SequenceRows
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.scope import Retention, ReuseScope
-from kvpool.stats import HandleStats
+from kvpool.stats import HandleStats, MissCause
 
 
 class BlockTable(Sequence["int | None"]):
@@ -61,7 +61,8 @@ class KVCacheHandle:
     """
 
     __slots__ = (
-        *("_rows", "_stats", "copied_sessions", "num_fixed_tokens", "family", "hint", "inflight", "is_lease"),
+        *("_missed", "_rows", "_stats", "copied_sessions", "departed", "num_fixed_tokens", "family", "hint"),
+        *("inflight", "is_lease"),
         *("last_logits", "num_cached_blocks", "num_cached_fixed_tokens", "num_cached_tokens", "num_partial_tokens"),
         *("num_prompt_tokens", "num_matched_tokens", "publishes", "request_id", "retention", "row", "scope"),
         *("serial", "session", "swapped", "ttl"),
@@ -94,6 +95,8 @@ class KVCacheHandle:
         # Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none
         self.swapped: list[Int32Array] | None = None
         self._stats: HandleStats | None = None
+        self.departed = 0  # how many pieces had left the tree when it came: `core/departed.py`
+        self._missed: dict[MissCause, int] | None = None
 
     @property
     def stats(self) -> HandleStats:
@@ -103,6 +106,18 @@ class KVCacheHandle:
                 self.num_prompt_tokens, self.num_cached_tokens, partial_tokens=self.num_partial_tokens
             )
         return self._stats
+
+    @property
+    def missed_tokens(self) -> dict[MissCause, int]:
+        """Tokens of its prompt that were not served from the cache, by cause: `manager.inspect.explain` in short.
+
+        Found when it is first asked for, which is best done soon after the admission. Empty where nothing is remembered.
+        """
+        if self._missed is None:
+            with self._rows.lock:
+                self._live_row()
+                self._missed = self._rows.missed_tokens(self)
+        return self._missed
 
     @property
     def is_live(self) -> bool:

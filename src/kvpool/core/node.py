@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from operator import attrgetter
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class Node(Run):
     __slots__ = (
         *("end_sum", "active", "children", "copied_sessions", "created_at", "detached", "digests", "expires_at"),
         *("ids", "is_remainder", "logits", "num_remainders", "open_row", "parent", "pins", "priority_until"),
-        *("published_by", "root", "same_tier_children", "host_copy", "tier", "ttl"),
+        *("published_by", "request_id", "root", "same_tier_children", "host_copy", "tier", "ttl"),
     )
 
     parent: Node
@@ -59,6 +59,7 @@ class Node(Run):
     ttl: float | None
     detached: bool
     published_by: int  # `KVCacheHandle.serial` of the request that computed it; a root has none
+    request_id: Hashable  # of that request
     end_sum: int  # the checksum of all tokens up to its end, once something behind it asked for it; -1 before
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:

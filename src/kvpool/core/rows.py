@@ -11,7 +11,7 @@ multimodal items are kept as `symbols`, here and in the tree.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from kvpool.core.node import Node
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, copied, put
 from kvpool.pools.symbols import Symbols
+from kvpool.stats import MissCause
 
 RECENT_TOKENS: Final = 128
 
@@ -72,6 +73,7 @@ class SequenceRows(Generic[HandleT]):
         # Position of a history's first id; those before are read from the row's path
         self.history_start = [0] * num_rows
         self.serial = 0  # grows with every sequence
+        self.missed_tokens: Callable[[HandleT], dict[MissCause, int]]  # of a handle; set by who can tell
         self.symbols = Symbols()  # what the negative ones among token ids stand for
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._view_arrays()

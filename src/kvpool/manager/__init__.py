@@ -8,8 +8,9 @@ from typing import Any
 
 from kvpool.manager.inspection import RunsSnapshot, Snapshot
 from kvpool.manager.manager import KVCacheManager
+from kvpool.sequences.explain import Departure, Divergence, Elsewhere, MissedSpan
 
-__all__ = ["KVCacheManager", "RunsSnapshot", "Snapshot"]
+__all__ = ["Departure", "Divergence", "Elsewhere", "KVCacheManager", "MissedSpan", "RunsSnapshot", "Snapshot"]
 
 # Where verbs of the manager went. The old spellings still work and warn.
 MOVED = {

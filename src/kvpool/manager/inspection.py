@@ -17,18 +17,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.checks import as_count
+from kvpool.checks import as_count, as_flag
 from kvpool.config import Tier
 from kvpool.core.cache import LOCAL_TIERS, Cache
-from kvpool.core.handle import KVCacheHandle
+from kvpool.core.handle import KVCacheHandle, any_row_of
 from kvpool.core.node import Node
+from kvpool.core.prompt import DEFAULT_SCOPE, Items, as_prompt
+from kvpool.errors import InvalidArgumentError
 from kvpool.manager.guard import Guard
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.blocks import idle_blocks
 from kvpool.prefix.tree import all_nodes
 from kvpool.scope import ReuseScope
-from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, PoolStats
+from kvpool.sequences.explain import MissedSpan, explain, explain_request
+from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, MissCause, PoolStats
 
 PIECE: Final = 256  # runs that are read while the lock is held
 
@@ -159,6 +162,7 @@ class Inspector:
     def __init__(self, cache: Cache, guard: Guard) -> None:
         self.cache = cache
         self.guard = guard
+        cache.rows.missed_tokens = self._missed_tokens
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
@@ -321,6 +325,43 @@ class Inspector:
 
         with self.guard.query:
             Checker(self.cache).run()
+
+    # --- why something missed ----------------------------------------------------------------------------------------
+
+    def explain(
+        self,
+        tokens: Any,
+        scope: ReuseScope = DEFAULT_SCOPE,
+        multimodal: Items | None = None,
+        *,
+        all_tenants: bool = False,
+    ) -> list[MissedSpan]:
+        """Why tokens of a prompt would not be served from the cache now, each for one cause: docs/why.md.
+
+        Given the handle of a request, why they were not when it was admitted. The answer is for the tenant of the prompt.
+        With `all_tenants` it is for an admin: it names other tenants, and tells what they hold.
+        """
+        cache, everything = self.cache, as_flag(all_tenants, "all_tenants")
+        if cache.departed is None:
+            raise InvalidArgumentError(
+                "nothing is remembered of what left the cache: remembered_blocks is 0, or enable_prefix_caching is False"
+            )
+        if isinstance(tokens, KVCacheHandle):
+            if scope is not DEFAULT_SCOPE or multimodal is not None:
+                raise InvalidArgumentError("the scope and the multimodal items of a request are known")
+            with self.guard.query:
+                any_row_of(cache.rows, tokens)
+                return explain_request(cache, cache.departed, tokens, everything)
+        prompt = as_prompt(tokens, scope, multimodal)
+        with self.guard.query:
+            return explain(cache, cache.departed, prompt, everything)
+
+    def _missed_tokens(self, handle: KVCacheHandle) -> dict[MissCause, int]:
+        """How many tokens of a request missed for each cause."""
+        missed: dict[MissCause, int] = {}
+        for span in () if self.cache.departed is None else self.explain(handle):
+            missed[span.cause] = missed.get(span.cause, 0) + span.end - span.start
+        return missed
 
     # --- everything at once ------------------------------------------------------------------------------------------
 

@@ -439,6 +439,8 @@ def drop_tail(
     counters.idle_before_eviction.add(cache.now - node.last_access_at, num_blocks)
     if node.digests and cache.events.listening:
         announce_removed(cache, node, keep, node.num_blocks, reason)
+    if cache.departed is not None and not node.is_remainder:
+        cache.departed.note(node, keep, reason, cache.now, cache.tick)
     for group in cache.full:
         pool = group.tiers[node.tier]
         pool.give(node.ids[group.index], keep)
@@ -499,6 +501,8 @@ def detach(cache: Cache, node: Node, reason: EvictionReason) -> int:
         if cache.events.listening and part.digests:
             announce_removed(cache, part, 0, part.num_blocks, reason)
         cache.counters.evictions[reason.value] += cache.num_present(part, 0)
+        if cache.departed is not None and not part.is_remainder:
+            cache.departed.note(part, 0, reason, cache.now, cache.tick)
         part.digests = part.logits = None
         cache.host_copies.drop(part)
     for part in parts:

@@ -31,7 +31,7 @@ from kvpool.scope import ReuseScope
 
 IN_COMMON: Final = (  # what both parts of a divided run have
     *("tier", "detached", "last_access", "last_access_at", "hits", "turn", "fan_out", "hint"),
-    *("priority", "priority_until", "ttl", "expires_at", "published_by"),
+    *("priority", "priority_until", "ttl", "expires_at", "published_by", "request_id"),
 )
 SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
@@ -139,7 +139,7 @@ def new_child(cache: Cache, parent: Node, key: bytes, handle: KVCacheHandle, is_
     node = Node(parent, key, parent.start + parent.num_blocks, counters.nodes_created, cache.now)
     node.last_access = cache.tick
     node.ttl = handle.ttl
-    node.published_by = handle.serial
+    node.published_by, node.request_id = handle.serial, handle.request_id
     node.is_remainder = is_remainder
     if handle.session is not None or handle.copied_sessions:
         node.session = handle.session

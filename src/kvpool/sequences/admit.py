@@ -325,6 +325,9 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     if not plan.fits:
         cache.counters.allocation_failures += 1
         cache.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
+    if cache.departed is not None:
+        handle.departed = cache.departed.number
+        cache.departed.note_asker(handle.scope.tenant, handle.request_id, cache.tick)
     match, hit_tokens, partial = plan.match, plan.num_hit_tokens, plan.match.partial
     tip = enter_path(cache, match, handle.scope)
     taken = None
