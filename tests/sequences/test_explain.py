@@ -143,6 +143,20 @@ def test_given_a_prompt_whose_encoder_input_has_no_name_then_it_shares_nothing()
     assert causes(manager.inspect.explain(Prompt(LONG, cross_tokens=4))) == [(0, 40, "other_scope")]
 
 
+def test_given_any_cause_then_its_words_say_what_helps() -> None:
+    for cause in set(MissCause) - {MissCause.DIVERGED}:
+        assert MissedSpan(0, 1, cause).words
+    manager = remembering(gpu_blocks=10)
+    ran(manager, "monday", LONG)
+    moved = manager.inspect.explain(LONG[:8] + LONG[20:])[-1].words
+    assert "request monday" in moved
+    assert "12 tokens nearer to its beginning" in moved
+    assert "token 8 on: put what changes, as a date, behind what stays; keep tools in one order" in moved
+    assert "another cache_salt" in manager.inspect.explain(LONG, ReuseScope(salt="x"))[0].words
+    ran(manager, "tuesday", list(range(40)))
+    assert "0 s ago (capacity) to make room for tuesday" in manager.inspect.explain(LONG)[0].words
+
+
 def test_given_a_live_request_then_its_summary_is_of_the_moment_of_its_admission() -> None:
     manager = remembering(gpu_blocks=10)
     ran(manager, "first", LONG)

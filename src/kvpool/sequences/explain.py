@@ -79,6 +79,25 @@ class MissedSpan(NamedTuple):
     cause: MissCause
     detail: Detail = None
 
+    @property
+    def words(self) -> str:
+        """The cause and what helps, for people. It tells no more than the detail."""
+        detail = self.detail
+        if isinstance(detail, Divergence):
+            moved = "" if not detail.moved_by else f", {abs(detail.moved_by)} tokens {_TO[detail.moved_by > 0]}"
+            return (
+                f"an earlier prompt (request {detail.request_id}) has this, too{moved}, but differs from token {detail.at} "
+                "on: put what changes, as a date, behind what stays; keep tools in one order; cut a history at its end"
+            )
+        if isinstance(detail, Departure):
+            whose = detail.request_id if detail.request_id is not None else detail.tenant
+            room = "" if whose is None else f" to make room for {whose}"
+            return f"left the cache {detail.seconds_ago:.0f} s ago ({detail.reason.value}){room}: {_HELP[self.cause]}"
+        if isinstance(detail, Elsewhere):
+            names = " and ".join("cache_salt" if name == "salt" else name for name in detail.differs_in)
+            return f"is cached for another {names}: {_HELP[self.cause]}"
+        return _HELP[self.cause]
+
 
 class _Earlier(NamedTuple):
     """An earlier prompt that went on with other tokens than the one asked about."""
@@ -328,4 +347,17 @@ def _joined(spans: Iterator[MissedSpan]) -> list[MissedSpan]:
     return joined
 
 
+_TO: Final = ("nearer to its beginning", "farther back")  # where text stands that moved
+_HELP: Final = {
+    MissCause.FIRST_SEEN: "was never computed behind the tokens before it: it is new",
+    MissCause.EVICTED: "more blocks, a host tier or a pin would keep it",
+    MissCause.EXPIRED: "a longer time to live would keep it",
+    MissCause.INVALIDATED: "somebody asked to forget it",
+    MissCause.OTHER_SCOPE: "what should share a prefix must name the same tenant, adapter, weights, encoder and cache_salt",
+    MissCause.IN_FLIGHT: "another request computes it now: wait for that one",
+    MissCause.ON_TIER: "lies on a lower tier, and the GPU has no room for it: give it more blocks",
+    MissCause.NO_STATE: "is cached, but a layer keeps no state or window there: set checkpoint_every",
+    MissCause.REST_OF_BLOCK: "does not fill a block, or is the last token, which is always computed",
+    MissCause.FORGOTTEN: "may have been cached once: remember more blocks",
+}
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
