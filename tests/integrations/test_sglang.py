@@ -1,7 +1,7 @@
 """SGLang's HiCache storage on our tiers: what its cache controller does to a backend, without SGLang's GPU code.
 
 `KVPOOL_SGLANG` names a directory with SGLang's sources (its wheel, unpacked): then its own classes are used. Otherwise the
-few that a backend needs stand below.
+few that a backend needs come from `fake_sglang`.
 """
 
 from __future__ import annotations
@@ -12,119 +12,30 @@ import os
 import socket
 import sys
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sglang import (
+    NAMESPACES,
+    PAGE,
+    PARALLEL,
+    SERVER_ARGS,
+    STORAGE,
+    Config,
+    HostPool,
+    Parallel,
+    ServerArgs,
+    StandIn,
+)
 
 from kvpool.errors import ConfigError
+from kvpool.tiers import Outcome
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("xxhash")
-
-STORAGE = "sglang.srt.mem_cache.hicache_storage"
-PAGE, WIDTH = 4, 6  # tokens of a page, values of a token
-
-
-class StandIn(ABC):
-    """What SGLang 0.5.23 expects of a backend."""
-
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        self.mem_pool_host = mem_pool_host
-
-    @abstractmethod
-    def get(self, key: Any, target_location: Any = None, target_sizes: Any = None) -> Any: ...
-
-    @abstractmethod
-    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any: ...
-
-    @abstractmethod
-    def set(self, key: Any, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> Any: ...
-
-    @abstractmethod
-    def batch_set(
-        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> Any: ...
-
-    @abstractmethod
-    def exists(self, key: Any) -> Any: ...
-
-
-@dataclass
-class Config:
-    """The fields of SGLang's storage configuration that a backend reads. SGLang 0.5.17 has them all."""
-
-    extra_config: dict[str, Any]
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    attn_cp_size: int = 1
-    is_mla_model: bool = False
-    model_name: str = "tiny"
-
-
-@dataclass
-class Parallel:
-    """The place of a process among the ranks of SGLang. Only later versions say it in their storage configuration."""
-
-    attn_dcp_size: int = 1
-    attn_dp_rank: int = 0
-
-
-@dataclass
-class ServerArgs:
-    """What SGLang was started with, and where it files that: a few of its hundreds of settings."""
-
-    model_path: str = "tiny"
-    context_length: int | None = None
-    json_model_override_args: str = "{}"
-    lora_target_modules: tuple[str, ...] = ()
-    attention_backend: str | None = None
-    tp_size: int = 1
-    port: int = 30000
-    speculative_draft_model_path: str | None = None  # its pages are stored, too
-    log_level: str = "info"
-    forward_hooks: tuple[str, ...] | None = None
-    unfiled: int = 0
-
-
-NAMESPACES = dict(
-    model_path="model",
-    context_length="model",
-    json_model_override_args="model",
-    port="serving",
-    lora_target_modules="lora",
-    attention_backend="exec.kernel",
-    tp_size="parallel",
-    speculative_draft_model_path="spec",
-    log_level="observability",
-    forward_hooks="observability",
-)
-SERVER_ARGS = ServerArgs()
-PARALLEL = Parallel()
-
-
-class HostPool:
-    """SGLang's host pool as a backend sees it: pages by the index of their first token."""
-
-    page_size = PAGE
-    layout = "page_first"
-
-    def __init__(self, num_pages: int, dtype: Any) -> None:
-        self.data = torch.zeros((num_pages * PAGE, WIDTH), dtype=dtype)
-
-    def get_dummy_flat_data_page(self) -> Any:
-        return torch.zeros(PAGE * WIDTH, dtype=self.data.dtype)
-
-    def get_data_page(self, index: int, flat: bool = True) -> Any:
-        return self.data[index : index + PAGE].flatten()
-
-    def set_from_flat_data_page(self, index: int, data_page: Any) -> None:
-        self.data[index : index + PAGE] = data_page.reshape(PAGE, WIDTH)
 
 
 @pytest.fixture
@@ -200,6 +111,58 @@ def test_given_a_load_then_no_page_of_sglang_is_made_for_it(
     assert backend.batch_get_v1([], indices(1)[:0]) == []
     assert torch.equal(backend.mem_pool_host.data[4:8], data[0:4])
     assert torch.equal(backend.get("a"), data[0:4].flatten())
+    backend.close()
+
+
+class SlowTiers:
+    """Half a second a page, by a clock of its own; what is not done in time is not there."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.watched = [self]
+        self.num_hung = 0
+
+    def load_prefix(self, keys: list[bytes], rows: list[Any], due: float) -> int:
+        done = min(len(keys), int(2 * (due - self.now)))
+        self.now += done / 2
+        return done
+
+    def store(self, keys: list[bytes], pages: list[Any], timeout: float) -> list[Outcome]:
+        done = self.load_prefix(keys, pages, self.now + timeout)
+        return [Outcome.OK] * done + [Outcome.LATE] * (len(keys) - done)
+
+
+@pytest.mark.parametrize(("pages_a_piece", "expected"), [(2, 8), (8, 4)], ids=["pieces", "one piece"])
+def test_given_a_batch_that_takes_longer_than_the_timeout_then_its_pieces_have_one_each(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages_a_piece: int, expected: int
+) -> None:
+    module = sys.modules[storage.__module__]
+    backend = opened(storage, tmp_path, num_pages=8)  # its timeout is two seconds
+    tiers = SlowTiers()
+    monkeypatch.setattr(backend._store, "_tiers", tiers)
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: tiers.now))
+    monkeypatch.setattr(module, "PIECE_BYTES", pages_a_piece * backend._page_bytes)
+    keys, answer = [*"abcdefgh"], [True] * expected + [False] * (8 - expected)
+    assert backend.batch_set_v1(keys, indices(*range(8))) == answer
+    assert backend.batch_get_v1(keys, indices(*range(8))) == answer
+    flat = [backend.mem_pool_host.get_data_page(number * PAGE) for number in range(8)]
+    assert backend.batch_set(keys, flat) == (expected == 8)
+    assert [page is not None for page in backend.batch_get(keys)] == answer
+    monkeypatch.undo()
+    backend.close()
+
+
+def test_given_pieces_of_one_page_then_each_page_comes_back_to_its_place(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[storage.__module__], "PIECE_BYTES", 1)
+    backend = opened(storage, tmp_path)
+    data = filled(backend)
+    assert backend.batch_set_v1(["a", "b", "c"], indices(2, 0, 1)) == [True] * 3
+    backend.mem_pool_host.data.zero_()
+    assert backend.batch_get_v1(["a", "b", "?", "c"], indices(0, 1, 2, 3)) == [True, True, False, False]
+    assert torch.equal(backend.mem_pool_host.data[:8], torch.cat([data[8:12], data[:4]]))
+    assert not backend.mem_pool_host.data[8:].any()
     backend.close()
 
 
@@ -350,6 +313,16 @@ def test_given_settings_that_cannot_work_then_one_line_says_so(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         storage(Config(extra, **config), {})
+
+
+def test_given_a_model_with_other_pools_then_one_line_says_that_it_is_not_served(storage: Any, tmp_path: Path) -> None:
+    backend = opened(storage, tmp_path)
+    pool = backend.mem_pool_host
+    backend.register_mem_host_pool_v2(pool, "kv")  # the unified tree names this one for every model
+    assert backend.registered_pools == {"kv": pool}
+    with pytest.raises(ConfigError, match="keeps a pool 'swa' beside its keys and values"):
+        backend.register_mem_host_pool_v2(pool, "swa")
+    backend.close()
 
 
 def test_given_a_model_without_files_and_without_a_name_then_one_line_says_so(storage: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
       "module_path": "kvpool.integrations.sglang", "class_name": "KVPoolStorage", "interface_v1": 1,
       "kvpool": {"disk": "/var/cache/kvpool", "disk_bytes": "50GB"}}'
 
-Importing this needs SGLang 0.5.17 to 0.5.23. It was tested against their classes and not run on a GPU: docs/sglang.md.
+Importing this needs SGLang 0.5.17 to 0.5.23; the first of them ran with it on a GPU: docs/sglang.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -92,6 +92,10 @@ IRRELEVANT = frozenset(
 
 _CHANGING = frozenset({"forward_hooks"})  # settings in these namespaces that change what modules compute
 
+PIECE_BYTES = 2**26
+"""SGLang hands over 128 pages at a time: a gigabyte of an 8B model. They go to the tiers in pieces of this size, so that the
+timeout ends a wait for a tier that hangs, and not the work of one that is busy; and so that little memory waits between."""
+
 _OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")
 
 
@@ -136,6 +140,15 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         worker = Introduction(shard.rank, shard.of, 0, fingerprint)
         self._store = PageStore(self._settings, worker, is_reader=config.is_mla_model and config.tp_rank > 0)
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """SGLang names each pool of its tree, once, at its start. All but one would go through its `batch_…_v2`."""
+        if (name := getattr(host_pool_name, "value", host_pool_name)) != "kv":
+            raise ConfigError(
+                f"KVPoolStorage does not serve this model: SGLang keeps a pool {name!r} beside its keys and values "
+                "(windows, states, an indexer, a draft model); leave out --hicache-storage-backend"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
     def _weights(self) -> str:
         name = self._config.model_name
         if self._settings.model_id is not None:
@@ -148,21 +161,40 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Fills pages of the host pool."""
-        pool, pages = self.mem_pool_host, self._new_pages(len(keys))
-        found = self._ready.load(keys, [_as_bytes(page) for page in pages])
-        for number, page in enumerate(pages[:found]):
-            pool.set_from_flat_data_page(int(host_indices[number * pool.page_size]), page)
-        return [True] * found + [False] * (len(keys) - found)
+        pool = self.mem_pool_host
+
+        def load(some: list[str], start: int) -> list[bool]:
+            pages = self._new_pages(len(some))
+            found = self._ready.load(some, [_as_bytes(page) for page in pages])
+            for number, page in enumerate(pages[:found], start):
+                pool.set_from_flat_data_page(int(host_indices[number * pool.page_size]), page)
+            return _first(found, len(some))
+
+        return self._in_pieces(keys, load)
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool."""
         pool = self.mem_pool_host
-        pages = [pool.get_data_page(int(host_indices[n * pool.page_size]), flat=True) for n in range(len(keys))]
-        return self._ready.store(keys, [_as_bytes(page) for page in pages])
+
+        def store(some: list[str], start: int) -> list[bool]:
+            places = range(start, start + len(some))
+            pages = [pool.get_data_page(int(host_indices[n * pool.page_size]), flat=True) for n in places]
+            return self._ready.store(some, [_as_bytes(page) for page in pages])
+
+        return self._in_pieces(keys, store)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of the first pages are there."""
         return self._ready.num_found(keys)
+
+    def _in_pieces(self, keys: list[str], call: Callable[[list[str], int], list[bool]]) -> list[bool]:
+        """What `call` answers for some of the keys at a time, and the place of the first; False after those that failed."""
+        step, done = max(1, PIECE_BYTES // self._page_bytes), list[bool]()
+        for start in range(0, len(keys), step):
+            done += call(keys[start : start + step], start)
+            if not all(done):
+                break
+        return done + [False] * (len(keys) - len(done))
 
     # --- single pages, and lists of them -----------------------------------------------------------------------------
 
@@ -173,12 +205,18 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
         """The pages; None for the first missing page and all after it."""
         pages = target_locations or self._new_pages(len(keys))
-        rows = [page.contiguous() for page in pages]  # itself, unless its values lie apart
-        found = self._ready.load(keys, [_as_bytes(row) for row in rows])
-        for page, row in zip(pages[:found], rows, strict=False):
-            if row is not page:
-                page.copy_(row)
-        return [*pages[:found], *[None] * (len(keys) - found)]
+
+        def load(some: list[str], start: int) -> list[bool]:
+            targets = pages[start : start + len(some)]
+            rows = [page.contiguous() for page in targets]  # itself, unless its values lie apart
+            found = self._ready.load(some, [_as_bytes(row) for row in rows])
+            for page, row in zip(targets[:found], rows, strict=False):
+                if row is not page:
+                    page.copy_(row)
+            return _first(found, len(some))
+
+        found = self._in_pieces(keys, load)
+        return [page if is_there else None for page, is_there in zip(pages, found, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Stores one page."""
@@ -188,7 +226,11 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Stores pages; returns whether all of them are there."""
-        return all(self._ready.store(keys, [_as_bytes(value) for value in values]))
+
+        def store(some: list[str], start: int) -> list[bool]:
+            return self._ready.store(some, [_as_bytes(value) for value in values[start : start + len(some)]])
+
+        return all(self._in_pieces(keys, store))
 
     def exists(self, key: str) -> bool:
         """Whether a page is there."""
@@ -239,6 +281,11 @@ def _settings() -> dict[str, dict[str, Any]]:
         place = "" if name in _CHANGING else places.get(name, "")
         settings.setdefault(place.partition(".")[0], {})[name] = getattr(given, name)
     return settings
+
+
+def _first(found: int, number: int) -> list[bool]:
+    """True for the first ones."""
+    return [True] * found + [False] * (number - found)
 
 
 def _as_bytes(page: Tensor) -> Bytes:
