@@ -57,7 +57,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-all test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster agents-site test-agents test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-all test-mooncake test-tiers-kill compiled test-compiled test-core transformers-site test-transformers test-transformers-short test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short test-vllm-gpu test-sglang-gpu bench-vllm-gpu lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster agents-site test-agents test-dynamo models fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -175,6 +175,9 @@ test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its
 # On a machine with a GPU: KVPOOL_VLLM_PYTHON names the Python that has vLLM; it needs nothing else of the project.
 test-vllm-gpu: ## a real vLLM on a GPU with kvpool's connector: same answers and bytes, wherever they come from; nine minutes; ARGS="--prompts 20 --lives host"
 	PYTHONPATH=src $(or $(KVPOOL_VLLM_PYTHON),$(PYTHON)) tests/integrations/vllm_gpu.py $(ARGS)
+
+test-sglang-gpu: ## a real SGLang on a GPU with kvpool's storage and with HiCache's own, six minutes; KVPOOL_SGLANG_PYTHON has SGLang 0.5.17; ARGS="--phases alone kvpool"
+	PYTHONPATH=src $(or $(KVPOOL_SGLANG_PYTHON),$(PYTHON)) tests/integrations/sglang_gpu.py $(ARGS)
 
 bench-vllm-gpu: ## the same engine beside vLLM alone and vLLM with its own offload, ten minutes on an H200; ARGS="--only small --repeats 1"
 	PYTHONPATH=src $(or $(KVPOOL_VLLM_PYTHON),$(PYTHON)) benchmarks/vllm_gpu.py $(ARGS)
