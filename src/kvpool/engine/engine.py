@@ -508,6 +508,14 @@ class Engine:
         read = self._prompts.chat(messages, **template)
         return read.token_ids if read.pictures is None else read
 
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+        """A conversation as the chat template writes it; `chat_text_tokens` of it is `chat_prompt`, if it has no images."""
+        return self._prompts.chat_text(messages, **template)
+
+    def chat_text_tokens(self, text: str, *, begins: bool = True) -> Int32Array:
+        """The token ids of what the chat template wrote, or of a part that `begins` no prompt."""
+        return self._prompts.chat_text_tokens(text, begins=begins)
+
     def num_pixels(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """How many pixels the images of a conversation count; nothing is decoded. Raises if they are too many."""
         return self._prompts.num_pixels(messages)

@@ -47,14 +47,25 @@ class Prompts:
         images = images_of(messages)
         if images:
             self._check_images()
-        by_processor = bool(getattr(self._processor, "chat_template", None))
-        if not images and not by_processor:
-            return self.read(chat_tokens(messages, self._tokenizer, **template))
-        templates = self._processor if by_processor else self._tokenizer
-        text = _rendered(_in_parts(messages), templates, tokenize=False, **template)
-        if images:
-            return self.read(text, images)
-        return self.read(self._tokenizer(text, **_marks(text, self._tokenizer))["input_ids"])
+        text = self.chat_text(messages, **template)
+        return self.read(text, images) if images else self.read(self.chat_text_tokens(text))
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
+        """A conversation as the chat template writes it."""
+        by_processor = self._has_processor_template
+        templates, spoken = (self._processor, _in_parts(messages)) if by_processor else (self._tokenizer, messages)
+        return str(_rendered(spoken, templates, tokenize=False, **template))
+
+    def chat_text_tokens(self, text: str, *, begins: bool = True) -> Int32Array:
+        """The token ids of what a chat template wrote. If it does not begin the prompt, no mark of the beginning is added."""
+        marks = (
+            _marks(text, self._tokenizer) if begins and self._has_processor_template else {"add_special_tokens": False}
+        )
+        return self.token_ids(self._tokenizer(text, **marks)["input_ids"])
+
+    @property
+    def _has_processor_template(self) -> bool:
+        return bool(getattr(self._processor, "chat_template", None))
 
     def num_pixels(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """How many pixels the images of a conversation count, from the heads of their files."""

@@ -30,6 +30,7 @@ from kvpool.server.limits import Gate, InTurns, Limits
 from kvpool.server.live_view import LiveViews
 from kvpool.server.messages import CountTokens, Messages, converse, count_tokens
 from kvpool.server.metrics import Metrics
+from kvpool.server.parameters import asker_of
 from kvpool.server.pins import TenantPins
 from kvpool.server.prompts import CacheQuery, Invalidation, PinnedPrompt, PromptForOthers, named_prompt
 from kvpool.server.responses import Responses, respond
@@ -307,7 +308,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountTokens, caller: Caller = caller_of) -> dict[str, int]:
         """How many tokens a conversation has, as Anthropic's endpoint does."""
-        return await count_tokens(body, server.model(body.model), server.gate.images.of(caller.key))
+        return await count_tokens(body, server.model(body.model), asker_of(body, caller, server.gate))
 
     @app.post("/v1/prefill", responses=STREAMED)
     async def prefill_prompt(request: Request, body: PromptForOthers, caller: Caller = caller_of) -> Response:

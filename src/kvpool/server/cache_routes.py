@@ -86,6 +86,7 @@ class CacheRoutes:
                 param="everything",
             )
         engine = model.engine
+        model.given.forget(caller.tenant)
         if body.session_id is not None:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
         elif not body.names_prompt:

@@ -19,8 +19,8 @@ from kvpool.server.auth import Caller
 from kvpool.server.body import Body
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
-from kvpool.server.long_work import WorkTurn
-from kvpool.server.parameters import sampling_params
+from kvpool.server.long_work import Asker
+from kvpool.server.parameters import asker_of, sampling_params
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling, Tool
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue, ToolUse, tool_use
@@ -58,7 +58,7 @@ async def chat(
 ) -> Response:
     """Answers a conversation."""
     _refuse_contradictions(body)
-    begun = await chat_dialogue(body, model, context.gate.images.of(caller.key))
+    begun = await chat_dialogue(body, model, asker_of(body, caller, context.gate))
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, caller, context.gate, most, wanted, begun)
@@ -66,7 +66,7 @@ async def chat(
     return await Exchange(request, body, model, caller, context, answer).answer(begun, params)
 
 
-async def chat_dialogue(body: ChatCompletions, model: ServedModel, reading: WorkTurn) -> Dialogue:
+async def chat_dialogue(body: ChatCompletions, model: ServedModel, asker: Asker) -> Dialogue:
     """The conversation of a body, ready for the model."""
     offered = [tool.model_dump(exclude_none=True) for tool in body.tools or () if isinstance(tool, Tool)]
     use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
@@ -75,7 +75,7 @@ async def chat_dialogue(body: ChatCompletions, model: ServedModel, reading: Work
         body,
         body.messages,
         use,
-        reading,
+        asker,
         body.chat_template_kwargs,
         begins=body.add_generation_prompt,
         continues=body.continue_final_message,
@@ -96,7 +96,7 @@ async def dialogue(
     body: Body,
     messages: Sequence[Message],
     use: ToolUse,
-    reading: WorkTurn,
+    asker: Asker,
     template: Mapping[str, Any] | None = None,
     *,
     begins: bool = True,
@@ -105,28 +105,31 @@ async def dialogue(
     """The conversation of a body with its tools, ready for the model. `template` has variables that the body sets itself.
 
     If it `continues`, the answer goes on with the last message; else the prompt ends where the assistant `begins` to speak.
-    Images are read in a turn of the caller.
+    Images are read in a turn of who asks.
     """
     model.answers.check(use)
     asked = model.answers.follow(body)
     variables = {**asked.template, **(template or {})}
-    prompt = await conversation_tokens(
-        model, messages, reading, use.offered, variables, begins=begins, continues=continues
+    prompt, text = await conversation_tokens(
+        model, messages, asker, use.offered, variables, begins=begins, continues=continues
     )
-    return Dialogue(prompt.token_ids, use, prompt.pictures, variables, asked.left_out)
+    return Dialogue(prompt.token_ids, use, prompt.pictures, variables, asked.left_out, text)
 
 
 async def conversation_tokens(
     model: ServedModel,
     messages: Sequence[Message],
-    reading: WorkTurn,
+    asker: Asker,
     tools: Sequence[dict[str, Any]] = (),
     template: Mapping[str, Any] | None = None,
     *,
     begins: bool = True,
     continues: bool = False,
-) -> PicturedPrompt:
-    """A conversation as the model gets it. Text parts of a message without images are joined."""
+) -> tuple[PicturedPrompt, str]:
+    """A conversation as the model gets it, and its text, as of `ServedModel.chat_tokens`.
+
+    Text parts of a message without images are joined.
+    """
     spoken = []
     for number, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
@@ -151,7 +154,7 @@ async def conversation_tokens(
         more["continue_final_message"] = True
     if not begins:
         more["add_generation_prompt"] = False
-    return await model.chat_tokens(spoken, reading, **more)
+    return await model.chat_tokens(spoken, asker, **more)
 
 
 def _calls_for_template(calls: Any, number: int) -> list[dict[str, Any]]:

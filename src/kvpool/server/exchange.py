@@ -64,6 +64,7 @@ class Exchange:
         self._is_cut = False
         self._writer = answer
         self._headers: dict[str, str] = {}
+        self._begun: Dialogue | None = None
         self._name = session_of(body, request.headers) or request.state.id
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
@@ -72,6 +73,7 @@ class Exchange:
         """Answers a dialogue. A header names the fields of the request that change nothing."""
         if begun.left_out:
             self._headers[LEFT_OUT_HEADER] = ", ".join(begun.left_out)
+        self._begun = begun
         return await self.run([begun.asked], params, offers_tools=bool(begun.use.tools), **more)
 
     async def run(
@@ -180,11 +182,18 @@ class Exchange:
         if self._trace is not None and seconds is not None:
             self._trace.step(seconds)
 
+    def _keep_answers(self) -> None:
+        """The answers to a dialogue are there: its next turn may hold one of them."""
+        if self._begun is not None:
+            generation = self._running[0].generation
+            self._model.keep_answers(self._begun, generation, self._caller.tenant, self._body.cache_salt)
+
     async def _whole(self) -> dict[str, Any]:
         for running in self._running:
             async for news in running:
                 await self._note(running, news)
         self._check_cut()
+        self._keep_answers()
         return self._writer.whole([running.generation for running in self._running])
 
     async def _after(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -206,6 +215,7 @@ class Exchange:
                 first = number * self._body.n
                 yield b"".join(self._writer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
             self._check_cut()
+            self._keep_answers()
         except Problem as problem:
             self._trouble = _in_full(problem)
             raise

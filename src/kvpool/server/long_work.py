@@ -14,6 +14,14 @@ from kvpool.server.errors import Problem
 WorkTurn = Callable[[int], AbstractAsyncContextManager[None]]  # of one key, for a piece of work of that size
 
 
+class Asker(NamedTuple):
+    """Who asks for a prompt: whose answers it may hold, and the turns in which its images are read."""
+
+    tenant: str
+    salt: str
+    reading: WorkTurn
+
+
 _T = TypeVar("_T")
 
 

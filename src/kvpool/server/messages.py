@@ -20,9 +20,9 @@ from kvpool.server.completions import conversation_tokens, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.images import image_part
-from kvpool.server.long_work import WorkTurn
+from kvpool.server.long_work import Asker
 from kvpool.server.message_answer import MessageAnswer
-from kvpool.server.parameters import sampling_params
+from kvpool.server.parameters import asker_of, sampling_params
 from kvpool.server.schema import JsonSchema, Message, ResponseFormat, Sampling
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue, tool_use
@@ -172,10 +172,10 @@ async def converse(
             raise Problem(400, words, code="invalid_value", param="response_format")
         schema = JsonSchema.model_validate({"schema": body.output_config.format.of})
         body.response_format = ResponseFormat(type="json_schema", json_schema=schema)
-    reading = context.gate.images.of(caller.key)
-    talk = await _conversation(body, model, reading)
+    asker = asker_of(body, caller, context.gate)
+    talk = await _conversation(body, model, asker)
     params = await sampling_params(body, model, caller, context.gate, body.max_tokens, dialogue=talk.begun)
-    retention = await _retention(talk, model, reading)
+    retention = await _retention(talk, model, asker)
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
     num_marked = 0 if retention is None else int(retention.ranges[-1].end or 0)
@@ -183,17 +183,17 @@ async def converse(
     return await Exchange(request, body, model, caller, context, answer).answer(talk.begun, params, retention=retention)
 
 
-async def count_tokens(body: CountTokens, model: ServedModel, reading: WorkTurn) -> dict[str, int]:
+async def count_tokens(body: CountTokens, model: ServedModel, asker: Asker) -> dict[str, int]:
     """How many tokens a conversation has."""
-    return {"input_tokens": len((await message_dialogue(body, model, reading)).prompt)}
+    return {"input_tokens": len((await message_dialogue(body, model, asker)).prompt)}
 
 
-async def message_dialogue(body: Spoken, model: ServedModel, reading: WorkTurn) -> Dialogue:
+async def message_dialogue(body: Spoken, model: ServedModel, asker: Asker) -> Dialogue:
     """The conversation of a body, ready for the model."""
-    return (await _conversation(body, model, reading)).begun
+    return (await _conversation(body, model, asker)).begun
 
 
-async def _conversation(body: Spoken, model: ServedModel, reading: WorkTurn) -> _Conversation:
+async def _conversation(body: Spoken, model: ServedModel, asker: Asker) -> _Conversation:
     """Reads a conversation. If the assistant spoke last, the answer goes on with what it said."""
     turns = [*([] if not body.system else [Turn(role="system", content=body.system)]), *body.messages]
     names: dict[str, str] = {}  # of the tools, by the ids of calls
@@ -207,7 +207,7 @@ async def _conversation(body: Spoken, model: ServedModel, reading: WorkTurn) -> 
     offered = [tool.as_function() for tool in tools]
     use = tool_use(offered, choice.as_openai(), not choice.disable_parallel_tool_use)
     continues = turns[-1].role == "assistant" and not getattr(spoken[-1], "tool_calls", None)
-    begun = await dialogue(model, body, spoken, use, reading, continues=continues)
+    begun = await dialogue(model, body, spoken, use, asker, continues=continues)
     tool_marks = [tool.cache_control for tool in tools if tool.cache_control]
     return _Conversation(turns, spoken, ends, tool_marks, body.cache_control, begun)
 
@@ -293,7 +293,7 @@ def _document(part: Mapping[str, Any], param: str) -> dict[str, Any]:
     return {"type": "text", "text": "\n".join(["<document>", *heads, told, "</document>\n"])}
 
 
-async def _retention(talk: _Conversation, model: ServedModel, reading: WorkTurn) -> Retention | None:
+async def _retention(talk: _Conversation, model: ServedModel, asker: Asker) -> Retention | None:
     """The marks of a conversation as ranges of tokens. A mark inside a message covers the whole message.
 
     A mark of a tool covers the first message, because templates write tools beside it.
@@ -311,8 +311,8 @@ async def _retention(talk: _Conversation, model: ServedModel, reading: WorkTurn)
         if not marks:
             continue
         try:
-            beginning = await conversation_tokens(
-                model, talk.spoken[:end_of_turn], reading, talk.begun.use.offered, talk.begun.template
+            beginning, _ = await conversation_tokens(
+                model, talk.spoken[:end_of_turn], asker, talk.begun.use.offered, talk.begun.template
             )
         except Problem:  # a template that refuses so short a conversation
             continue

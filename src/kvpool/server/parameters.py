@@ -11,9 +11,10 @@ from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.scope import Retention, ReuseHint, TokenRange
 from kvpool.server.auth import Caller
+from kvpool.server.body import Body
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
-from kvpool.server.long_work import in_thread
+from kvpool.server.long_work import Asker, in_thread
 from kvpool.server.schema import KeptTokens, ResponseFormat, Sampling
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.server.tools import Dialogue
@@ -103,6 +104,12 @@ async def _grammar(
         raise Problem(400, str(error), code="invalid_json_schema", param=where) from error
     except KVPoolError as error:
         raise problem_of(error) from error
+
+
+def asker_of(body: Body, caller: Caller, gate: Gate) -> Asker:
+    """Who asks with this body."""
+    salt = body.cache_salt if isinstance(body, Sampling) else ""
+    return Asker(caller.tenant, salt, gate.images.of(caller.key))
 
 
 def session_of(body: Sampling, headers: Mapping[str, str]) -> str | None:

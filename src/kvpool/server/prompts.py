@@ -14,8 +14,9 @@ from kvpool.server.body import Body, Int
 from kvpool.server.completions import chat_dialogue, prompts_in
 from kvpool.server.errors import Problem, problem_of_body
 from kvpool.server.limits import Gate
-from kvpool.server.long_work import WorkTurn
+from kvpool.server.long_work import Asker
 from kvpool.server.messages import Messages, message_dialogue
+from kvpool.server.parameters import asker_of
 from kvpool.server.responses import Responses, response_dialogue
 from kvpool.server.schema import ChatCompletions, Completions, Sampling
 from kvpool.server.served_model import ServedModel
@@ -31,7 +32,7 @@ _PROMPTS = frozenset({"prompt", "messages", "input"})  # one of them is in every
 _OF_MESSAGES = frozenset(Messages.model_fields) - frozenset(ChatCompletions.model_fields)
 _BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking", "document")  # parts of no other form
 _CHOICES = ("auto", "any", "tool", "none")  # of tools, in the form of no other
-_READERS: Mapping[type[Sampling], Callable[[Any, ServedModel, WorkTurn], Awaitable[Dialogue]]] = {
+_READERS: Mapping[type[Sampling], Callable[[Any, ServedModel, Asker], Awaitable[Dialogue]]] = {
     ChatCompletions: chat_dialogue,
     Responses: response_dialogue,
     Messages: message_dialogue,
@@ -125,16 +126,17 @@ async def named_prompt(
     """The prompt that a body names. Its images count as the caller's until `held` is closed."""
     if not body.names_prompt:
         raise Problem(400, "give a prompt, messages or an input", code="invalid_value", param="prompt")
-    prompt = await prompt_of(body.request(), model, gate.images.of(caller.key))
+    request = body.request()
+    prompt = await prompt_of(request, model, asker_of(request, caller, gate))
     if prompt.pictures is not None:
         held.enter_context(gate.holding(caller.key, prompt.pictures.num_bytes))
     return prompt
 
 
-async def prompt_of(body: Sampling, model: ServedModel, reading: WorkTurn) -> PicturedPrompt:
-    """The prompt of a request, which its endpoint computes. Images are read in a turn of the caller."""
+async def prompt_of(body: Sampling, model: ServedModel, asker: Asker) -> PicturedPrompt:
+    """The prompt of a request, which its endpoint computes. Images are read in a turn of who asks."""
     if not isinstance(body, Completions):
-        return (await _READERS[type(body)](body, model, reading)).asked
+        return (await _READERS[type(body)](body, model, asker)).asked
     prompt, *more = prompts_in(body.prompt)
     if more:
         words = f"a question is about one prompt, and this request has {1 + len(more)}: ask about each"

@@ -21,8 +21,8 @@ from kvpool.server.body import Body, Count, One, Text
 from kvpool.server.completions import FILL_CONTEXT, dialogue
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
-from kvpool.server.long_work import WorkTurn
-from kvpool.server.parameters import sampling_params
+from kvpool.server.long_work import Asker
+from kvpool.server.parameters import asker_of, sampling_params
 from kvpool.server.schema import (
     Function,
     JsonSchema,
@@ -113,21 +113,21 @@ async def respond(
                 400, "text.format and response_format: give one", code="invalid_value", param="response_format"
             )
         body.response_format = body.text.format.as_response_format()
-    begun = await response_dialogue(body, model, context.gate.images.of(caller.key))
+    begun = await response_dialogue(body, model, asker_of(body, caller, context.gate))
     most = body.max_output_tokens or FILL_CONTEXT
     params = await sampling_params(body, model, caller, context.gate, most, dialogue=begun)
     answer = ResponseAnswer(model.name, body, model.answers.reader(begun))
     return await Exchange(request, body, model, caller, context, answer).answer(begun, params)
 
 
-async def response_dialogue(body: Responses, model: ServedModel, reading: WorkTurn) -> Dialogue:
+async def response_dialogue(body: Responses, model: ServedModel, asker: Asker) -> Dialogue:
     """The conversation of a body, ready for the model."""
     turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else _turns(body.input)
     if body.instructions:
         turns = [Message(role="system", content=body.instructions), *turns]
     offered = [tool.as_function() for tool in body.tools or () if isinstance(tool, ResponseTool)]
     use = tool_use(offered, body.tool_choice, body.parallel_tool_calls)
-    return await dialogue(model, body, turns, use, reading)
+    return await dialogue(model, body, turns, use, asker)
 
 
 def _turns(items: Sequence[ResponseItem]) -> list[Message]:

@@ -11,9 +11,11 @@ from copy import copy
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.params import SamplingParams, eos_token_ids
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.prompts import images_of
 from kvpool.engine.text import bytes_of
@@ -21,9 +23,10 @@ from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.errors import Problem, problem_of
+from kvpool.server.given_answers import AnswerScope, GivenAnswers
 from kvpool.server.images import ImageSource
-from kvpool.server.long_work import WorkTurn, in_thread
-from kvpool.server.tools import AnswerForm
+from kvpool.server.long_work import Asker, in_thread
+from kvpool.server.tools import AnswerForm, Dialogue
 from kvpool.view.frames import request_name
 
 _T = TypeVar("_T")
@@ -52,7 +55,8 @@ class ServedModel:
         self.name = self.base_name = name  # the second one stays if an adapter lends its name
         self.engine = engine
         self.adapter = adapter
-        self.answers = AnswerForm(engine.tokenizer, tool_parser)
+        self.answers = AnswerForm(engine.tokenizer, tool_parser, eos_token_ids(engine.model))
+        self.given = GivenAnswers()
         self.images = ImageSource(image_hosts)
         self.keeps_varying_lines = keeps_varying_lines
         self.names: dict[Hashable, str] = {}  # of running requests, for people
@@ -82,17 +86,45 @@ class ServedModel:
         return await _of_library(len(prompt), partial(self.engine.token_ids, prompt))
 
     async def chat_tokens(
-        self, messages: Sequence[Mapping[str, Any]], reading: WorkTurn, **template: Any
-    ) -> PicturedPrompt:
-        """Token ids of a conversation by the model's template, with its pictures, which are read in a turn of the caller."""
-        images = images_of(messages)
-        length = _SHORT if template or images else sum(len(message["content"]) for message in messages)
+        self, messages: Sequence[Mapping[str, Any]], asker: Asker, **template: Any
+    ) -> tuple[PicturedPrompt, str]:
+        """A conversation by the model's template as token ids, and as text. One with images has pictures, and no text.
+
+        Images are read in a turn of who asks.
+        """
+        if not images_of(messages):
+            length = _SHORT if template else sum(len(message["content"]) for message in messages)
+            return await _of_library(length, partial(self._chat_tokens, messages, asker, template))
         async with AsyncExitStack() as stack:
-            if images:
-                pixels = await _of_library(_SHORT, partial(self.engine.num_pixels, messages))
-                await stack.enter_async_context(reading(max(pixels, _FEW_PIXELS)))
-            found = await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
-        return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found)
+            pixels = await _of_library(_SHORT, partial(self.engine.num_pixels, messages))
+            await stack.enter_async_context(asker.reading(max(pixels, _FEW_PIXELS)))
+            found = await _of_library(_SHORT, partial(self.engine.chat_prompt, messages, **template))
+        return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found), ""
+
+    def _chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], asker: Asker, template: Mapping[str, Any]
+    ) -> tuple[PicturedPrompt, str]:
+        """The token ids and the text of a conversation. Answers in it are the tokens that the model wrote."""
+        text = self.engine.chat_text(messages, **template)
+        same = partial(self.answers.same, tools=template.get("tools", ()))
+        scope = AnswerScope(asker.tenant, asker.salt, self.adapter)
+        found = self.given.recall(scope, text, self.answers.ends, same)
+        if found is None:
+            return self.engine.read_prompt(self.engine.chat_text_tokens(text)), text
+        begin, end = found
+        rest = self.engine.chat_text_tokens(text[end:], begins=False)
+        return self.engine.read_prompt(np.concatenate([begin, rest])), text
+
+    def keep_answers(self, begun: Dialogue, generation: Generation, tenant: str, salt: str) -> None:
+        """Keeps the token ids of answers that ended by themselves or at their limit, for the next turn."""
+        scope = AnswerScope(tenant, salt, self.adapter)
+        for sample in generation.samples.values():
+            is_whole = sample.finish_reason in ("stop", "length") and sample.stop_string is None
+            written = sample.token_ids
+            if written and written[-1] in self.answers.end_ids:
+                written = written[:-1]
+            if is_whole and written and begun.text:
+                self.given.keep(scope, begun.text, begun.prompt, self.text_of(written), written)
 
     def decoder(self) -> Any:
         """The tokenizer, which turns tokens into text."""

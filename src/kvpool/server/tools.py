@@ -16,7 +16,7 @@ from kvpool.engine.pictures import PicturedPrompt
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.agent_fields import Followed, followed
-from kvpool.server.answer_reader import THINKING, AnswerReader, HarmonyReader, MarkedReader
+from kvpool.server.answer_reader import THINKING, AnswerReader, HarmonyReader, MarkedReader, read_whole
 from kvpool.server.body import Body
 from kvpool.server.errors import Problem
 from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolForm, check_tool_parser, form_in, json_rule
@@ -58,6 +58,7 @@ class Dialogue(NamedTuple):
     pictures: Pictures | None = None  # behind placeholders of the prompt
     template: Mapping[str, Any] = MappingProxyType({})  # variables that the chat template was given
     left_out: Sequence[str] = ()  # fields of the request that change nothing
+    text: str = ""  # of the prompt; none if it has images
 
     @property
     def asked(self) -> PicturedPrompt:
@@ -121,15 +122,16 @@ def new_call_id() -> str:
 class AnswerForm:
     """How the model behind a tokenizer writes answers: the marks of calls and of thoughts.
 
-    They follow from its chat template, or from `tool_parser`, a name of `FORMS`.
+    They follow from its chat template, or from `tool_parser`, a name of `FORMS`. An answer ends with one of `end_ids`.
     """
 
-    def __init__(self, tokenizer: Any, tool_parser: str) -> None:
+    def __init__(self, tokenizer: Any, tool_parser: str, end_ids: Collection[int] = ()) -> None:
         check_tool_parser(tool_parser)
         self._template = _template(tokenizer)
         self._tokenizer = tokenizer
         self._name = tool_parser or form_in(self._template)
         self._thinking = next((marks for marks in THINKING if marks.closes in self._template), None)
+        self.end_ids = end_ids
         self._said: set[str] = set()  # fields of requests of which the log has said that they change nothing
 
     @property
@@ -139,6 +141,11 @@ class AnswerForm:
         return not any(
             mark in self._added and self._tokenizer.added_tokens_decoder[self._added[mark]].special for mark in marks
         )
+
+    @cached_property
+    def ends(self) -> list[str]:
+        """The marks at the end of an answer that are tokens of their own wherever they stand in a text."""
+        return [text for text, number in self._added.items() if number in self.end_ids]
 
     def follow(self, body: Body) -> Followed:
         """What a request asks of the chat template, and its fields that change nothing, of which the log says so once."""
@@ -181,7 +188,18 @@ class AnswerForm:
         if self._thinking is None and not use.tools:
             return None
         thinks = self._is_inside_a_thought(dialogue.prompt)
-        return lambda: MarkedReader(self._form, use.tools, self._thinking, thinks)
+        return lambda: self._marked_reader(use, thinks)
+
+    def same(self, one: str, other: str, prompt: str, tools: Sequence[dict[str, Any]]) -> bool:
+        """Whether two texts are the same answer to a prompt: what they think, say and call, apart from white space."""
+        if one.strip() == other.strip():
+            return True
+        thinks = self._thinking is not None and prompt.rstrip().endswith(self._thinking.opens)
+        use = ToolUse(tools)
+        make = HarmonyReader if self._name == HARMONY else lambda: self._marked_reader(use, thinks)
+        read = [read_whole(make, text) for text in (one, other)]
+        first, second = ((each.content.strip(), each.reasoning.strip(), each.calls) for each in read)
+        return first == second
 
     def rules(self, dialogue: Dialogue, schema: Mapping[str, Any] | None) -> str | None:
         """The grammar of an answer that must call tools, or else keep to a schema; None if the answer is free.
@@ -200,6 +218,9 @@ class AnswerForm:
             if not closes.startswith("<"):  # no token of its own
                 think = f"think[suffix={closes}]: /(?s:.*)/\n"
         return f"start: {start}\n{think}{self._form.rules(list(use.tools.values()), use.several, self._literal)}"
+
+    def _marked_reader(self, use: ToolUse, thinks: bool) -> MarkedReader:
+        return MarkedReader(self._form, use.tools, self._thinking, thinks)
 
     @property
     def _form(self) -> ToolForm | None:
