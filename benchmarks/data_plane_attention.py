@@ -77,8 +77,12 @@ class Problem(NamedTuple):
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that one layer must read."""
-        layer = LayerSpec(self.spec.kv_heads, self.spec.head_dim, self.spec.kv_dtype)
-        return int(self.batch.kv_lens.sum()) * layer.bytes_per_token
+        return int(self.batch.kv_lens.sum()) * layer_of(self.spec).bytes_per_token
+
+
+def layer_of(spec: AttentionSpec) -> LayerSpec:
+    """The layer of a store that a spec reads."""
+    return LayerSpec(spec.kv_heads, spec.head_dim, spec.kv_dtype, k_only=spec.shares_part)
 
 
 def make_problem(
@@ -96,8 +100,7 @@ def make_problem(
 
 def _random_store(spec: AttentionSpec, num_blocks: int, device: str, layers: int) -> Iterator[LayerCache]:
     """Layers of a block-first store; integers are any bytes with small scales, which costs a kernel the same."""
-    layer = LayerSpec(spec.kv_heads, spec.head_dim, spec.kv_dtype)
-    config = KVCacheConfig([layer] * layers, BLOCK_SIZE, gpu_blocks=1)
+    config = KVCacheConfig([layer_of(spec)] * layers, BLOCK_SIZE, gpu_blocks=1)
     layout = GroupLayout(config.groups[0])
     store = torch.randint(0, 120, (num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
     for number in range(layers):
@@ -144,7 +147,7 @@ class GraphRunner:
 def attention_runner(backend: AttentionBackend, problem: Problem, value: Callable[[float], float]) -> Runner:
     """One layer after the other through a backend, planned once."""
     plan = backend.plan(problem.spec, problem.batch)
-    out = torch.empty_like(problem.q)
+    out = problem.q.new_empty(*problem.q.shape[:2], problem.spec.v_dim)
     return GraphRunner(problem, lambda n: backend.run(problem.q, problem.layers[n], plan, out=out), value)
 
 

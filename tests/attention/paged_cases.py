@@ -226,6 +226,22 @@ def large_cases() -> list[Case]:
         Case("gemma 2", spec(16, 8, 256, soft_cap=50.0, window=512, **bf16), (1, 600, 1), (1500, 1400, 30)),
         Case("gpt-oss", spec(64, 8, 64, sink_logits=True, window=128, **bf16), (1, 600, 1), (1500, 1400, 30)),
         Case("latent", spec(16, 1, 576, v_dim=512, values="k", **bf16), (1, 20, 1), (900, 100, 30)),
+        *(
+            Case(
+                f"latent of {heads} heads",
+                spec(heads, 1, 576, v_dim=512, values="k", **bf16),
+                (1,) * 20 + (30, 7),
+                lens[:22],
+            )
+            for heads in (128, 64, 16, 8, 24)
+        ),
+        Case("latent, one long", spec(128, 1, 576, v_dim=512, values="k", **bf16), (1,) * 3, (30_000, 5, 17)),
+        *(
+            Case(
+                f"latent in blocks of {size}", spec(16, 1, 576, v_dim=512, values="k", **bf16), (1, 9), (500, 333), size
+            )
+            for size in (8, 64, 12)
+        ),
         Case("many query heads", spec(71, 1, 64, **bf16), (1, 40, 1), (900, 100, 30)),
         Case("prompts of odd lengths", spec(32, 8, 128, **bf16), (130, 257, 1, 64, 33), (130, 300, 90, 64, 1033)),
         Case("a short chunk behind a long prefix", spec(32, 8, 128, **bf16), (40,), (5000,)),
@@ -240,6 +256,8 @@ def large_cases() -> list[Case]:
         Case("prompts in float16", spec(8, 4, 128, dtype=DType.FLOAT16, kv_dtype=DType.FLOAT16), (300,), (300,)),
     ]
     for kv in (DType.FP8_E4M3, DType.FP8_E5M2, DType.INT8, DType.INT4):
+        latent = spec(128, 1, 576, v_dim=512, values="k", dtype=DType.BFLOAT16, kv_dtype=kv)
+        cases.append(Case(f"latent in {kv.value}", latent, (1,) * 20 + (9,), (*lens[:20], 400)))
         kind = spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=kv)
         cases.append(Case(f"llama in {kv.value}", kind, (1,) * 20 + (300,), (*lens[:20], 700)))
         cases.append(Case(f"prompts of odd lengths in {kv.value}", kind, (130, 257, 40, 33), (130, 300, 0, 9033), 256))

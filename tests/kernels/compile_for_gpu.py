@@ -46,6 +46,9 @@ SPECS = {
     "gpt-oss": spec(64, 8, 64, sink_logits=True, window=128, **HALF),
     "sinks and window": spec(8, 8, 64, window=64, sink_tokens=4, **HALF),
     "latent": spec(16, 1, 576, v_dim=512, values="k", **HALF),
+    "latent of 128 heads": spec(128, 1, 576, v_dim=512, values="k", **HALF),
+    "latent in fp8": spec(16, 1, 576, v_dim=512, values="k", dtype=DType.BFLOAT16, kv_dtype=DType.FP8_E4M3),
+    "latent in int8": spec(16, 1, 576, v_dim=512, values="k", dtype=DType.BFLOAT16, kv_dtype=DType.INT8),
     "the widest heads": spec(4, 2, 1024),
 }
 
@@ -176,7 +179,7 @@ def main() -> None:
     attend(SPECS["llama"], max_sequences=256)
     case = "llama, a graph for 256 and prompts"
     attend(SPECS["llama"], max_sequences=256, max_query_tokens=2048)
-    for name in ("llama", "llama in fp8", "llama in int8", "llama in int4"):
+    for name in ("llama", "llama in fp8", "llama in int8", "llama in int4", "latent of 128 heads"):
         case = f"{name}, prompts on Hopper"
         attend(SPECS[name], specialised=True)
 

@@ -27,6 +27,7 @@ from kvpool.kernels.attention import (
 )
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.copy import upload
+from kvpool.kernels.latents import LATENT_TILE, attends_latents, latent_items
 from kvpool.kernels.layout import LayerCache, current
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 from kvpool.kernels.quantization import TORCH_DTYPES
@@ -153,9 +154,16 @@ class TritonBackend(AttentionBackend):
 
     def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
         """The tile for sequences with few queries (`short`) or many."""
+        if self.specialised and attends_latents(spec):
+            return LATENT_TILE
+        return self._general_shape(spec, short=short)
+
+    def _general_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
         if not short and self.specialised and prefills(spec):
             return PREFILL_TILE
-        elements = 1 << (max(spec.head_dim, spec.v_dim) - 1).bit_length()  # as kernels pad them
+        # Of one part, kernels load what is key and value, and the rest of the key behind it
+        widest = max(spec.v_dim, spec.head_dim - spec.v_dim if spec.shares_part else spec.head_dim)
+        elements = 1 << (widest - 1).bit_length()  # as kernels pad them
         row_bytes = elements * (4 if spec.dtype is DType.FLOAT32 else 2)
         wide = max(1, row_bytes // _WIDE_BYTES)
         if short and wide == 1 and spec.kv_dtype is DType.INT4:
@@ -273,7 +281,11 @@ class TritonBackend(AttentionBackend):
         spec = plan.spec
         if shape == PREFILL_TILE and reads(q, cache[spec.keys], cache[spec.values]):
             prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
+        elif shape == LATENT_TILE and reads(q, cache[spec.keys], cache[spec.values]):
+            latent_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials)
         else:
+            if shape == LATENT_TILE:
+                shape = self._general_shape(spec, short=True)
             shape = _LONG_TILE if shape == PREFILL_TILE else shape
             attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
         if partials is not None:
@@ -383,4 +395,4 @@ class TritonBackend(AttentionBackend):
 
 def _waves(shape: TileShape) -> int:
     """The most waves for dividing tiles evenly. With large tiles, merging would take longer than an uneven last wave."""
-    return MANY_WAVES if shape.rows == _DECODE_ROWS else 1
+    return MANY_WAVES if shape.rows == _DECODE_ROWS or shape == LATENT_TILE else 1

@@ -75,6 +75,8 @@ def attend_items(
     no_partials = items.view(torch.float32)  # of the right type, so that one variant of the kernel does for both cases
     score_scale = spec.scale * keys.factor
     softmax_scale = abs(score_scale) if spec.soft_cap is None else spec.soft_cap
+    # Of a latent, which is key and value, what is behind the value; it begins with a word
+    tail = spec.head_dim - spec.v_dim if spec.shares_part and spec.v_dim % k_parts == 0 else 0
     attend_kernel[(programs,)](
         q,
         k,
@@ -104,8 +106,10 @@ def attend_items(
         TILE_TOKENS=tile_tokens,
         HEAD_DIM=spec.head_dim,
         V_DIM=spec.v_dim,
-        BLOCK_D=_block(spec.head_dim),
+        BLOCK_D=_block(spec.head_dim - tail),
         BLOCK_V=_block(spec.v_dim),
+        TAIL=tail,
+        BLOCK_T=_block(tail),
         PAGE=cache.block_size,
         ROWS=shape.rows,
         KEYS=shape.keys,

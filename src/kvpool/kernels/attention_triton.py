@@ -90,6 +90,8 @@ def attend_kernel(
     V_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TAIL: tl.constexpr,  # elements of a key behind those that are the value, too; 0 unless K_ONLY
+    BLOCK_T: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -113,7 +115,10 @@ def attend_kernel(
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     NIBBLES: tl.constexpr = V_STORED == "int4"
     SCALED: tl.constexpr = K_STORED == "int8"
+    MAIN: tl.constexpr = HEAD_DIM - TAIL
     D_WORDS: tl.constexpr = BLOCK_D // K_PARTS
+    T_WORDS: tl.constexpr = BLOCK_T // K_PARTS
+    SAME: tl.constexpr = K_ONLY and K_STORED == "float" and BLOCK_D == BLOCK_V  # what is loaded of K is V, too
     V_WORDS: tl.constexpr = BLOCK_V // V_PARTS
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
@@ -137,17 +142,13 @@ def attend_kernel(
     used = (token < num_tokens) & (head_in_group < GROUP)
     q_row = (token_start + token).to(tl.int64) * q_token + head * q_head
     queries = ()  # a word's elements of K are multiplied apart: part i holds the elements i, K_PARTS + i, ...
+    tails = ()
     for part in tl.static_range(K_PARTS):
         column = tl.arange(0, D_WORDS) * K_PARTS + part
-        some = tl.load(
-            q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
-        )
-        # Bytes become float16 in a step or two, bfloat16 in several
-        if K_STORED != "float" and some.dtype == tl.bfloat16:
-            some = some.to(tl.float16)
-        if NEGATED:
-            some = -some
-        queries = queries + (some,)
+        queries = queries + (_queries(q + q_row[:, None], column, used, MAIN, K_STORED, NEGATED),)
+        if TAIL > 0:
+            column = tl.arange(0, T_WORDS) * K_PARTS + part
+            tails = tails + (_queries(q + MAIN + q_row[:, None], column, used, TAIL, K_STORED, NEGATED),)
     query_position = position + token
     IN_PLACE: tl.constexpr = ASSEMBLER and tl.float16 == queries[0].dtype
     RAISED: tl.constexpr = IN_PLACE and SCALED and K_PARTS == 2
@@ -155,6 +156,8 @@ def attend_kernel(
     if RAISED:
         for part in tl.static_range(K_PARTS):
             raised += tl.sum(queries[part].to(tl.float32), axis=1) * (128.0 * 2.0**-24)
+            if TAIL > 0:
+                raised += tl.sum(tails[part].to(tl.float32), axis=1) * (128.0 * 2.0**-24)
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -218,15 +221,30 @@ def attend_kernel(
         words = tl.arange(0, D_WORDS)
         if K_STORED == "float":
             places = (k + offset * k_token)[:, None] + words[None, :] + (block * k_block)[:, None]
-            keys = _load(places, (words < HEAD_DIM)[None, :], HEAD_DIM == BLOCK_D).to(queries[0].dtype)
+            inside = (words < MAIN)[None, :]
+            if SAME:
+                inside = inside & live[:, None]
+            keys = _load(places, inside, MAIN == BLOCK_D and not SAME).to(queries[0].dtype)
             scores = tl.dot(queries[0], tl.trans(keys), input_precision=PRECISION)
+            if TAIL > 0:
+                words = tl.arange(0, T_WORDS)
+                places = (k + MAIN + offset * k_token)[:, None] + words[None, :] + (block * k_block)[:, None]
+                rest = _load(places, (words < TAIL)[None, :], TAIL == BLOCK_T).to(queries[0].dtype)
+                scores = tl.dot(tails[0], tl.trans(rest), scores, input_precision=PRECISION)
         else:
             places = (k + offset * k_token)[None, :] + words[:, None] + (block * k_block)[None, :]
-            loaded = _load(places, (words < (HEAD_DIM + K_PARTS - 1) // K_PARTS)[:, None], HEAD_DIM == BLOCK_D)
+            loaded = _load(places, (words < (MAIN + K_PARTS - 1) // K_PARTS)[:, None], MAIN == BLOCK_D)
             keys = _take_apart(loaded, "raised" if RAISED else K_STORED, K_PARTS, queries[0].dtype, ASSEMBLER)
             scores = tl.zeros([ROWS, KEYS], tl.float32) - raised[:, None]
             for part in tl.static_range(K_PARTS):
                 scores = tl.dot(queries[part], keys[part], scores, input_precision=PRECISION)
+            if TAIL > 0:
+                words = tl.arange(0, T_WORDS)
+                places = (k + MAIN // K_PARTS + offset * k_token)[None, :] + words[:, None] + (block * k_block)[None, :]
+                loaded = _load(places, (words < (TAIL + K_PARTS - 1) // K_PARTS)[:, None], TAIL == BLOCK_T)
+                rest = _take_apart(loaded, "raised" if RAISED else K_STORED, K_PARTS, queries[0].dtype, ASSEMBLER)
+                for part in tl.static_range(K_PARTS):
+                    scores = tl.dot(tails[part], rest[part], scores, input_precision=PRECISION)
         if SCALED:
             scores *= (scales[0] * (2.0**24 if RAISED else 1.0))[None, :]
         if SOFT_CAP:
@@ -258,18 +276,21 @@ def attend_kernel(
             weights *= scales[1][None, :]
         weights = weights.to(queries[0].dtype)
         v_words = tl.arange(0, V_WORDS)
-        if K_ONLY:
-            places = (k + offset * k_token)[:, None] + v_words[None, :] + (block * k_block)[:, None]
+        if SAME:
+            stored = (keys,)
         else:
-            places = (v + offset * v_token)[:, None] + v_words[None, :] + (block * v_block)[:, None]
-        inside = live[:, None]
-        if V_DIM != BLOCK_V:
-            inside = inside & (v_words < (V_DIM + V_PARTS - 1) // V_PARTS)[None, :]
-        loaded_values = _load(places, inside, False)
-        if V_STORED == "float":
-            stored = (loaded_values.to(queries[0].dtype),)
-        else:
-            stored = _take_apart(loaded_values, V_STORED, V_PARTS, queries[0].dtype, ASSEMBLER)
+            if K_ONLY:
+                places = (k + offset * k_token)[:, None] + v_words[None, :] + (block * k_block)[:, None]
+            else:
+                places = (v + offset * v_token)[:, None] + v_words[None, :] + (block * v_block)[:, None]
+            inside = live[:, None]
+            if V_DIM != BLOCK_V:
+                inside = inside & (v_words < (V_DIM + V_PARTS - 1) // V_PARTS)[None, :]
+            loaded_values = _load(places, inside, False)
+            if V_STORED == "float":
+                stored = (loaded_values.to(queries[0].dtype),)
+            else:
+                stored = _take_apart(loaded_values, V_STORED, V_PARTS, queries[0].dtype, ASSEMBLER)
         grown_values = ()
         for part in tl.static_range(V_PARTS):
             kept = values[part] * shrink[:, None]
@@ -280,7 +301,7 @@ def attend_kernel(
     out_row = (token_start + token).to(tl.int64) * out_token + head * out_head
     partial = (slot.to(tl.int64) * (KV_HEADS * GROUP) + head) * TILE_TOKENS + token
     for part in tl.static_range(V_PARTS):
-        some = values[part]
+        some = values[part]  # type: ignore[var-annotated]
         if NIBBLES:
             if IN_PLACE and V_PARTS == 4:
                 some *= 2.0**24 if part % 2 == 0 else 2.0**20
@@ -294,6 +315,18 @@ def attend_kernel(
             tl.store(partial_values + partial[:, None] * V_DIM + column[None, :], some, mask=mask)
     if slot >= 0:
         tl.store(partial_weights + partial, highest + tl.log2(total), mask=used)
+
+
+@triton.jit
+def _queries(rows, column, used, DIM: tl.constexpr, K_STORED: tl.constexpr, NEGATED: tl.constexpr):
+    """Some elements of queries, zeros beyond `DIM`."""
+    some = tl.load(rows + column[None, :], mask=used[:, None] & (column < DIM)[None, :], other=0.0)
+    # Bytes become float16 in a step or two, bfloat16 in several
+    if K_STORED != "float" and some.dtype == tl.bfloat16:
+        some = some.to(tl.float16)
+    if NEGATED:
+        some = -some
+    return some
 
 
 @triton.jit

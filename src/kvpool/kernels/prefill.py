@@ -98,14 +98,14 @@ def prefill_items(
     q_box = [GROUP_ROWS.value // spec.group_size, spec.group_size, COLUMNS.value]
     if values.dtype not in KINDS:
         box = min(cache.block_size, shape.keys)
-        sides = (_boxes(data, [1, box, 1, COLUMNS.value]) for data in (keys.data, values.data))
-        prefill_kernel[grid](_boxes(q, q_box), *sides, *results, *scales, BOX=box, **shapes)
+        sides = (boxes(data, [1, box, 1, COLUMNS.value]) for data in (keys.data, values.data))
+        prefill_kernel[grid](boxes(q, q_box), *sides, *results, *scales, BOX=box, **shapes)
         return
     k, v = keys.data.view(torch.int32), values.data.view(torch.int32)
     k_scale = k if keys.scale is None else keys.scale
     v_scale, v_zero = scales_of(values, v)
     prefill_quantized_kernel[grid](
-        _boxes(q.to(torch.float16), q_box),
+        boxes(q.to(torch.float16), q_box),
         k,
         v,
         k_scale,
@@ -123,7 +123,7 @@ def prefill_items(
     )
 
 
-def _boxes(data: Tensor, box: list[int]) -> Any:
+def boxes(data: Tensor, box: list[int]) -> Any:
     """What the copy engine needs to know to copy boxes of a tensor of 16-bit floats."""
     from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped, unused-ignore]
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
