@@ -114,6 +114,7 @@ def test_given_what_codex_sends_then_its_functions_are_all_that_the_model_sees(l
         ("messages", {"mcp_servers": [], "cache_control": {"type": "ephemeral", "ttl": "1h"}}, ""),
         ("messages", {"cache_control": {"type": "ephemeral", "scope": "global"}}, "cache_control.scope"),
         ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[web_search_20250305]"),
+        ("messages", {"tools": [TOOL | {"strict": False, "defer_loading": False}]}, ""),
         ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}, TOOL]}, "tools[bash_20250124]"),
         (
             "messages",
@@ -139,6 +140,7 @@ def test_given_a_field_that_changes_nothing_then_only_what_asks_for_something_is
         ("messages", {"container": "c"}, "container"),
         ("messages", {"thinking": {"type": "always"}}, "thinking.type"),
         ("messages", {"tools": [{"name": "w33", "strickt": True}]}, "tools.0.strickt"),
+        ("messages", {"tools": [TOOL | {"strict": True}]}, "tools.0.strict"),
         ("messages", {"tools": [{"type": "web search", "name": "w"}]}, "tools.0.type"),
         ("messages", {"tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"),
         ("chat/completions", {"modalities": ["text", "audio"]}, "modalities.1"),
