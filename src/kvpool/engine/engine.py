@@ -57,6 +57,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import Retention, ReuseHint, ReuseScope
+from kvpool.sequences.explain import MissedSpan
 from kvpool.tiers.model_tiers import ModelTiers
 
 if TYPE_CHECKING:
@@ -532,6 +533,24 @@ class Engine:
         match = self.manager.match_prefix(request.prompt, request.scope, request.items)
         media = {} if self._tiers is None else self._tiers.find(request, match.num_blocks)
         return tokens_by_tier(match, media, len(request.prompt), self.config.block_size)
+
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        scope: ReuseScope | None = None,
+        all_tenants: bool = False,
+    ) -> list[MissedSpan]:
+        """Why tokens of a prompt would not be served from the cache now: docs/why.md. Changes nothing.
+
+        Empty without `cache={"remembered_blocks": None}`, which remembers what left the cache.
+        """
+        if not self.config.remembered_blocks_limit:
+            return []
+        read = self.read_prompt(prompt)
+        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
+        return self.manager.inspect.explain(request.prompt, request.scope, request.items, all_tenants=all_tenants)
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
         """A grammar for `SamplingParams(grammar=...)`: the answer is JSON by this schema; without one, any JSON object."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
+from kvpool.stats import MissCause
 
 log = logging.getLogger("kvpool")
 
@@ -127,6 +128,8 @@ class Generation:
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0
+        # Of the others, how many for which cause: docs/why.md; empty where that is not remembered
+        self.missed_tokens: Mapping[MissCause, int] = {}
         self.notes = notes  # what the engine changed in the request, in words
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
@@ -200,12 +203,12 @@ class Generation:
 
     # --- told by the engine ------------------------------------------------------------------------------------------
 
-    def admit(self, num_cached_tokens: int) -> None:
-        """Records that the request has blocks, and how many tokens came from the cache.
+    def admit(self, num_cached_tokens: int, missed_tokens: Mapping[MissCause, int]) -> None:
+        """Records that the request has blocks, how many tokens came from the cache, and why the others did not.
 
         The loop calls it again if the request is preempted before its first token.
         """
-        self.num_cached_tokens = num_cached_tokens
+        self.num_cached_tokens, self.missed_tokens = num_cached_tokens, missed_tokens
         if self._admitted is None:
             self._admitted = time.monotonic()
 

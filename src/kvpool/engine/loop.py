@@ -158,7 +158,8 @@ class EngineLoop:
             return
         if self._requests.fork(parent, generation, request):
             (child,) = self.scheduler.sequences(request.id)
-            generation.admit(child.live_handle().num_cached_tokens)
+            handle = child.live_handle()
+            generation.admit(handle.num_cached_tokens, handle.missed_tokens)
             self._entered(child)
 
     def cancel(self, generation: Generation) -> None:
@@ -221,7 +222,8 @@ class EngineLoop:
         for sequence in plan.admitted:
             generation = self._generation(sequence)
             if generation is not None and not generation.samples:
-                generation.admit(sequence.live_handle().num_cached_tokens)
+                handle = sequence.live_handle()
+                generation.admit(handle.num_cached_tokens, handle.missed_tokens)
         self._entered(*plan.admitted, *plan.resumed)
         if plan.is_empty:
             return _Launched(plan, began)

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
@@ -359,5 +359,13 @@ def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **missed_by_cause("missed_tokens", generations)},
     }
+
+
+def missed_by_cause(name: str, generations: Iterable[Generation]) -> dict[str, dict[str, int]]:
+    """A field of `usage`: tokens that were not cached, by cause; no field where that is not remembered."""
+    missed: Counter[str] = Counter()
+    for generation in generations:
+        missed.update({cause.value: count for cause, count in generation.missed_tokens.items()})
+    return {name: dict(missed)} if missed else {}

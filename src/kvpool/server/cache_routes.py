@@ -21,6 +21,7 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import KVPoolError
 from kvpool.scope import ReuseScope
+from kvpool.sequences.explain import Divergence, MissedSpan
 from kvpool.server.answers import as_event
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
@@ -42,15 +43,21 @@ class CacheRoutes:
         self._gate = gate
 
     async def query(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
-        """How much of a prompt is cached, and where. Changes nothing."""
+        """How much of a prompt is cached, and where; and why the rest is not, if that is remembered. Changes nothing."""
         with ExitStack() as held:
             prompt = await named_prompt(body, model, caller, self._gate, held)
-            found = await cached_tokens(model, prompt, scope_for_tenant(caller.tenant, body.cache_salt))
-        return {
+            scope = scope_for_tenant(caller.tenant, body.cache_salt)
+            found = await cached_tokens(model, prompt, scope)
+            asked = partial(model.engine.explain, prompt, scope=scope, adapter=model.adapter)
+            missed = await _quietly(partial(asked, all_tenants=caller.is_admin))
+        answer = {
             "prompt_tokens": len(prompt),
             "cached_tokens": sum(found.values()),
             "tiers": {tier.name: count for tier, count in found.items()},
         }
+        if missed:
+            answer["missed"] = [_in_json(model, span) for span in missed]
+        return answer
 
     async def pin(self, body: PinnedPrompt, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for `ttl_seconds`."""
@@ -131,6 +138,18 @@ class CacheRoutes:
     def stats(self, models: list[ServedModel]) -> dict[str, Any]:
         """Everything that the caches count, per model."""
         return {model.name: model.engine.stats().cache.to_dict() for model in models}
+
+
+def _in_json(model: ServedModel, span: MissedSpan) -> dict[str, Any]:
+    """Why a part of a prompt is not cached, and where it parts from an earlier one the texts there."""
+    told: dict[str, Any] = {"start": span.start, "end": span.end, "cause": span.cause.value, "words": span.words}
+    detail, tokenizer = span.detail, model.engine.tokenizer
+    if isinstance(detail, Divergence) and tokenizer is not None:
+        told["parted"] = {
+            "token": detail.at,
+            **{name: tokenizer.decode(list(getattr(detail, name))) for name in ("before", "here", "there")},
+        }
+    return told
 
 
 def _session(body: CacheQuery, caller: Caller) -> str | None:

@@ -55,6 +55,7 @@ class ModelLatencies:
     def __init__(self) -> None:
         self.durations = {name: Durations(bounds) for name, _, bounds in _HISTOGRAMS}
         self.num_generated = 0
+        self.missed: Counter[str] = Counter()  # tokens of prompts that were not cached, by cause
         self.outcomes: Counter[str] = Counter()
         self._recent: dict[str, deque[tuple[float, float]]] = {
             "first_token_ms": deque(maxlen=_RECENT),
@@ -122,6 +123,8 @@ class RequestMeter:
         if self._has_token:  # so that the same requests are in this histogram and in that of first tokens
             self._model.durations["request"].observe(time.perf_counter() - self._began)
         self._model.outcomes[outcome] += 1
+        for one in generations:
+            self._model.missed.update({cause.value: count for cause, count in one.missed_tokens.items()})
         num_generated = sum(len(sample.token_ids) for one in generations for sample in list(one.samples.values()))
         self._model.num_generated += num_generated - self._num_counted  # what nobody was there to read
         self._latencies.count_tenant(self._tenant, generations, num_generated)
@@ -171,6 +174,9 @@ class Latencies:
                 latencies.durations[name].add_to(histogram, [model])
             yield histogram
         generated = CounterMetricFamily("kvpool_generated_tokens", "Tokens that were sampled.", labels=["model"])
+        missed = CounterMetricFamily(
+            "kvpool_missed_tokens", "Tokens of prompts that were not cached, by cause.", labels=["model", "cause"]
+        )
         requests = CounterMetricFamily(
             "kvpool_requests_ended", "Requests by how they ended.", labels=["model", "outcome"]
         )
@@ -178,7 +184,10 @@ class Latencies:
             generated.add_metric([model], latencies.num_generated)
             for outcome, count in latencies.outcomes.items():
                 requests.add_metric([model, outcome], count)
+            for cause, count in latencies.missed.items():
+                missed.add_metric([model, cause], count)
         yield generated
+        yield missed
         yield requests
         for name in ("requests", "prompt_tokens", "cached_tokens", "generated_tokens"):
             words = f"{name.replace('_', ' ')} of a tenant, counted when a request ends.".capitalize()

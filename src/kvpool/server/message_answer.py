@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
-from kvpool.server.answers import HOLE, EventForm, as_event
+from kvpool.server.answers import HOLE, EventForm, as_event, missed_by_cause
 from kvpool.server.errors import Problem
 from kvpool.server.tools import new_call_id
 
@@ -126,7 +126,7 @@ class MessageAnswer:
         reason = _REASONS.get(sample.finish_reason or "", "end_turn")
         return {"stop_reason": "tool_use" if self._calls and reason == "end_turn" else reason, "stop_sequence": None}
 
-    def _usage(self, generation: Generation) -> dict[str, int]:
+    def _usage(self, generation: Generation) -> dict[str, Any]:
         """Tokens read from the cache, tokens that marks put there, and the rest."""
         cached = generation.num_cached_tokens
         created = max(0, self._num_marked - cached)
@@ -134,6 +134,7 @@ class MessageAnswer:
             "input_tokens": generation.num_prompt_tokens - cached - created,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": created,
+            **missed_by_cause("cache_missed_input_tokens", [generation]),
             "output_tokens": sum(len(sample.token_ids) for sample in generation.samples.values()),
         }
 

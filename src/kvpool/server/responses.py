@@ -15,7 +15,7 @@ from starlette.responses import Response
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.server.agent_fields import OfResponses, OfTexts, OtherTool, other_than
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
-from kvpool.server.answers import TOO_LONG, as_event
+from kvpool.server.answers import TOO_LONG, as_event, missed_by_cause
 from kvpool.server.auth import Caller
 from kvpool.server.body import Body, Count, One, Text
 from kvpool.server.completions import FILL_CONTEXT, dialogue
@@ -329,7 +329,10 @@ def _usage(generation: Generation) -> dict[str, Any]:
     written = sum(len(sample.token_ids) for sample in generation.samples.values())
     return {
         "input_tokens": generation.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": generation.num_cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": generation.num_cached_tokens,
+            **missed_by_cause("missed_tokens", [generation]),
+        },
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": generation.num_prompt_tokens + written,

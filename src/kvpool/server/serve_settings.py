@@ -68,12 +68,14 @@ class ModelSettings:
     def make_engine(self) -> Engine:
         """Makes the engine of this model."""
         scheduler = step_limits(self.options.device, self.max_sequences)
-        longest = {} if self.max_model_len is None else {"max_seq_len": self.max_model_len}
+        cache: dict[str, Any] = {"remembered_blocks": None}
+        if self.max_model_len is not None:
+            cache["max_seq_len"] = self.max_model_len
         adapters = {name: Path(path).expanduser() for name, path in self.adapters.items()}
         engine = self.options.make_engine(
             host_memory=self.host_memory,
             scheduler=scheduler,
-            cache=longest,
+            cache=cache,
             adapters=adapters or None,
             max_adapters=self.max_adapters,
             language_adapters=self.language_adapters,

@@ -1,0 +1,130 @@
+"""The server says why a prompt missed: with OpenAI's own client, the everyday causes, in usage, metrics and questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from agent_model import agent_model, agent_tokenizer
+from live import Live, access, call, openai_client
+
+from kvpool.engine import Engine
+from kvpool.server import ServedModel, create_app
+
+SYSTEM = "You are a careful engineer. Read the whole file before you change a line, and run the tests. " * 2
+TURNS = [
+    {"role": "user", "content": "Look into a.py, it prints a wrong number for the second day of the week."},
+    {"role": "assistant", "content": "I read it. The loop begins with one, so the days are shifted by one."},
+    {"role": "user", "content": "Then begin with zero, and write a test that fails before the change."},
+    {"role": "assistant", "content": "Done. The test fails before the change and passes after it."},
+    {"role": "user", "content": "Thanks. Is there anything else in the file that looks wrong to you?"},
+]
+
+
+def tool(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"path": {"type": "string", "description": f"what to {name}"}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"To {name} a file.", "parameters": parameters},
+    }
+
+
+def chat(turns: list[Any], system: str = SYSTEM, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": system}, *turns], "max_tokens": 1, **more}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    remembering: dict[str, Any] = {"cache": {"remembered_blocks": None}, "kv_blocks": 1024, "block_size": 4}
+    with Engine(agent_model(), tokenizer=agent_tokenizer(), device="cpu", **remembering) as made:
+        yield made
+
+
+@pytest.fixture
+def live(engine: Engine) -> Iterator[Live]:
+    live = Live(create_app([ServedModel("tiny", engine)], access("a", "b", "c", "root")))
+    yield live
+    live.stop()
+    engine.manager.cache.reset()
+
+
+def missed(live: Live, body: dict[str, Any], key: str = "sk-a") -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """What usage and a question before it say, by OpenAI's client."""
+    asked = call(live, "/v1/cache/query", body, key).get("missed", [])
+    salt = {"extra_body": {"cache_salt": body["cache_salt"]}} if "cache_salt" in body else {}
+    plain = {name: value for name, value in body.items() if name != "cache_salt"}
+    with openai_client(live, key) as client:
+        answer = client.chat.completions.create(model="tiny", **plain, **salt)
+    usage = answer.usage
+    told = dict(usage.prompt_tokens_details.model_extra["missed_tokens"])
+    assert sum(told.values()) == usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
+    return told, asked
+
+
+def largest(told: dict[str, int]) -> str:
+    return max(told, key=lambda cause: told[cause])
+
+
+def words(asked: list[dict[str, Any]], cause: str) -> dict[str, Any]:
+    return next(span for span in asked if span["cause"] == cause)
+
+
+def test_given_a_date_in_the_system_prompt_then_what_follows_diverged_there(live: Live) -> None:
+    missed(live, chat(TURNS, "Today is 2026-11-18. " + SYSTEM))
+    told, asked = missed(live, chat(TURNS, "Today is 2026-11-19. " + SYSTEM))
+    assert largest(told) == "diverged"
+    span = words(asked, "diverged")
+    assert span["parted"]["before"].endswith("26-11-1")
+    assert (span["parted"]["here"][0], span["parted"]["there"][0]) == ("9", "8")
+    assert "put what changes, as a date, behind what stays" in span["words"]
+
+
+def test_given_tools_in_another_order_then_they_diverged(live: Live) -> None:
+    missed(live, chat(TURNS, tools=[tool("read"), tool("write"), tool("delete")]))
+    told, asked = missed(live, chat(TURNS, tools=[tool("delete"), tool("write"), tool("read")]))
+    assert largest(told) == "diverged"
+    assert "keep tools in one order" in words(asked, "diverged")["words"]
+
+
+def test_given_a_history_that_was_cut_then_it_stands_nearer_to_the_beginning(live: Live) -> None:
+    missed(live, chat(TURNS))
+    told, asked = missed(live, chat(TURNS[2:]))
+    assert largest(told) == "diverged"
+    assert "tokens nearer to its beginning" in words(asked, "diverged")["words"]
+
+
+def test_given_another_salt_then_it_is_named(live: Live) -> None:
+    missed(live, chat(TURNS, cache_salt="one"))
+    told, asked = missed(live, chat(TURNS, cache_salt="two"))
+    assert largest(told) == "other_scope"
+    assert "another cache_salt" in words(asked, "other_scope")["words"]
+
+
+def test_given_a_prompt_below_a_block_then_that_is_the_cause(live: Live) -> None:
+    assert call(live, "/v1/cache/query", {"prompt": "abc"}, "sk-a")["missed"][0]["cause"] == "rest_of_block"
+    usage = call(live, "/v1/completions", {"prompt": "abc", "max_tokens": 1}, "sk-a")["usage"]
+    assert usage["prompt_tokens_details"]["missed_tokens"] == {"rest_of_block": 3}
+
+
+def test_given_other_forms_of_the_api_then_usage_says_it_too(live: Live) -> None:
+    response = call(live, "/v1/responses", {"input": "What is new here?", "max_output_tokens": 1}, "sk-a")["usage"]
+    assert sum(response["input_tokens_details"]["missed_tokens"].values()) == response["input_tokens"]
+    body = {"messages": [{"role": "user", "content": "And what is that?"}], "max_tokens": 1}
+    message = call(live, "/v1/messages", body, "sk-a")["usage"]
+    assert sum(message["cache_missed_input_tokens"].values()) == message["input_tokens"]
+
+
+def test_given_what_another_tenant_asked_then_usage_and_questions_are_as_for_a_prompt_of_nobody(live: Live) -> None:
+    secret, nobodys = (f"The code of the {door} door is 1234." for door in ("first", "third"))
+    missed(live, chat([{"role": "user", "content": secret}]))
+    probe, other = (
+        missed(live, chat([{"role": "user", "content": text}]), key)
+        for text, key in ((secret, "sk-b"), (nobodys, "sk-c"))
+    )
+    assert probe == other
+
+
+def test_given_answers_then_metrics_count_the_causes(live: Live) -> None:
+    missed(live, chat(TURNS, cache_salt="m"))
+    assert 'kvpool_missed_tokens_total{cause="' in call(live, "/metrics", None, "sk-root")
