@@ -117,6 +117,26 @@ def test_given_a_mark_then_what_stands_before_it_stays_when_room_is_needed(claud
     assert kept == {90, 35}
 
 
+@pytest.mark.parametrize(
+    ("lives", "num_read"),
+    [(("5m", "5m", "5m"), 1), (("5m", "5m", None), 2), (("1h", "5m", "5m"), 2), (("5m", "1h", "5m"), 3)],
+)
+def test_given_several_marks_then_a_conversation_is_made_tokens_again_only_where_their_times_differ(
+    live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch, lives: Any, num_read: int
+) -> None:
+    read: list[int] = []
+    make = engine.chat_text
+    monkeypatch.setattr(engine, "chat_text", lambda *given, **more: [read.append(1), make(*given, **more)][1])
+    texts = [{"type": "text", "text": f"w{number} w8 w9 w10 w11"} for number in (31, 32, 33)]
+    marks = [{"cache_control": {"type": "ephemeral", "ttl": each}} if each else {} for each in lives]
+    system, *turns = ([{**text, **mark}] for text, mark in zip(texts, marks, strict=True))
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    call(live, "/v1/messages", {"system": system, "messages": messages, "max_tokens": 1})
+    assert len(read) == num_read
+    kept = {run.priority for run in engine.manager.inspect.runs() if run.start == 0}
+    assert kept == {90}
+
+
 def test_given_stop_in_the_place_of_stop_sequences_then_it_ends_the_answer(live: Live) -> None:
     asked = {"messages": TURNS, "max_tokens": 6}
     words = call(live, "/v1/messages", asked)["content"][0]["text"].split()

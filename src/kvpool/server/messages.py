@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -296,31 +297,43 @@ def _document(part: Mapping[str, Any], param: str) -> dict[str, Any]:
 async def _retention(talk: _Conversation, model: ServedModel, asker: Asker) -> Retention | None:
     """The marks of a conversation as ranges of tokens. A mark inside a message covers the whole message.
 
-    A mark of a tool covers the first message, because templates write tools beside it.
+    A mark of a tool covers the first message, because templates write tools beside it. Of marks in a row that last equally
+    long, only the last one is made tokens.
     """
-    ranges: list[TokenRange] = []
-    start, num_marks = 0, 0
+    marked: list[tuple[int, float]] = []  # how many messages a mark covers, and for how long
+    num_marks = 0
     for number, (turn, end_of_turn) in enumerate(zip(talk.turns, talk.ends, strict=True)):
         marks = [part.cache_control for part in turn.content if not isinstance(part, str) and part.cache_control]
         marks = marks if number else [*talk.tool_marks, *marks]
         if talk.end_mark is not None and number == len(talk.turns) - 1:
             marks.append(talk.end_mark)
         num_marks += len(marks)
-        if num_marks > MAX_MARKS:
-            raise Problem(400, f"a request has at most {MAX_MARKS} cache_control marks", code="invalid_value")
-        if not marks:
-            continue
-        try:
-            beginning, _ = await conversation_tokens(
-                model, talk.spoken[:end_of_turn], asker, talk.begun.use.offered, talk.begun.template
-            )
-        except Problem:  # a template that refuses so short a conversation
-            continue
-        end = _common(beginning.token_ids, talk.begun.prompt)
-        if end > start:
-            ranges.append(TokenRange(start, end, KEPT_PRIORITY, _SECONDS[marks[-1].ttl]))
-            start = end
+        if marks:
+            marked.append((end_of_turn, _SECONDS[marks[-1].ttl]))
+    if num_marks > MAX_MARKS:
+        raise Problem(400, f"a request has at most {MAX_MARKS} cache_control marks", code="invalid_value")
+    ranges: list[TokenRange] = []
+    start = 0
+    for seconds, alike in groupby(marked, lambda mark: mark[1]):
+        for end_of_turn, _ in reversed(list(alike)):
+            if (end := await _covered(talk, end_of_turn, model, asker)) is not None:
+                if end > start:
+                    ranges.append(TokenRange(start, end, KEPT_PRIORITY, seconds))
+                    start = end
+                break
     return Retention(ranges) if ranges else None
+
+
+async def _covered(talk: _Conversation, num_messages: int, model: ServedModel, asker: Asker) -> int | None:
+    """How many tokens of the prompt its first messages are; None if the template refuses so short a conversation."""
+    if num_messages == len(talk.spoken):
+        return len(talk.begun.prompt)
+    spoken, offered = talk.spoken[:num_messages], talk.begun.use.offered
+    try:
+        beginning, _ = await conversation_tokens(model, spoken, asker, offered, talk.begun.template)
+    except Problem:
+        return None
+    return _common(beginning.token_ids, talk.begun.prompt)
 
 
 def _common(one: Int32Array, other: Int32Array) -> int:
