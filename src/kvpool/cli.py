@@ -37,6 +37,7 @@ COMMANDS = {
         "kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."
     ),
     "prove": Command("kvpool.prove.prove_command", "Does the KV cache of an engine give right answers?"),
+    "why": Command("kvpool.server.why_command", "Ask a running server why a prompt is not cached.", extra="server"),
     "view": Command("kvpool.view.view_command", "Open the live view of a cache on made-up traffic."),
     "tier": Command("kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, purge."),
     "node": Command("kvpool.tiers.node.node_command", "Own memory that all engines of a machine use as one cache."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from agent_model import agent_model, agent_tokenizer
 from live import Live, access, call, openai_client
 
+from kvpool.cli import main
 from kvpool.engine import Engine
 from kvpool.server import ServedModel, create_app
 
@@ -128,3 +130,21 @@ def test_given_what_another_tenant_asked_then_usage_and_questions_are_as_for_a_p
 def test_given_answers_then_metrics_count_the_causes(live: Live) -> None:
     missed(live, chat(TURNS, cache_salt="m"))
     assert 'kvpool_missed_tokens_total{cause="' in call(live, "/metrics", None, "sk-root")
+
+
+def test_given_a_prompt_then_the_command_says_why_it_is_not_cached(
+    live: Live, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = chat(TURNS, cache_salt="command")
+    missed(live, body)
+    changed = json.dumps(chat(TURNS, "Now. " + SYSTEM, cache_salt="command"))
+    assert main(["why", changed, "--url", live.url, "--key", "sk-a"]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens are cached" in shown
+    assert "diverged: an earlier prompt" in shown
+    assert "goes on with 'Now. " in shown
+
+
+def test_given_no_server_then_the_command_names_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", "hello", "--url", "http://127.0.0.1:9"]) == 2
+    assert "http://127.0.0.1:9/v1/cache/query does not answer" in capsys.readouterr().err
