@@ -325,6 +325,25 @@ def test_given_a_document_that_no_text_can_say_then_it_is_refused(live: Live, do
     assert "documents as text" in refusal(live, "/v1/messages/count_tokens", asked)[1]["message"]
 
 
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "{% if not loop.first and m['role'] == loop.previtem['role'] %}{{ raise_exception('not in turns') }}{% endif %}"
+    "{{ {'system': 'w1', 'user': 'w2', 'assistant': 'w3'}[m['role']] }} {{ m['content'] }} {% endfor %}"
+)
+
+
+def test_given_a_template_that_wants_an_order_then_an_agents_system_speaks_first_and_then_as_the_user() -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = STRICT
+    with Engine(tiny_model("llama"), tokenizer=tokenizer, device="cpu", kv_blocks=64, block_size=4) as engine:
+        live = Live(create_app([ServedModel("tiny", engine)]))
+        said = [("developer", "w10"), ("system", "w11"), ("user", "w12"), ("system", "w13"), ("assistant", "w14")]
+        messages = [{"role": role, "content": content} for role, content in said]
+        told = call(live, "/tokenize", {"messages": messages})
+        assert told["tokens"] == [1, 10, 11, 2, 12, 13, 3, 14]
+        live.stop()
+
+
 # --- too long ---------------------------------------------------------------------------------------------------------
 
 

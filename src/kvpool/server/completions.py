@@ -154,7 +154,7 @@ async def conversation_tokens(
         more["continue_final_message"] = True
     if not begins:
         more["add_generation_prompt"] = False
-    return await model.chat_tokens(spoken, asker, **more)
+    return await model.chat_tokens(model.answers.in_order(spoken), asker, **more)
 
 
 def _calls_for_template(calls: Any, number: int) -> list[dict[str, Any]]:

@@ -175,6 +175,33 @@ class AnswerForm:
             )
         return ""
 
+    def in_order(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A conversation in an order that the chat template takes.
+
+        Agents speak as the system in the middle, and twice in a row. Where a template refuses that, the system speaks
+        first and once, and what it says later is the user's.
+        """
+        if self._takes_any_order:
+            return list(messages)
+        ordered: list[dict[str, Any]] = []
+        for message in messages:
+            is_late = message["role"] == "system" and any(each["role"] != "system" for each in ordered)
+            role = "user" if is_late else message["role"]
+            if role in ("system", "user") and ordered and ordered[-1]["role"] == role:
+                ordered[-1] = {**ordered[-1], "content": _joined(ordered[-1]["content"], message["content"])}
+            else:
+                ordered.append({**message, "role": role})
+        return ordered
+
+    @cached_property
+    def _takes_any_order(self) -> bool:
+        roles = ("system", "system", "user", "user", "system", "assistant", "user")
+        try:
+            self._tokenizer.apply_chat_template([{"role": role, "content": "x"} for role in roles], tokenize=False)
+        except Exception:  # a template is a program and may fail in many ways
+            return False
+        return True
+
     def check(self, use: ToolUse) -> None:
         """Refuses tools that the model cannot use."""
         if use.tools and self.refusal:
@@ -261,6 +288,14 @@ class AnswerForm:
         """
         parts = [part for part in self._apart.split(text) if part]
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else _quoted(part) for part in parts)
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """The contents of two messages as one: texts, or lists of parts."""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = [content if isinstance(content, list) else [{"type": "text", "text": content}] for content in (one, other)]
+    return [*parts[0], *parts[1]]
 
 
 def _quoted(text: str) -> str:
