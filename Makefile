@@ -166,7 +166,7 @@ vllm-site: $(VENV)/.stamp-dev
 		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
 
 test-vllm: vllm-site ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) with kvpool's connector: same answers, wherever prefixes come from
-	KVPOOL_VLLM_PYTHON=$(VLLM_PYTHON) $(PY) -m pytest tests/integrations tests/cluster tests/test_examples.py $(ARGS)
+	KVPOOL_VLLM_PYTHON=$(VLLM_PYTHON) $(PY) -m pytest tests/integrations tests/cluster tests/prove/test_in_process.py tests/test_examples.py $(ARGS)
 
 test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its environment is there already
 	@[ -e $(VLLM_VENV)/.stamp ] || { echo "$(VLLM_VENV) is not there: make test-vllm installs it"; exit 1; }

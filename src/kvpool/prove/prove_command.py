@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import random
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -13,7 +13,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.files import read_plain, write_plain
 from kvpool.prove import checks
 from kvpool.prove.endpoint import Endpoint
-from kvpool.prove.report import STATUS, as_json, lines
+from kvpool.prove.report import STATUS, as_json, lines, page_lines
 from kvpool.prove.trial import FULL, QUICK, Plan, Trial
 from kvpool.terminal import check_files, console, write_json
 
@@ -52,6 +52,10 @@ def prove(
         Path | None, typer.Option(help="Ask again what --before asked, of the engine that came after.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Ask the prompts of an earlier run, behind an empty cache.")] = None,
+    in_process: Annotated[
+        str | None,
+        typer.Option(help="Compare bytes of pages in a vLLM here; URL is its model, this its options as JSON."),
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write the report as JSON; - for stdout.")] = None,
 ) -> None:
     """Tell whether the KV cache of an engine gives right answers.
@@ -71,8 +75,12 @@ def prove(
     kvpool prove http://127.0.0.1:8000 --restart-command 'systemctl restart vllm'
     kvpool prove http://127.0.0.1:8000 --before state.json    # then restart it
     kvpool prove http://127.0.0.1:8000 --after state.json
+    kvpool prove MODEL --in-process '{"kv_transfer_config": {...}}'
     """
     check_files(json, before)
+    seed = random.SystemRandom().randrange(10**9) if seed is None else seed
+    if in_process is not None:
+        prove_pages(url, in_process, seed, json)
     if before is not None and after is not None:
         raise InvalidArgumentError("--before and --after are the two halves of a run: give one of them")
     endpoint = Endpoint(url, model, key)
@@ -81,7 +89,7 @@ def prove(
     trial = Trial(
         endpoint,
         plan_of(endpoint, quick, tokens, fill_seconds),
-        random.SystemRandom().randrange(10**9) if seed is None else seed,
+        seed,
         salts=salts,
         may_reset=reset,
         say=lambda words: notes.print(words, style="dim"),
@@ -104,6 +112,27 @@ def prove(
     if json is not None:
         write_json(json, as_json(trial))
     raise typer.Exit(STATUS[trial.verdict])
+
+
+def prove_pages(model: str, options: str, seed: int, json: str | None) -> NoReturn:
+    """Compares bytes, and ends the command."""
+    from kvpool.prove.in_process import compare_pages
+
+    try:
+        given = json_format.loads(options)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"--in-process is {options!r}; write options of vLLM's LLM as a JSON object"
+        ) from error
+    if not isinstance(given, dict):
+        raise InvalidArgumentError(f"--in-process is {options!r}; write options of vLLM's LLM as a JSON object")
+    found = compare_pages(model, given, seed)
+    out = console(to_stderr=json == "-")
+    for line in page_lines(found):
+        out.print(line, soft_wrap=True)
+    if json is not None:
+        write_json(json, found)
+    raise typer.Exit(STATUS[found["verdict"]])
 
 
 def plan_of(endpoint: Endpoint, quick: bool, tokens: int | None, fill_seconds: float | None) -> Plan:

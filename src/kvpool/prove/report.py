@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -57,6 +57,18 @@ def lines(trial: Trial) -> Iterator[str]:
             yield f"            and {len(check.wrong) - _SHOWN} more"
     yield ""
     yield f"{trial.verdict}: {_meaning(trial)}"
+
+
+def page_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The report of `--in-process` in words."""
+    for stage, number in found["by_stage"].items():
+        yield f"{number:>6} pages from a cache  {stage}"
+    for words in found["wrong"][:_SHOWN]:
+        yield f"        {words}"
+    yield (
+        f"{found['verdict']}: {len(found['wrong'])} of {found['pages_compared']:,} pages that came from a cache have other "
+        f"bytes than the {found['pages_computed']:,} that were computed"
+    )
 
 
 def _compared(trial: Trial) -> str:

@@ -144,11 +144,13 @@ class Trial:
         if self._sources is None:
             return {"cache": sum(told)} if sum(told) else {}
         before, found = self._sources, {}
-        for _ in range(20):  # counters may follow an answer by a moment
+        for _ in range(
+            20 if sum(told) else 3 if answers and not told else 1
+        ):  # counters may follow an answer by a moment
             self._sources = self.endpoint.sources() or before
             found = {name: round(value - before.get(name, 0.0)) for name, value in self._sources.items()}
             found = {name: value for name, value in found.items() if value > 0}
-            if found or not sum(told):
+            if found:
                 break
             time.sleep(0.02)
         if (
@@ -166,7 +168,7 @@ class Trial:
         one, other = self.prompts.probe(), self.prompts.probe()
         first = self.ask(one)
         again = self.ask(one)
-        if first.answer.num_cached is None and self._sources is None:
+        if {first.answer.num_cached, again.answer.num_cached} == {None} and self._sources is None:
             raise EndpointError(
                 "the endpoint does not say how many tokens came from its cache, so nothing can be proved: let it report "
                 "usage.prompt_tokens_details (vLLM: --enable-prompt-tokens-details; SGLang: --enable-cache-report) or"
@@ -327,6 +329,8 @@ class Trial:
             Answer(**{**each, "tokens": tuple(each["tokens"]), "best": tuple(each["best"])}) for each in state["right"]
         ]
         self.right = {(probe.name, None): answer for probe, answer in zip(self.probes, answers, strict=True)}
+        self.prompts.of_tokens = bool(self.probes[0].tokens)
+        self.prompts.codes = {probe.code for probe in self.probes if probe.code}
         self._salts = random.randrange(10**6, 10**9)  # those of the first half are used
 
 
