@@ -33,6 +33,7 @@ class Core:
         self.scheduler = SimpleNamespace(
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS),
             kv_cache_manager=SimpleNamespace(get_block_ids=lambda name: (self.tables[name],)),
+            add_request=lambda request: None,
             _free_request=lambda request: self.ended.append(request.request_id),
         )
         layers = {name: SimpleNamespace(kv_cache=tensor) for name, tensor in self.pages.items()}
@@ -42,16 +43,18 @@ class Core:
     def end(self, name: str, blocks: list[int], found: int = 0, status: str = "FINISHED_LENGTH_CAPPED") -> None:
         """A request with nine tokens of prompt ends; so many of them came from a cache."""
         self.tables[name] = blocks
-        self.scheduler._free_request(
-            SimpleNamespace(
-                request_id=name,
-                prompt_token_ids=list(range(9)),
-                num_computed_tokens=10,
-                num_cached_tokens=found,
-                cache_salt=None,
-                status=SimpleNamespace(name=status),
-            )
+        request = SimpleNamespace(
+            request_id=name,
+            prompt_token_ids=list(range(9)),
+            num_computed_tokens=10,
+            num_preemptions=0,
+            prefill_stats=SimpleNamespace(num_cached_tokens=found),
+            cache_salt=None,
+            status=SimpleNamespace(name=status),
         )
+        self.scheduler.add_request(request)
+        request.prefill_stats = None  # vLLM takes it with the first token
+        self.scheduler._free_request(request)
 
 
 def test_given_pages_that_came_from_a_cache_then_their_bytes_are_those_of_some_computed_ones() -> None:

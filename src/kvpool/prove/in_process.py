@@ -34,20 +34,28 @@ class PageWatch:
         self.num_computed = self.num_found = 0
         self.wrong: list[str] = []
         self.stage = ""
-        free = self._scheduler._free_request
+        self._stats: dict[str, Any] = {}  # by live request: how much of it was cached
+        add, free = self._scheduler.add_request, self._scheduler._free_request
+
+        def adding(request: Any) -> None:
+            self._stats[request.request_id] = request.prefill_stats
+            add(request)
 
         def freeing(request: Any, *rest: Any, **options: Any) -> Any:
             self._read(request)
             return free(request, *rest, **options)
 
-        self._scheduler._free_request = freeing
+        self._scheduler.add_request, self._scheduler._free_request = adding, freeing
 
     def _read(self, request: Any) -> None:
-        """Notes computed pages of a prompt, and compares found ones. Those of an aborted request may be on their way."""
-        if request.status.name == "FINISHED_ABORTED":
+        """Notes computed pages of a prompt, and compares found ones.
+
+        Pages of an aborted request may be on their way, and those of a preempted one are computed or found a second time.
+        """
+        stats = self._stats.pop(request.request_id)
+        if request.status.name == "FINISHED_ABORTED" or request.num_preemptions:
             return
-        tokens, computed = list(request.prompt_token_ids), request.num_computed_tokens
-        found = max(0, request.num_cached_tokens or 0)
+        tokens, computed, found = list(request.prompt_token_ids), request.num_computed_tokens, stats.num_cached_tokens
         ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
         for number, (group, blocks) in enumerate(zip(self._config.kv_cache_groups, ids, strict=True)):
             size = group.kv_cache_spec.block_size
