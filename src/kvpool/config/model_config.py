@@ -175,7 +175,7 @@ def max_positions(source: Source) -> int | None:
 
 def positions_limit(get: Callable[[str], Any]) -> int | None:
     """The longest text, by the values of a configuration: its own limit, or the length at which longrope changes."""
-    limits = [get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    limits = [get(name) for name in ("max_position_embeddings", "model_max_length", "n_positions", "max_seq_len")]
     ropes = get("rope_parameters") or get("rope_scaling") or {}
     limits += [
         rope.get("original_max_position_embeddings") or get("original_max_position_embeddings")
