@@ -7,9 +7,9 @@ other white space than the model did. What follows the first such place would th
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ class GivenAnswers:
         self._num_bytes = 0
         self._kept: OrderedDict[_Key, list[_Given]] = OrderedDict()  # the one that was used last at the end
         self._lengths: dict[AnswerScope, Counter[int]] = {}  # of the prompts that are kept
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def keep(self, scope: AnswerScope, prompt: str, tokens: Int32Array, answer: str, written: Sequence[int]) -> None:
         """Keeps what a model wrote behind a prompt. Both are given as text and as token ids."""
