@@ -308,7 +308,7 @@ def test_given_one_place_and_a_request_that_can_never_run_then_the_next_adapter_
 ) -> None:
     with adapters.engine(kv_blocks=8, max_adapters=1) as engine:
         with pytest.raises(NeverFitsError):
-            engine.submit(PROMPT, SamplingParams(max_new_tokens=200), adapter="all").result(60)
+            engine.submit(PROMPT * 40, SamplingParams(max_new_tokens=2), adapter="all").result(60)
         short = engine.submit(PROMPT, SamplingParams(max_new_tokens=2), adapter="values")
         assert short.result(60).token_ids == adapters.expected("values")[:2]
 

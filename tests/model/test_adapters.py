@@ -189,10 +189,9 @@ EXPERTS = ["gate_up_proj", "down_proj"]
 def experts_of(family: str, folder: Path) -> dict[str, Path]:
     """Adapters as peft writes them: for all that is linear, and for some parameters of experts."""
     some = {"target_modules": ["o_proj"], "target_parameters": [f"experts.{name}" for name in EXPERTS]}
-    every = {
-        "target_modules": "all-linear",
-        "exclude_modules": ["kv_b_proj"],
-    }  # which is folded where there are latents
+    every: dict[str, Any] = {"target_modules": "all-linear"}
+    if family.startswith("deepseek"):
+        every["exclude_modules"] = ["kv_b_proj"]  # which is folded
     return {
         "all": saved_by_peft(folder / "all", 1, family, r=4, lora_alpha=12, **every),
         "some": saved_by_peft(folder / "some", 2, family, r=5, use_rslora=True, lora_alpha=6, **some),
