@@ -140,7 +140,6 @@ def test_given_a_field_that_changes_nothing_then_only_what_asks_for_something_is
         ("messages", {"container": "c"}, "container"),
         ("messages", {"thinking": {"type": "always"}}, "thinking.type"),
         ("messages", {"tools": [{"name": "w33", "strickt": True}]}, "tools.0.strickt"),
-        ("messages", {"tools": [TOOL | {"strict": True}]}, "tools.0.strict"),
         ("messages", {"tools": [{"type": "web search", "name": "w"}]}, "tools.0.type"),
         ("messages", {"tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice"),
         ("chat/completions", {"modalities": ["text", "audio"]}, "modalities.1"),

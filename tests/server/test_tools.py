@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from letters import letters_tokenizer
@@ -15,6 +16,7 @@ from live import Live, openai_client
 from models import tiny_model
 
 from kvpool.engine import Engine
+from kvpool.engine.grammar import Grammars, num_words
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.answer_reader import (
@@ -26,7 +28,9 @@ from kvpool.server.answer_reader import (
     ReadAnswer,
     read_whole,
 )
+from kvpool.server.errors import Problem
 from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolCall, form_in, json_rule
+from kvpool.server.tools import AnswerForm, Dialogue, ToolUse, tool_use
 
 pytest.importorskip("llguidance")
 
@@ -529,3 +533,59 @@ def test_given_a_model_that_thinks_then_its_thoughts_have_their_own_field() -> N
 def test_given_an_unknown_parser_then_it_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no tool parser 'herms': choose one of hermes"):
         next(served(TEMPLATE, tool_parser="herms"))
+
+
+# --- held where the model may answer otherwise ---------------------------------------------------------------------------
+
+
+def accepts(form: str, text: str, use: ToolUse) -> bool:
+    """Whether an answer that is over keeps to the grammar of a use of tools."""
+    tokenizer = tokenizer_for(form)
+    dialogue = Dialogue(np.zeros(1, np.int32), use)
+    rules = AnswerForm(tokenizer, form).rules(dialogue, None)
+    assert rules is not None
+    state = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).from_rules(rules).start()
+    words = np.zeros(num_words(len(tokenizer)), np.int32)
+    for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+        state.fill(words)
+        if not words[token // 32] >> token % 32 & 1:
+            return False
+        state.push([token])
+    return True
+
+
+STRICT = ToolUse([{**each, "function": {**each["function"], "strict": True}} for each in OFFERED])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != HARMONY])
+def test_given_strict_tools_then_a_free_answer_is_any_text_and_its_calls_are_valid(form: str) -> None:
+    written, lead = WRITTEN[form], "" if FORMS[form].only_first else "Let me look [at it]: <b "
+    for text in ("", "It rains.", "2 < 3 \n and more {", lead + written):
+        assert accepts(form, text, STRICT), text
+    if FORMS[form].closes:
+        assert accepts(form, f"{lead}{written}\nThat is all.", STRICT)
+    for wrong in (written.replace("Oslo", "Paris"), written.replace("Rome", "Paris"), written.replace("weather", "x")):
+        assert not accepts(form, lead + wrong, STRICT), wrong
+    assert not accepts(form, lead + written, ToolUse(STRICT.offered, several=False))
+    for mark in FORMS[form].opens:
+        assert not accepts(form, mark, STRICT), mark
+
+
+def test_given_some_tools_that_may_be_called_then_no_other_is() -> None:
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    use = tool_use(OFFERED, choice, several=True)
+    assert accepts("hermes", "No. " + WRITTEN["hermes"], use)
+    assert not accepts("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>', use)
+
+
+def test_given_strict_tools_and_answers_in_channels_then_they_are_refused() -> None:
+    with pytest.raises(Problem, match='leave "strict" out'):
+        accepts(HARMONY, "", STRICT)
+
+
+def test_given_strict_tools_then_the_server_holds_free_answers_to_them(client: Any, claude: Any) -> None:
+    answer = client.chat.completions.create(**(FREE | {"tools": list(STRICT.offered)}), seed=1).choices[0]
+    assert all(is_valid(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ())
+    tool = {"name": "weather", "input_schema": SCHEMA | {"type": "no type"}, "strict": True}
+    with pytest.raises(anthropic.BadRequestError, match="no answer can be held"):
+        claude.messages.create(model="tiny", max_tokens=9, messages=ASKED, tools=[tool])

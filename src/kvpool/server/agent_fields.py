@@ -132,7 +132,7 @@ class OfMarks(Body):
 class OfMessageTools(Body):
     """A tool of `POST /v1/messages`."""
 
-    strict: Literal[False] = False  # a grammar holds calls to their schemas where the choice of tools forces one
+    strict: bool = False
     defer_loading: Annotated[bool, LEFT_OUT] = False
     input_examples: Annotated[list[dict[str, Any]] | None, LEFT_OUT] = None
     eager_input_streaming: Annotated[bool, LEFT_OUT] = False

@@ -81,7 +81,7 @@ class MessageTool(OfMessageTools):
     def as_function(self) -> dict[str, Any]:
         """The tool in the form that chat templates read."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": function | ({"strict": True} if self.strict else {})}
 
 
 class ToolChoice(Body):

@@ -70,6 +70,28 @@ class ToolForm:
         inner = "\n    | ".join(self.write(tool, literal) for tool in tools)
         return f"calls: {first} call {more} {last}\ncall: {before} inner {after}\ninner: {inner}\n"
 
+    def free_rules(self, several: bool, literal: Literal) -> str:
+        """Rules, beside those of `rules`, in which `free` is any text, and a call where the text begins one."""
+        if self.only_first:
+            begins = re.escape("".join(sorted({mark[0] for mark in self.opens})))
+            return f"free: calls | OTHER\nOTHER: /\\s*([^\\s{begins}](?s:.*))?/\n"
+        first, before, after, between, last = self.frame
+        mark = next(mark for mark in self.opens if (first + before).startswith(mark))
+        rest, opens = literal((first + before).removeprefix(mark)), literal(mark)
+        texts = [re.escape(each).replace("/", r"\/") for each in self.opens if not _is_token(literal(each))]
+        other = "/(?s:.*)/" + (f" & ~/(?s:.*)({'|'.join(texts)})(?s:.*)/" if texts else "")
+        lead = f"lead: OTHER {opens}" if _is_token(opens) else f"lead[suffix={opens}]: /(?s:.*)/"
+        # Text behind a call could be the beginning of another one, except inside a frame of all calls.
+        more = f"({literal(between)} call)*" if several and (first or not self.closes) else ""
+        one = f"lead {rest} inner {literal(after)} {more} {literal(last)}"
+        free = f"({one}){'*' if several else '?'} OTHER" if self.closes else f"OTHER | {one}"
+        return f"free: {free}\n{lead}\nOTHER: {other}\n"
+
+
+def _is_token(rule: str) -> bool:
+    """Whether a text for a grammar is one token."""
+    return rule.startswith("<[") and " " not in rule
+
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,10 @@ log = logging.getLogger("kvpool")
 
 _MOST_SAID = 256  # names; clients choose some of them
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+_NO_FREE_CHANNELS = (
+    "this model answers in channels, which no grammar holds to strict tools or allowed_tools unless they must be called: "
+    'leave "strict" out, or use tool_choice "required"'
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,13 @@ class ToolUse:
             for each in functions
             if self.allowed is None or each["name"] in self.allowed
         }
+
+    @cached_property
+    def is_held(self) -> bool:
+        """Whether calls keep to the tools and their schemas even where the model may answer otherwise."""
+        if self.must or self.allowed is not None:
+            return bool(self.tools)
+        return any(each["function"].get("strict") is True for each in self.offered)
 
 
 class Dialogue(NamedTuple):
@@ -89,9 +100,7 @@ def _among(offered: Sequence[dict[str, Any]], choice: Any, several: bool) -> Too
     mode, named = (choice.get("mode"), choice.get("tools")) if isinstance(choice, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(named, list) or not named:
         raise _wrong_choice('tool_choice allowed_tools has the mode "auto" or "required", and one of the tools or more')
-    if mode == "auto":
-        raise _wrong_choice('tool_choice allowed_tools has the mode "required" here: offer only those tools for "auto"')
-    return ToolUse(offered, must=True, several=several, allowed=[_name_in(each, offered) for each in named])
+    return ToolUse(offered, mode == "required", several, [_name_in(each, offered) for each in named])
 
 
 def _name_in(choice: Any, offered: Sequence[dict[str, Any]]) -> str:
@@ -229,22 +238,30 @@ class AnswerForm:
         return first == second
 
     def rules(self, dialogue: Dialogue, schema: Mapping[str, Any] | None) -> str | None:
-        """The grammar of an answer that must call tools, or else keep to a schema; None if the answer is free.
+        """The grammar of an answer whose calls, or else its text, keep to schemas; None if nothing holds it.
 
         A model that thinks in this answer may do so first.
         """
         use = dialogue.use
-        if not use.tools or not (use.must or schema is not None):
+        if not use.tools or not (use.is_held or schema is not None):
             return None
         assert self._form is not None
-        start = "calls" if use.must or schema is None else f"calls | ({json_rule(schema)})"
-        think = ""
+        think = free = ""
+        if use.must:
+            start = "calls"
+        elif schema is not None:
+            start = f"calls | ({json_rule(schema)})"
+        elif self._name == HARMONY:
+            raise Problem(400, _NO_FREE_CHANNELS, code="unsupported", param="tools")
+        else:
+            start, free = "free", self._form.free_rules(use.several, self._literal)
         if self._thinking is not None and self._is_inside_a_thought(dialogue.prompt):
             start, closes = f"think ({start})", self._literal(self._thinking.closes)
             think = f"think: /(?s:.*)/ {closes}\n"
             if not closes.startswith("<"):  # no token of its own
                 think = f"think[suffix={closes}]: /(?s:.*)/\n"
-        return f"start: {start}\n{think}{self._form.rules(list(use.tools.values()), use.several, self._literal)}"
+        rules = self._form.rules(list(use.tools.values()), use.several, self._literal)
+        return f"start: {start}\n{think}{free}{rules}"
 
     def _marked_reader(self, use: ToolUse, thinks: bool) -> MarkedReader:
         return MarkedReader(self._form, use.tools, self._thinking, thinks)
