@@ -2,6 +2,6 @@
 
 from importlib.util import find_spec
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 compiled = find_spec("kvpool.pools._short_arrays") is not None
