@@ -134,6 +134,8 @@ def test_given_what_a_session_computed_came_back_for_another_when_it_is_invalida
         assert cached(engine, PROMPT, session=other) >= 88  # from the tier, for a request that computed none of it
         assert engine.invalidate(session="second") >= 6
         assert engine.generate([PROMPT], PARAMS)[0].num_cached_tokens <= 48
+        assert engine._tiers is not None
+        assert engine._tiers.flush(SECONDS)  # what it computed again is on its way to the tier
         assert cached(engine, PROMPT, session=other) >= 88
         assert engine.invalidate(session="first") >= 11
         assert engine.generate([PROMPT], PARAMS)[0].num_cached_tokens == 0
