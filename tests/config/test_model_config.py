@@ -212,6 +212,11 @@ def test_llama_in_one_call() -> None:
 def test_deepseek_is_one_k_only_head_per_layer() -> None:
     assert layers_from_hf(DEEPSEEK_V3) == (LayerSpec(kv_heads=1, head_dim=576, k_only=True),) * 61
     assert layers_from_hf({**DEEPSEEK_V3, "model_type": "deepseek_v2", "q_lora_rank": None})[0].head_dim == 576
+
+
+def test_given_layers_of_longcat_then_each_attends_twice() -> None:
+    config = {key: value for key, value in DEEPSEEK_V3.items() if key != "num_hidden_layers"}
+    assert len(layers_from_hf({**config, "model_type": "longcat_flash", "num_layers": 28})) == 56
     assert layers_from_hf({**DEEPSEEK_V3, "model_type": "something_mla"})[0].k_only
 
 

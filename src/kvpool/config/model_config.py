@@ -240,6 +240,8 @@ def _with_defaults(config: Mapping[str, Any], model_type: str, *, nested: bool) 
                 full[key] = found
     if isinstance(attention := config.get("attn_config"), Mapping) and "kv_n_heads" in attention:  # dbrx
         full.setdefault("num_key_value_heads", attention["kv_n_heads"])
+    if model_type == "longcat_flash" and isinstance(config.get("num_layers"), int):  # each layer attends twice
+        full.setdefault("num_hidden_layers", 2 * config["num_layers"])
     if config.get("kv_channels") is not None:  # jetmoe: each expert that a token goes to attends with all heads
         full["head_dim"] = config["kv_channels"]
         full["num_key_value_heads"] = full.get("num_attention_heads")
