@@ -166,3 +166,13 @@ def test_given_no_more_room_then_the_answer_that_was_not_used_for_longest_goes()
     assert recalled(given, "ax</s>") is None
     assert given._num_bytes == 0
     assert given._lengths == {}
+
+
+def test_given_one_answer_again_and_again_then_it_takes_the_room_of_one() -> None:
+    given = GivenAnswers(max_bytes=3 * (4 * 101 + 4 + 512))
+    tokens = np.zeros(100, np.int32)
+    given.keep(OWN, "a", tokens, "b", [1])
+    for written in range(9):
+        given.keep(OWN, "c", tokens, "d", [written])
+    assert recalled(given, "ab</s>") == ([0] * 100 + [1], "</s>")
+    assert recalled(given, "cd</s>") == ([0] * 100 + [8], "</s>"), "of one text, the newest tokens"

@@ -61,15 +61,16 @@ class GivenAnswers:
         self._lock = threading.Lock()
 
     def keep(self, scope: AnswerScope, prompt: str, tokens: Int32Array, answer: str, written: Sequence[int]) -> None:
-        """Keeps what a model wrote behind a prompt. Both are given as text and as token ids."""
+        """Keeps what a model wrote behind a prompt, instead of an equal text. Both are given as text and as token ids."""
         given = _Given(np.concatenate([tokens, np.asarray(written, np.int32)]), answer)
         key = _Key(scope, len(prompt), _digest(prompt))
         with self._lock:
             if key not in self._kept:
                 self._lengths.setdefault(scope, Counter())[key.length] += 1
-            self._kept.setdefault(key, []).append(given)
+            older = self._kept.get(key, [])
+            self._kept[key] = [*(each for each in older if each.text != answer), given]
             self._kept.move_to_end(key)
-            self._num_bytes += given.num_bytes
+            self._num_bytes += _num_bytes(self._kept[key]) - _num_bytes(older)
             while self._num_bytes > self._max_bytes:
                 self._drop(next(iter(self._kept)))
 
@@ -110,13 +111,17 @@ class GivenAnswers:
         return found[::-1]
 
     def _drop(self, key: _Key) -> None:
-        self._num_bytes -= sum(given.num_bytes for given in self._kept.pop(key))
+        self._num_bytes -= _num_bytes(self._kept.pop(key))
         lengths = self._lengths[key.scope]
         lengths[key.length] -= 1
         if not lengths[key.length]:
             del lengths[key.length]
         if not lengths:
             del self._lengths[key.scope]
+
+
+def _num_bytes(answers: Sequence[_Given]) -> int:
+    return sum(given.num_bytes for given in answers)
 
 
 def _digest(text: str) -> bytes:
