@@ -55,10 +55,9 @@ class ToolUse:
 
     @cached_property
     def is_held(self) -> bool:
-        """Whether calls keep to the tools and their schemas even where the model may answer otherwise."""
-        if self.must or self.allowed is not None:
-            return bool(self.tools)
-        return any(each["function"].get("strict") is True for each in self.offered)
+        """Whether a grammar holds calls to the tools that may be called, and to their schemas."""
+        is_strict = any(each["function"].get("strict") is True for each in self.offered)
+        return self.must or self.allowed is not None or is_strict
 
 
 class Dialogue(NamedTuple):
