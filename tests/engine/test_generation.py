@@ -14,7 +14,6 @@ from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.scoring import TokenLogprob
 from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError, StepError
-from kvpool.stats import MissCause
 from managers import Clock
 
 PROMPT = np.array([1, 2, 3], np.int32)
@@ -321,11 +320,10 @@ def test_given_a_clock_then_waiting_the_first_token_and_the_end_are_counted_from
     generation, _ = made(text=False)
     assert (generation.queue_seconds, generation.first_token_seconds) == (None, None)
     Time.monotonic.now = 103.0
-    generation.admit(2, {})
+    generation.admit(2)
     Time.monotonic.now = 104.0
-    generation.admit(1, {MissCause.EVICTED: 3})  # it gave way before its first token
+    generation.admit(1)  # it gave way before its first token
     assert (generation.queue_seconds, generation.num_cached_tokens) == (3.0, 1)
-    assert generation.missed_tokens == {MissCause.EVICTED: 3}
     Time.monotonic.now = 107.0
     generation.push(0, [5])
     Time.monotonic.now = 109.0

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from agent_model import agent_model, agent_tokenizer
-from live import Live, access, call, openai_client
+from live import Live, access, call, openai_client, refusal
 
 from kvpool.cli import main
 from kvpool.engine import Engine
-from kvpool.server import ServedModel, create_app
+from kvpool.server import Caller, ServedModel, create_app
+from kvpool.server.answered import MAX_NAMES, MISSED_HEADER, Answered, AnsweredRequests
+from kvpool.server.errors import Problem
 
 SYSTEM = "You are a careful engineer. Read the whole file before you change a line, and run the tests. " * 2
 TURNS = [
@@ -146,5 +149,92 @@ def test_given_a_prompt_then_the_command_says_why_it_is_not_cached(
 
 
 def test_given_no_server_then_the_command_names_its_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["why", "hello", "--url", "http://127.0.0.1:9"]) == 2
+    assert main(["why", "hello you", "--url", "http://127.0.0.1:9"]) == 2
     assert "http://127.0.0.1:9/v1/cache/query does not answer" in capsys.readouterr().err
+
+
+# --- requests that were answered ------------------------------------------------------------------------------------
+
+
+def answered(live: Live, path: str, body: dict[str, Any], key: str = "sk-a", **headers: str) -> tuple[str, Any]:
+    """The header with the causes, and the answer: its JSON, or the events of its stream."""
+    told = {"content-type": "application/json", "authorization": f"Bearer {key}", **headers}
+    request = urllib.request.Request(live.url + path, json.dumps(body).encode(), told)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read().decode()
+        if not body.get("stream"):
+            return answer.headers.get(MISSED_HEADER, ""), json.loads(text)
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        return answer.headers.get(MISSED_HEADER, ""), events
+
+
+FORMS = {
+    "/v1/chat/completions": {"messages": TURNS, "max_tokens": 1},
+    "/v1/completions": {"prompt": SYSTEM, "max_tokens": 1},
+    "/v1/responses": {"input": SYSTEM, "max_output_tokens": 1},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", FORMS)
+def test_given_an_answer_then_a_header_has_its_causes_and_its_id_names_them_later(
+    live: Live, path: str, stream: bool
+) -> None:
+    told, answer = answered(live, path, {**FORMS[path], "stream": stream, "cache_salt": f"{path} {stream}"})
+    first = answer[0] if stream else answer
+    name = first.get("id") or first.get("message", first.get("response", {}))["id"]
+    kept = call(live, f"/v1/cache/requests/{name}", None, "sk-a")
+    assert told == ", ".join(f"{cause}={count}" for cause, count in kept["missed_tokens"].items())
+    assert sum(kept["missed_tokens"].values()) == kept["prompt_tokens"] - kept["cached_tokens"] > 0
+    assert sum(span["end"] - span["start"] for span in kept["missed"]) == sum(kept["missed_tokens"].values())
+
+
+def test_given_a_later_time_then_a_request_is_explained_as_it_was(live: Live) -> None:
+    answered(live, "/v1/chat/completions", chat(TURNS))
+    changed = chat(TURNS, "Now. " + SYSTEM)
+    answered(live, "/v1/chat/completions", changed, **{"x-request-id": "mine"})
+    answered(live, "/v1/chat/completions", changed)  # now all of it is cached
+    kept = call(live, "/v1/cache/requests/mine", None, "sk-a")
+    assert words(kept["missed"], "diverged")["parted"]["here"].startswith("Now. ")
+
+
+def test_given_several_prompts_then_each_has_its_spans(live: Live) -> None:
+    _, answer = answered(live, "/v1/completions", {"prompt": [SYSTEM, "abc"], "max_tokens": 1})
+    kept = call(live, f"/v1/cache/requests/{answer['id']}", None, "sk-a")
+    assert [span["prompt"] for span in kept["missed"]] == [0, 1]
+    assert kept["missed"][1]["cause"] == "rest_of_block"
+
+
+def test_given_a_request_of_another_tenant_then_its_id_is_as_unknown_as_any(live: Live) -> None:
+    answered(live, "/v1/completions", {"prompt": SYSTEM, "max_tokens": 1}, **{"x-request-id": "hers"})
+    refused = [refusal(live, f"/v1/cache/requests/{name}", None, "sk-b") for name in ("hers", "none")]
+    assert [(status, error["message"].replace("none", "hers")) for status, error in refused] == [
+        (404, refused[0][1]["message"])
+    ] * 2
+    assert call(live, "/v1/cache/requests/hers", None, "sk-root")["prompt_tokens"] > 0
+
+
+def test_given_more_requests_than_are_kept_then_the_oldest_of_that_tenant_go() -> None:
+    kept, model = AnsweredRequests(), cast(ServedModel, None)
+    kept.keep("b", ["b"], Answered(model, (), {}))
+    for number in range(MAX_NAMES):
+        kept.keep("a", [f"r{number}", f"answer {number}"], Answered(model, (), {"evicted": number}))
+    caller = Caller("a", is_admin=False)
+    assert kept.find(caller, f"answer {MAX_NAMES - 1}").missed_tokens == {"evicted": MAX_NAMES - 1}
+    assert kept.find(caller, f"r{MAX_NAMES // 2}").missed_tokens == {"evicted": MAX_NAMES // 2}
+    with pytest.raises(Problem, match="no request of yours with the id 'r0'"):
+        kept.find(caller, "r0")
+    assert kept.find(Caller("b", is_admin=False), "b").missed_tokens == {}
+
+
+def test_given_the_id_of_a_request_then_the_command_says_why_it_missed(
+    live: Live, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, answer = answered(live, "/v1/completions", {"prompt": "abc", "max_tokens": 1})
+    assert main(["why", answer["id"], "--url", live.url, "--key", "sk-a"]) == 0
+    assert capsys.readouterr().out.startswith("0 of 3 tokens were cached\n0..3 rest_of_block: ")
+    assert main(["why", "abc", "--url", live.url, "--key", "sk-a"]) == 0  # one word, which is no id
+    assert capsys.readouterr().out.startswith("0 of 3 tokens are cached")
+    assert main(["why", f"req-{'0' * 32}", "--url", live.url, "--key", "sk-a"]) == 2
+    assert "no request of yours with the id" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
+from kvpool.sequences.explain import MissedSpan, tokens_by_cause
 from kvpool.stats import MissCause
 
 log = logging.getLogger("kvpool")
@@ -128,8 +129,7 @@ class Generation:
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0
-        # Of the others, how many for which cause: docs/why.md; empty where that is not remembered
-        self.missed_tokens: Mapping[MissCause, int] = {}
+        self.missed: Sequence[MissedSpan] = ()  # the others, by cause: docs/why.md; empty where that is not remembered
         self.notes = notes  # what the engine changed in the request, in words
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
@@ -165,6 +165,11 @@ class Generation:
     def num_prompt_tokens(self) -> int:
         """The tokens of the prompt."""
         return len(self.prompt)
+
+    @property
+    def missed_tokens(self) -> dict[MissCause, int]:
+        """How many tokens of the prompt were not cached, by cause."""
+        return tokens_by_cause(self.missed)
 
     @property
     def token_ids(self) -> Int32Array:
@@ -203,12 +208,12 @@ class Generation:
 
     # --- told by the engine ------------------------------------------------------------------------------------------
 
-    def admit(self, num_cached_tokens: int, missed_tokens: Mapping[MissCause, int]) -> None:
-        """Records that the request has blocks, how many tokens came from the cache, and why the others did not.
+    def admit(self, num_cached_tokens: int) -> None:
+        """Records that the request has blocks, and how many tokens came from the cache.
 
         The loop calls it again if the request is preempted before its first token.
         """
-        self.num_cached_tokens, self.missed_tokens = num_cached_tokens, missed_tokens
+        self.num_cached_tokens = num_cached_tokens
         if self._admitted is None:
             self._admitted = time.monotonic()
 

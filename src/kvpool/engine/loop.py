@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.core.handle import KVCacheHandle
 from kvpool.engine.generation import Generation
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler
@@ -99,6 +100,7 @@ class EngineLoop:
         self._broken: list[Generation] = []  # requests that failed in this step
         self._copies = _PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
+        self._remembers = scheduler.manager.config.remembered_blocks_limit > 0  # what left the cache: docs/why.md
         self._num_detours = -1  # of the runner, when the last step was over
         self.overlap = overlap
 
@@ -159,7 +161,8 @@ class EngineLoop:
         if self._requests.fork(parent, generation, request):
             (child,) = self.scheduler.sequences(request.id)
             handle = child.live_handle()
-            generation.admit(handle.num_cached_tokens, handle.missed_tokens)
+            generation.admit(handle.num_cached_tokens)
+            self._explain(generation, handle)
             self._entered(child)
 
     def cancel(self, generation: Generation) -> None:
@@ -193,6 +196,7 @@ class EngineLoop:
             self._give_up(plan, error)
             return
         self._flying.append(launched)
+        self._explain_admitted(plan)
         wait = not self.overlap or plan.is_empty
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
@@ -222,8 +226,7 @@ class EngineLoop:
         for sequence in plan.admitted:
             generation = self._generation(sequence)
             if generation is not None and not generation.samples:
-                handle = sequence.live_handle()
-                generation.admit(handle.num_cached_tokens, handle.missed_tokens)
+                generation.admit(sequence.live_handle().num_cached_tokens)
         self._entered(*plan.admitted, *plan.resumed)
         if plan.is_empty:
             return _Launched(plan, began)
@@ -375,6 +378,20 @@ class EngineLoop:
     def _generation(self, sequence: ScheduledSequence) -> Generation | None:
         """The request of a sequence, unless it is over."""
         return self._requests.generations.get(sequence.request.id)
+
+    def _explain_admitted(self, plan: BatchPlan) -> None:
+        """Asks why prompts missed that begin with this step. It is launched, so that a GPU works meanwhile.
+
+        When others have gone on, the answer would be another one.
+        """
+        for sequence in plan.admitted:
+            generation = self._generation(sequence)
+            if generation is not None and not generation.samples:
+                self._explain(generation, sequence.live_handle())
+
+    def _explain(self, generation: Generation, handle: KVCacheHandle) -> None:
+        if self._remembers:
+            generation.missed = self.scheduler.manager.inspect.explain(handle)
 
     def _entered(self, *sequences: ScheduledSequence) -> None:
         for entered in self.parts.entered:

@@ -30,7 +30,7 @@ from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.blocks import idle_blocks
 from kvpool.prefix.tree import all_nodes
 from kvpool.scope import ReuseScope
-from kvpool.sequences.explain import MissedSpan, explain, explain_request
+from kvpool.sequences.explain import MissedSpan, explain, explain_request, tokens_by_cause
 from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, MissCause, PoolStats
 
 PIECE: Final = 256  # runs that are read while the lock is held
@@ -358,10 +358,7 @@ class Inspector:
 
     def _missed_tokens(self, handle: KVCacheHandle) -> dict[MissCause, int]:
         """How many tokens of a request missed for each cause."""
-        missed: dict[MissCause, int] = {}
-        for span in () if self.cache.departed is None else self.explain(handle):
-            missed[span.cause] = missed.get(span.cause, 0) + span.end - span.start
-        return missed
+        return {} if self.cache.departed is None else tokens_by_cause(self.explain(handle))
 
     # --- everything at once ------------------------------------------------------------------------------------------
 

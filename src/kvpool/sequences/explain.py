@@ -7,7 +7,7 @@ looks at other scopes of the tenant, and at the earlier prompt that the prompt f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import islice, pairwise
 from typing import Final, NamedTuple, TypeAlias
@@ -97,6 +97,14 @@ class MissedSpan(NamedTuple):
             names = " and ".join("cache_salt" if name == "salt" else name for name in detail.differs_in)
             return f"is cached for another {names}: {_HELP[self.cause]}"
         return _HELP[self.cause]
+
+
+def tokens_by_cause(spans: Iterable[MissedSpan]) -> dict[MissCause, int]:
+    """How many tokens missed for each cause."""
+    missed: dict[MissCause, int] = {}
+    for span in spans:
+        missed[span.cause] = missed.get(span.cause, 0) + span.end - span.start
+    return missed
 
 
 class _Earlier(NamedTuple):

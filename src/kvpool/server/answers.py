@@ -65,6 +65,7 @@ class Writer(Protocol):
     """
 
     too_long: str
+    id: str  # of the answer
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes: ...
@@ -84,12 +85,12 @@ class _Answer:
         self._piece = piece
         self._include_usage = include_usage
         self._forms: dict[int, EventForm] = {}  # by open sample: the form of an event with text only
-        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """The end of a stream, with the usage if the client asked for it."""
@@ -359,13 +360,19 @@ def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached, **missed_by_cause("missed_tokens", generations)},
+        "prompt_tokens_details": {"cached_tokens": cached, **missed_field("missed_tokens", generations)},
     }
 
 
-def missed_by_cause(name: str, generations: Iterable[Generation]) -> dict[str, dict[str, int]]:
-    """A field of `usage`: tokens that were not cached, by cause; no field where that is not remembered."""
+def missed_by_cause(generations: Iterable[Generation]) -> Counter[str]:
+    """Tokens that were not cached, by cause; none where that is not remembered."""
     missed: Counter[str] = Counter()
     for generation in generations:
         missed.update({cause.value: count for cause, count in generation.missed_tokens.items()})
+    return missed
+
+
+def missed_field(name: str, generations: Iterable[Generation]) -> dict[str, dict[str, int]]:
+    """The same as a field of `usage`; no field where there are none."""
+    missed = missed_by_cause(generations)
     return {name: dict(missed)} if missed else {}

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpool.cluster.translator import item_name, scope_keys
 from kvpool.errors import ConfigError, KVPoolError
+from kvpool.server.answered import AnsweredRequests
 from kvpool.server.auth import Access, Caller
 from kvpool.server.cache_routes import CacheRoutes, prefill
 from kvpool.server.completions import chat, complete
@@ -68,8 +69,9 @@ class Server:
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
         pins = TenantPins(limits.pins_per_tenant)
-        self.cache = CacheRoutes(pins, self.gate)
-        self.context = RequestContext(self.gate, self.metrics.latencies, pins, tracing)
+        answered = AnsweredRequests()
+        self.cache = CacheRoutes(pins, self.gate, answered)
+        self.context = RequestContext(self.gate, self.metrics.latencies, pins, answered, tracing)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
     def model(self, name: str) -> ServedModel:
@@ -328,6 +330,11 @@ def _add_cache(app: FastAPI, server: Server) -> None:
     async def query(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
         """How much of a prompt is cached."""
         return await cache.query(body, server.model(body.model), caller)
+
+    @app.get("/v1/cache/requests/{name:path}")
+    async def request(name: str, caller: Caller = caller_of) -> dict[str, Any]:
+        """Why the prompt of a request missed that was answered lately; by its id, or that of its answer."""
+        return cache.request(name, caller)
 
     @app.post("/v1/cache/pin")
     async def pin(body: PinnedPrompt, caller: Caller = caller_of) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import KVPoolError
 from kvpool.scope import ReuseScope
-from kvpool.sequences.explain import Divergence, MissedSpan
+from kvpool.server.answered import AnsweredRequests, span_in_json
 from kvpool.server.answers import as_event
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
@@ -38,8 +38,9 @@ ALIVE_SECONDS = 1.0  # a stream sends something at least so often, also while it
 class CacheRoutes:
     """Answers questions about the caches of a server's models."""
 
-    def __init__(self, pins: TenantPins, gate: Gate) -> None:
+    def __init__(self, pins: TenantPins, gate: Gate, answered: AnsweredRequests) -> None:
         self._pins = pins
+        self._answered = answered
         self._gate = gate
 
     async def query(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
@@ -56,8 +57,12 @@ class CacheRoutes:
             "tiers": {tier.name: count for tier, count in found.items()},
         }
         if missed:
-            answer["missed"] = [_in_json(model, span) for span in missed]
+            answer["missed"] = [span_in_json(model, span) for span in missed]
         return answer
+
+    def request(self, name: str, caller: Caller) -> dict[str, Any]:
+        """What a request missed that was answered lately, and why. It was the answer for its tenant at that time."""
+        return {"id": name, **self._answered.find(caller, name).in_json()}
 
     async def pin(self, body: PinnedPrompt, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for `ttl_seconds`."""
@@ -138,18 +143,6 @@ class CacheRoutes:
     def stats(self, models: list[ServedModel]) -> dict[str, Any]:
         """Everything that the caches count, per model."""
         return {model.name: model.engine.stats().cache.to_dict() for model in models}
-
-
-def _in_json(model: ServedModel, span: MissedSpan) -> dict[str, Any]:
-    """Why a part of a prompt is not cached, and where it parts from an earlier one the texts there."""
-    told: dict[str, Any] = {"start": span.start, "end": span.end, "cause": span.cause.value, "words": span.words}
-    detail, tokenizer = span.detail, model.engine.tokenizer
-    if isinstance(detail, Divergence) and tokenizer is not None:
-        told["parted"] = {
-            "token": detail.at,
-            **{name: tokenizer.decode(list(getattr(detail, name))) for name in ("before", "here", "there")},
-        }
-    return told
 
 
 def _session(body: CacheQuery, caller: Caller) -> str | None:

@@ -15,6 +15,7 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.pictures import PicturedPrompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.agent_fields import LEFT_OUT_HEADER
+from kvpool.server.answered import Answered, AnsweredRequests, missed_header
 from kvpool.server.answers import Writer
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
@@ -30,11 +31,12 @@ from kvpool.web import EventStream, unless_gone
 
 
 class RequestContext(NamedTuple):
-    """What all requests of a server share: limits, latencies, pins and tracing."""
+    """What all requests of a server share: limits, latencies, pins, what was answered, and tracing."""
 
     gate: Gate
     latencies: Latencies
     pins: TenantPins
+    answered: AnsweredRequests
     tracing: Tracing | None = None
 
 
@@ -57,6 +59,7 @@ class Exchange:
         self._gate = context.gate
         self._latencies = context.latencies
         self._pins = context.pins
+        self._answered = context.answered
         self._tracing = context.tracing
         self._trace: RequestTrace | None = None
         self._meter: RequestMeter | None = None
@@ -117,6 +120,7 @@ class Exchange:
                 # an error before the first part still gets an HTTP status
                 first: bytes | None = await unless_gone(self._request, anext(parts))
                 if first is not None:
+                    self._tell_why()
                     seconds = self._gate.limits.send_seconds
                     return EventStream(self._after(first, parts), self._leave, seconds, self._headers)
                 result = None
@@ -129,6 +133,13 @@ class Exchange:
         self._leave()
         return Response(status_code=499) if result is None else JSONResponse(result, headers=self._headers)
 
+    def _tell_why(self) -> None:
+        """Says in a header why prompts missed, and keeps it for who asks later."""
+        generations = [running.generation for running in self._running]
+        self._headers |= missed_header(generations)
+        names = self._request.state.id, self._writer.id
+        self._answered.keep(self._caller.tenant, names, Answered.of(self._model, generations))
+
     def _enter(self, context: AbstractContextManager[Any]) -> None:
         self._stack.enter_context(context)
 
@@ -137,6 +148,7 @@ class Exchange:
         generations = [running.generation for running in self._running]
         is_over = all(generation.is_over for generation in generations)
         if self._meter is not None:
+            self._tell_why()
             self._meter.end(generations, "failed" if self._trouble else "completed" if is_over else "left")
             self._meter = None
         if self._trace is not None:

@@ -13,6 +13,7 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from kvpool.engine.generation import Chunk, Generation
+from kvpool.server.answers import missed_by_cause
 from kvpool.server.served_model import LiveRequest
 
 MOST_TENANTS = 100
@@ -123,8 +124,7 @@ class RequestMeter:
         if self._has_token:  # so that the same requests are in this histogram and in that of first tokens
             self._model.durations["request"].observe(time.perf_counter() - self._began)
         self._model.outcomes[outcome] += 1
-        for one in generations:
-            self._model.missed.update({cause.value: count for cause, count in one.missed_tokens.items()})
+        self._model.missed.update(missed_by_cause(generations))
         num_generated = sum(len(sample.token_ids) for one in generations for sample in list(one.samples.values()))
         self._model.num_generated += num_generated - self._num_counted  # what nobody was there to read
         self._latencies.count_tenant(self._tenant, generations, num_generated)

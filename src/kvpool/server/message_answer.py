@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
-from kvpool.server.answers import HOLE, EventForm, as_event, missed_by_cause
+from kvpool.server.answers import HOLE, EventForm, as_event, missed_field
 from kvpool.server.errors import Problem
 from kvpool.server.tools import new_call_id
 
@@ -26,7 +26,7 @@ class MessageAnswer:
     too_long = "prompt is too long: {tokens} tokens > {limit} maximum"  # Claude Code reads both numbers, without commas
 
     def __init__(self, model: str, make_reader: Callable[[], AnswerReader] | None, num_marked: int) -> None:
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self.id = f"msg_{uuid.uuid4().hex}"
         self._model = model
         self._reader = ChunkReader(make_reader)
         self._num_marked = num_marked  # tokens of the prompt that a mark asked to keep
@@ -110,7 +110,7 @@ class MessageAnswer:
 
     def _message(self, generation: Generation) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
@@ -134,7 +134,7 @@ class MessageAnswer:
             "input_tokens": generation.num_prompt_tokens - cached - created,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": created,
-            **missed_by_cause("cache_missed_input_tokens", [generation]),
+            **missed_field("cache_missed_input_tokens", [generation]),
             "output_tokens": sum(len(sample.token_ids) for sample in generation.samples.values()),
         }
 

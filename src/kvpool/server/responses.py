@@ -15,7 +15,7 @@ from starlette.responses import Response
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.server.agent_fields import OfResponses, OfTexts, OtherTool, other_than
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
-from kvpool.server.answers import TOO_LONG, as_event, missed_by_cause
+from kvpool.server.answers import TOO_LONG, as_event, missed_field
 from kvpool.server.auth import Caller
 from kvpool.server.body import Body, Count, One, Text
 from kvpool.server.completions import FILL_CONTEXT, dialogue
@@ -178,7 +178,7 @@ class ResponseAnswer:
     too_long = TOO_LONG
 
     def __init__(self, model: str, body: Responses, make_reader: Callable[[], AnswerReader] | None) -> None:
-        self._id = f"resp_{uuid.uuid4().hex}"
+        self.id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._body = body
@@ -295,7 +295,7 @@ class ResponseAnswer:
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -331,7 +331,7 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "input_tokens": generation.num_prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": generation.num_cached_tokens,
-            **missed_by_cause("missed_tokens", [generation]),
+            **missed_field("missed_tokens", [generation]),
         },
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
