@@ -15,7 +15,8 @@ import numpy as np
 from kvpool import KVCacheManager, ReuseScope
 from kvpool.events.kinds import Removed, Stored
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.sequences.explain import WINDOW, Divergence, MissedSpan
+from kvpool.sequences.divergence import AROUND, WINDOW
+from kvpool.sequences.missed import Divergence, MissedSpan
 from kvpool.stats import MissCause
 
 NEVER = "never"
@@ -158,6 +159,13 @@ class Everything:
         assert earlier[detail.at : detail.at + 1] != tokens[detail.at : detail.at + 1]
         assert tuple(tokens[: detail.at][-len(detail.before) :]) == detail.before or not detail.before
         assert tuple(tokens[detail.at :][: len(detail.here)]) == detail.here
+        alike = {
+            tuple(other[detail.at // self.size * self.size :][:AROUND])
+            for own, other in self.told.values()
+            if own == scope
+            and other[: detail.at // self.size * self.size] == tokens[: detail.at // self.size * self.size]
+        }
+        assert 1 <= detail.num_alike <= len(alike), (detail, alike)
         past = [list(map(int, seq)) for own, seq in self.told.values() if own == scope]
         windows = {tuple(seq[i : i + WINDOW]) for seq in past for i in range(len(seq) - WINDOW + 1)}
         for position in range(span.start, span.end):

@@ -51,8 +51,41 @@ def test_given_one_token_that_changed_then_what_follows_diverged_and_from_whom_i
     first, again = manager.inspect.explain([*LONG[:9], 7, *LONG[10:]])
     assert causes([first, again]) == [(9, 10, "first_seen"), (10, 40, "diverged")]
     assert again.detail == Divergence(
-        9, "monday", "chat", tuple(LONG[1:9]), (7, *LONG[10:17]), tuple(LONG[9:17]), moved_by=0
+        9, "monday", "chat", tuple(LONG[1:9]), (7, *LONG[10:17]), tuple(LONG[9:17]), moved_by=0, again=10, num_alike=1
     )
+
+
+def test_given_an_earlier_prompt_that_left_from_where_both_part_then_it_is_still_known_where() -> None:
+    manager = remembering(gpu_blocks=20)
+    short = manager.allocate("short", LONG[:4])
+    manager.commit(short)
+    ran(manager, "gone", LONG)
+    manager.cache.evict(20)  # all but the block that is read
+    spans = manager.inspect.explain([*LONG[:6], 7, *LONG[7:]])
+    assert causes(spans) == [(4, 6, "rest_of_block"), (6, 7, "first_seen"), (7, 40, "diverged")]
+
+
+@pytest.mark.parametrize("gpu_blocks", [100, 10])  # all of them are cached, or remembered
+def test_given_an_early_token_that_differs_in_each_request_then_their_number_and_the_place_are_said(
+    gpu_blocks: int,
+) -> None:
+    manager = remembering(gpu_blocks=gpu_blocks, policy="lru")
+    for number in range(3):
+        ran(manager, f"r{number}", [*LONG[:6], 7000 + number, *LONG[7:]])
+        *_, span = manager.inspect.explain([*LONG[:6], 8000, *LONG[7:]])
+        assert isinstance(span.detail, Divergence)
+        assert (span.detail.at, span.detail.again, span.detail.num_alike) == (6, 7, number + 1)
+        assert ("tokens 6 to 7 differ in each request (3 earlier ones" in span.words) == (number == 2)
+
+
+def test_given_other_ends_behind_one_beginning_then_they_are_not_taken_for_the_same_text() -> None:
+    manager = remembering(gpu_blocks=100)
+    for number in range(3):
+        ran(manager, f"r{number}", [*LONG[:6], *range(1000 * number, 1000 * number + 30)])
+    ran(manager, "same", [*LONG[:6], 7, *LONG[7:]])
+    *_, span = manager.inspect.explain([*LONG[:6], 8, *LONG[7:]])
+    assert isinstance(span.detail, Divergence)
+    assert (span.detail.request_id, span.detail.num_alike) == ("same", 1)
 
 
 def test_given_a_history_that_was_cut_then_what_is_left_of_it_moved_forward() -> None:

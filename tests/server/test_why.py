@@ -85,6 +85,18 @@ def test_given_a_date_in_the_system_prompt_then_what_follows_diverged_there(live
     assert "put what changes, as a date, behind what stays" in span["words"]
 
 
+def test_given_a_beginning_that_differs_in_each_request_then_its_tokens_and_the_text_there_are_named(
+    live: Live,
+) -> None:
+    for number in range(3):
+        missed(live, chat(TURNS, f"Request {number}a7. " + SYSTEM))
+    _, asked = missed(live, chat(TURNS, "Request 9b4. " + SYSTEM))
+    span = words(asked, "diverged")
+    assert "differ in each request (3 earlier ones and this one)" in span["words"]
+    assert (span["parted"]["before"][-8:], span["parted"]["here"][:5]) == ("Request ", "9b4. ")
+    assert span["parted"]["token"] < span["parted"]["again"] < 60
+
+
 def test_given_tools_in_another_order_then_they_diverged(live: Live) -> None:
     missed(live, chat(TURNS, tools=[tool("read"), tool("write"), tool("delete")]))
     told, asked = missed(live, chat(TURNS, tools=[tool("delete"), tool("write"), tool("read")]))

@@ -50,7 +50,7 @@ class Recalled(NamedTuple):
     latest: dict[int, Piece]  # by depth: the piece with which a block left last
     end: int  # the depth of its first block that neither was there when it was asked for, nor is remembered
     is_forgotten: bool  # something that began like the prompt and went on behind `end` was forgotten
-    branch: tuple[Piece, int] | None  # a piece that parts from the prompt there, and at which of the prompt's tokens
+    branches: list[tuple[Piece, int]]  # pieces that part from the prompt in that block, and at which of its tokens
 
 
 class Departed:
@@ -131,14 +131,15 @@ class Departed:
                 known += 1
             depth += 1
         if known < num_blocks:
-            parting += self._siblings((scope_hash, known, before), scope, tokens)
+            parting += self._siblings(place, scope, tokens)
         branches = [
             (at, p.start + p.num_blocks, number, p)
             for at, number, p in parting
             if known <= at // size < p.start + p.num_blocks
         ]
-        branch = max(branches, default=None)
-        return Recalled(latest, known, lost_until > known, None if branch is None else (branch[3], branch[0]))
+        branches.sort(reverse=True)
+        parted = [(piece, at) for at, _, _, piece in branches if at // size == branches[0][0] // size]
+        return Recalled(latest, known, lost_until > known, parted)
 
     def _siblings(self, place: Place, scope: ReuseScope, tokens: Int32Array) -> Iterator[tuple[int, int, Piece]]:
         """The youngest runs that began at a place: which token of the prompt is the first that they do not have."""

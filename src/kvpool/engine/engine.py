@@ -57,7 +57,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import Retention, ReuseHint, ReuseScope
-from kvpool.sequences.explain import MissedSpan
+from kvpool.sequences.missed import MissedSpan
 from kvpool.tiers.model_tiers import ModelTiers
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
 from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
-from kvpool.sequences.explain import MissedSpan, tokens_by_cause
+from kvpool.sequences.missed import MissedSpan, tokens_by_cause
 from kvpool.stats import MissCause
 
 log = logging.getLogger("kvpool")

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpool.manager.inspection import RunsSnapshot, Snapshot
 from kvpool.manager.manager import KVCacheManager
-from kvpool.sequences.explain import Departure, Divergence, Elsewhere, MissedSpan
+from kvpool.sequences.missed import Departure, Divergence, Elsewhere, MissedSpan
 
 __all__ = ["Departure", "Divergence", "Elsewhere", "KVCacheManager", "MissedSpan", "RunsSnapshot", "Snapshot"]
 

@@ -30,7 +30,8 @@ from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.blocks import idle_blocks
 from kvpool.prefix.tree import all_nodes
 from kvpool.scope import ReuseScope
-from kvpool.sequences.explain import MissedSpan, explain, explain_request, tokens_by_cause
+from kvpool.sequences.explain import explain, explain_request
+from kvpool.sequences.missed import MissedSpan, tokens_by_cause
 from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, MissCause, PoolStats
 
 PIECE: Final = 256  # runs that are read while the lock is held

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from kvpool.engine.generation import Generation
-from kvpool.sequences.explain import Divergence, MissedSpan
+from kvpool.sequences.missed import Divergence, MissedSpan
 from kvpool.server.answers import missed_by_cause
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
@@ -100,6 +100,8 @@ def span_in_json(model: ServedModel, span: MissedSpan) -> dict[str, Any]:
     if isinstance(detail, Divergence) and tokenizer is not None:
         told["parted"] = {
             "token": detail.at,
+            "again": detail.again,
+            "earlier_prompts": detail.num_alike,
             **{name: tokenizer.decode(list(getattr(detail, name))) for name in ("before", "here", "there")},
         }
     return told
