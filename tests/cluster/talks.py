@@ -224,6 +224,10 @@ class Talks:
             self.num_changes += self._nodes[who] not in (None, node)
             self._nodes[who] = node
 
+    def forget_counts(self) -> None:
+        """What `share` says begins here."""
+        self.num_tokens = self.num_cached = 0
+
     @property
     def share(self) -> float:
         """How much was cached."""
