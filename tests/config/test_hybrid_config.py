@@ -189,7 +189,7 @@ def test_a_nested_text_config_leaves_out_what_transformers_assumes() -> None:
         ({**JAMBA, "attn_layer_offset": 8}, "attn_layer_offset=8"),
         ({**NEMOTRON_H, "hybrid_override_pattern": "M?"}, r"unknown kinds: \?"),
         ({**LFM2, "full_attn_idxs": [7]}, "full_attn_idxs=7"),
-        ({**KIMI_LINEAR, "index_head_dim": 128}, "keeps an indexer's keys per token"),
+        ({**KIMI_LINEAR, "index_head_dim": 128}, "keeps an indexer's keys in a form of its own"),
     ],
 )
 def test_what_a_file_does_not_say_is_refused(source: dict[str, Any], message: str) -> None:

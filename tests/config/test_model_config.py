@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.config import DType, GroupKind, LayerSpec, Tier
+from kvpool.config.layers import TokenPart
 from kvpool.config.model_config import _DEFAULTS, config_from_hf, layers_from_hf
 from kvpool.errors import ConfigError
 
@@ -207,6 +208,52 @@ def test_llama_in_one_call() -> None:
     assert int8.bytes_per_token == 32 * 2 * 8 * (128 + 2)
     int4 = config_from_hf(LLAMA_31_8B, dtype="int4", gpu_blocks=2)
     assert int4.bytes_per_token == 32 * 8 * (128 + 2 + 64 + 4)  # K is int8
+
+
+INDEXED = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+
+
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+def test_an_indexers_keys_are_a_part_of_each_layer_as_the_model_computes_them(dtype: str | None) -> None:
+    layer, *others = layers_from_hf(INDEXED, dtype=dtype)
+    assert layer.parts[1:] == (TokenPart("index", DType.BFLOAT16, 1, 128),)
+    assert layer.bytes_per_token == 576 * (2 if dtype is None else 1) + 256
+    assert set(others) == {layer}
+
+
+@pytest.mark.parametrize(
+    ("more", "full"),
+    [
+        ({"indexer_types": ["full", "shared", "shared", "full"]}, [0, 3]),
+        ({"index_topk_pattern": "FSFS"}, [0, 2]),
+        ({"index_topk_freq": 3}, [0, 1]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [0, 2]),
+        ({"model_type": "hy_v4"}, [0, 1]),
+        ({"layer_types": ["sliding_attention", *["indexed_attention"] * 3], "sliding_window": 8}, [1, 2, 3]),
+        ({"layer_types": ["deepseek_sparse_attention"] * 4}, [0, 1, 2, 3]),
+    ],
+)
+def test_layers_that_use_what_another_one_has_chosen_keep_no_keys_of_an_indexer(
+    more: dict[str, Any], full: list[int]
+) -> None:
+    layers = layers_from_hf({**INDEXED, "num_hidden_layers": 4, **more})
+    assert [number for number, layer in enumerate(layers) if layer.extra_parts] == full
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"indexer_types": ["full", "none"]}, "must hold full or shared for each of 61 layers"),
+        ({"indexer_types": ["full"]}, "must hold full or shared for each of 61 layers"),
+        ({"index_topk_freq": 0}, "index_topk_freq=0"),
+        ({"index_kpool": 16}, "keeps an indexer's keys in a form of its own"),
+        ({"index_topk": None}, "keeps an indexer's keys in a form of its own"),
+        ({"kv_lora_rank": None}, "keeps an indexer's keys in a form of its own"),
+    ],
+)
+def test_an_indexer_that_a_file_describes_otherwise_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layers_from_hf({**INDEXED, **more})
 
 
 def test_deepseek_is_one_k_only_head_per_layer() -> None:

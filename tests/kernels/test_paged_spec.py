@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from indexed_layer import IndexedLayer
-from kvpool.config.layers import DType, LayerSpec
+from kvpool.config.layers import DType, LayerSpec, TokenPart
 from kvpool.errors import ConfigError
 from kvpool.kernels.attention_spec import AttentionSpec
 
@@ -86,7 +85,8 @@ def test_given_a_k_only_layer_then_the_size_of_v_must_be_said() -> None:
 
 
 def test_given_a_layer_that_also_keeps_an_indexer_s_keys_then_attention_reads_keys_and_values_only() -> None:
-    layer = IndexedLayer(kv_heads=2, head_dim=64, v_head_dim=32)
+    index = TokenPart("index", DType.BFLOAT16, 1, 16)
+    layer = LayerSpec(kv_heads=2, head_dim=64, v_head_dim=32, extra_parts=(index,))
 
     spec = AttentionSpec.of(layer, 8)
 

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from indexed_layer import IndexedLayer  # noqa: E402
 from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
 from kvpool.kernels import write  # noqa: E402
 from kvpool.kernels.layout import LayerCache, StoredPart  # noqa: E402
@@ -26,16 +25,14 @@ SHAPES = {
     "two heads of 8": dict(kv_heads=2, head_dim=8),
     "other V": dict(kv_heads=3, head_dim=6, v_head_dim=10),
     "K only, odd": dict(kv_heads=1, head_dim=7, k_only=True),
-    "beside an indexer's keys": dict(kv_heads=1, head_dim=6, indexer=IndexedLayer),
+    "beside an indexer's keys": dict(kv_heads=1, head_dim=6, extra_parts=[("index", "bfloat16", 1, 4)]),
 }
 NUM_BLOCKS, BLOCK_SIZE = 6, 4
 SLOTS = [5, -1, 0, 23, 11, 12]
 
 
 def make_layout(dtype: str, shape: dict[str, Any]) -> GroupLayout:
-    kind = shape.get("indexer", LayerSpec)
-    layer = kind(dtype=DType(dtype), **{name: value for name, value in shape.items() if name != "indexer"})
-    config = KVCacheConfig([layer] * 2, BLOCK_SIZE, gpu_blocks=NUM_BLOCKS)
+    config = KVCacheConfig([LayerSpec(dtype=DType(dtype), **shape)] * 2, BLOCK_SIZE, gpu_blocks=NUM_BLOCKS)
     return GroupLayout(config.groups[0], {0: (0.5, 2.0), 1: (0.25, 4.0)})
 
 
@@ -133,9 +130,10 @@ def test_given_the_kernel_when_it_writes_then_every_byte_is_the_reference_s(
 ) -> None:
     layout = make_layout(dtype, shape)
     values = random_values(layout, len(SLOTS), given)
-    if device == "cpu" and DType(dtype).bits < 32 and not DType(dtype).scale_bytes:
-        # The interpreter cuts off where a GPU rounds: halves from -1.5 to 1.5 need no rounding in any type.
-        values = {name: (x.float() * 2).round().clamp(-3, 3).to(given) / 2 for name, x in values.items()}
+    for part in layout.group.attention.parts if device == "cpu" else ():
+        if part.dtype.bits < 32 and not part.dtype.scale_bytes:
+            # The interpreter cuts off where a GPU rounds: halves from -1.5 to 1.5 need no rounding in any type.
+            values[part.name] = (values[part.name].float() * 2).round().clamp(-3, 3).to(given) / 2
     expected, data = poisoned(layout, "cpu"), poisoned(layout, device)
     write_slots_reference(layout.layer_cache(expected, 1), torch.tensor(SLOTS), values)
     slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)

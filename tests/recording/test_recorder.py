@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope, eviction
+from kvpool import DType, KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope, eviction
+from kvpool.config.layers import TokenPart
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.eviction import KeyedPolicy, Run, register_policy
 from kvpool.recording.lines import Lines, open_bytes
+from kvpool.recording.playback import header_of, manager_from
 from kvpool.replay import TraceError, TraceRecorder, read_trace, replay_recording
 
 
@@ -301,3 +303,10 @@ def test_given_named_and_unnamed_encoder_inputs_when_replayed_then_the_same_deco
             manager.free(handle)
     assert sum(manager.stats().hit_tokens.values()) == 11
     assert replay_recording(path).hit_tokens == manager.stats().hit_tokens
+
+
+def test_given_an_indexers_keys_then_a_header_gives_the_same_layers_and_names_them_only_where_they_are() -> None:
+    layers = [LayerSpec(1, 8), LayerSpec(1, 8, k_only=True, extra_parts=(TokenPart("index", DType.BFLOAT16, 1, 4),))]
+    header = json.loads(json.dumps(header_of(KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=64)))))
+    assert ["extra_parts" in layer for layer in header["layers"]] == [False, True]
+    assert manager_from(header, None, lambda: 0.0).config.layers == tuple(layers)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from reference import LOCAL_TIERS, cached_blocks, needed_positions
 
-from indexed_layer import IndexedLayer
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import DType, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.config.layers import TokenPart
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, SharedBlockError
 from kvpool.kinds import kind_of
 
@@ -404,8 +404,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "an indexer's keys beside a latent, and beside int8": dict(
         layers=[
-            IndexedLayer(kv_heads=1, head_dim=6, k_only=True, index_dim=4),
-            IndexedLayer(kv_heads=2, head_dim=4, dtype="int8", window=5, index_dim=8),
+            LayerSpec(kv_heads=1, head_dim=6, k_only=True, extra_parts=(TokenPart("index", DType.FLOAT32, 1, 4),)),
+            LayerSpec(2, 4, "int8", window=5, extra_parts=(TokenPart("index", DType.BFLOAT16, 1, 8),)),
         ],
         block_size=4,
         **ALL_TIERS,

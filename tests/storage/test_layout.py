@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from indexed_layer import IndexedLayer  # noqa: E402
 from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
+from kvpool.config.layers import TokenPart  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
 
@@ -25,8 +25,8 @@ def layout_of(layers: list[LayerSpec], block_size: int = 4, **options: Any) -> G
         LayerSpec(2, 8),
         LayerSpec(2, 6, v_head_dim=2),
         LayerSpec(2, 5, k_only=True),
-        IndexedLayer(2, 5, k_only=True),
-        IndexedLayer(1, 6, index_dim=16),
+        LayerSpec(2, 4, k_only=True, extra_parts=(TokenPart("index", DType.FLOAT32, 1, 4),)),
+        LayerSpec(1, 6, extra_parts=(TokenPart("index", DType.BFLOAT16, 1, 16), TokenPart("more", DType.INT8, 2, 3))),
     ],
     ids=str,
 )

@@ -52,6 +52,7 @@ def test_given_two_processes_with_the_same_model_then_their_keys_are_equal() -> 
         space(config(dtype="int8")),
         space(config(kv_heads=4)),
         space(config(head_dim=16)),
+        space(config(extra_parts=[("index", "bfloat16", 1, 8)])),
         KeySpace(dataclasses.replace(space().fingerprint, version=99)),
     ],
 )

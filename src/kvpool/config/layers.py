@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -151,6 +151,34 @@ class TokenPart(NamedTuple):
         """Bytes of one token, scales included."""
         return self.heads * self.dtype.row_bytes(self.width)
 
+    def __str__(self) -> str:
+        heads = "" if self.heads == 1 else f"{self.heads} heads x "
+        return f"{self.name} of {heads}{self.width} {self.dtype.value}"
+
+
+def index_part(width: int, dtype: object) -> TokenPart:
+    """The keys of an indexer, by which sparse attention chooses tokens: one for all heads, as the model computes them."""
+    return TokenPart("index", DType.parse(dtype), 1, width)
+
+
+def _token_parts(given: object) -> tuple[TokenPart, ...]:
+    """Further parts of a layer, checked; lists of their fields, as recordings hold them, are welcome."""
+    if not isinstance(given, (list, tuple)):
+        raise ConfigError(f"extra_parts={show(given)} must be a list of TokenPart(name, dtype, heads, width)")
+    parts = []
+    for each in given:
+        if not isinstance(each, (list, tuple)) or len(each) != len(TokenPart._fields):
+            raise ConfigError(f"extra_parts holds {show(each)}, which is no TokenPart(name, dtype, heads, width)")
+        name, dtype, heads, width = each
+        if not isinstance(name, str) or not name.isidentifier() or name in ("k", "v"):
+            raise ConfigError(f"extra_parts names a part {show(name)}; use an identifier other than k and v")
+        heads, width = check_int(heads, "heads", 1, MAX_HEADS), check_int(width, "width", 1, MAX_HEAD_DIM)
+        parts.append(TokenPart(name, DType.parse(dtype), heads, width))
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"extra_parts names a part twice: {', '.join(names)}")
+    return tuple(parts)
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -159,7 +187,8 @@ class LayerSpec:
     `kv_heads` are the K/V heads, not the query heads. `window` counts the tokens a query sees, itself included
     (Hugging Face's `sliding_window`); the first `sink_tokens` stay visible beside it. `chunk` is the length of
     chunked-local attention, where a query sees its own chunk only. A `k_only` layer stores no V: multi-head latent
-    attention (MLA) is one head of `kv_lora_rank + qk_rope_head_dim`. A kind of one's own is a subclass with another `kind`.
+    attention (MLA) is one head of `kv_lora_rank + qk_rope_head_dim`. `extra_parts` lie behind K and V: an indexer's keys, by
+    which sparse attention chooses tokens. A kind of one's own is a subclass with another `kind`.
 
     >>> LayerSpec(kv_heads=8, head_dim=128).bytes_per_token  # 8 heads x (128 K + 128 V) x 2 bytes
     4096
@@ -174,6 +203,7 @@ class LayerSpec:
     chunk: int | None = None
     sink_tokens: int = 0
     cross_attention: bool = False
+    extra_parts: tuple[TokenPart, ...] = ()
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -186,6 +216,7 @@ class LayerSpec:
         put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
         check_bool(self.k_only, "k_only")
         check_bool(self.cross_attention, "cross_attention")
+        put(self, "extra_parts", _token_parts(self.extra_parts))
         if self.k_only and self.v_head_dim is not None:
             raise ConfigError(f"v_head_dim={self.v_head_dim} with k_only=True: a K-only layer has no V; drop one")
         if self.window is not None and self.chunk is not None:
@@ -208,7 +239,8 @@ class LayerSpec:
 
     def __str__(self) -> str:
         values = "K only" if self.k_only else "K and V" if self.value_dim == self.head_dim else f"V of {self.value_dim}"
-        return f"{self.kv_heads} heads x {self.head_dim} {self.dtype.value} ({values})"
+        extra = "".join(f" + {part}" for part in self.extra_parts)
+        return f"{self.kv_heads} heads x {self.head_dim} {self.dtype.value} ({values}){extra}"
 
     @property
     def window_tokens(self) -> int | None:
@@ -228,7 +260,8 @@ class LayerSpec:
         [('k', 'int8', 132), ('v', 'int4', 72)]
         """
         keys = TokenPart("k", self.dtype.of_keys, self.kv_heads, self.head_dim)
-        return (keys,) if self.k_only else (keys, TokenPart("v", self.dtype, self.kv_heads, self.value_dim))
+        own = (keys,) if self.k_only else (keys, TokenPart("v", self.dtype, self.kv_heads, self.value_dim))
+        return own + self.extra_parts
 
     @property
     def bytes_per_token(self) -> int:
@@ -351,6 +384,11 @@ class StateSpec:
     def max_live_blocks(self, num_tokens: int, block_size: int) -> int:
         """At most two checkpoints: the one where a sequence stands, and the one where its step goes."""
         return min(ceil_div(num_tokens, block_size), 2)
+
+
+def described(layer: LayerSpec | StateSpec) -> dict[str, Any]:
+    """Its fields as JSON-able values; `extra_parts` where there are some, so that earlier descriptions stay the same."""
+    return {name: value for name, value in asdict(layer).items() if name != "extra_parts" or value}
 
 
 @dataclass(frozen=True)

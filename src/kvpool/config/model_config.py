@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvpool.config.hybrid_config import (
     layer_kinds,
     state_spec,
 )
-from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, StateSpec
+from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, StateSpec, index_part
 from kvpool.errors import ConfigError
 from kvpool.files import read_json
 
@@ -88,6 +89,8 @@ _SLIDE_ONLY_IF_SWITCHED_ON = frozenset({*_TOP_LAYERS_SLIDE, "qwen2_moe", "qwen3_
 _EVERY_NTH_IS_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 _NO_LAYER_SLIDES = frozenset({"llama", "gemma", "phi", "falcon", *_MHA_TYPES, *_MLA_TYPES})
 
+_INDEXED = frozenset({"full_attention", "indexed_attention", "deepseek_sparse_attention"})  # where there is an indexer
+_LAYERS_PER_INDEXER = {"hy_v4": 4}
 # Signs that a layer keeps a state; and those that it keeps something else than K and V of every token.
 _STATE_PREFIXES = ("mamba_", "ssm_", "rwkv_", "conv_", "linear_num_", "linear_conv_", "linear_attn", "lru_")
 _STATE_KEYS = frozenset(
@@ -135,7 +138,28 @@ def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple
         return _hybrid_layers(config, model_type, stored, own)
     num_layers = _get_int(config, "num_hidden_layers", _MAX_LAYERS, "number of layers")
     shape = _attention_shape(config, model_type, stored)
-    return tuple(_layer(shape, kind, config, model_type) for kind in _layer_types(config, model_type, num_layers))
+    layers = [_layer(shape, kind, config, model_type) for kind in _layer_types(config, model_type, num_layers)]
+    if config.get("index_head_dim") is not None:
+        index = index_part(_get_int(config, "index_head_dim", MAX_HEAD_DIM, "width of an indexer's keys"), own)
+        own_indexer = zip(layers, _indexed(config, model_type, num_layers), strict=True)
+        layers = [replace(layer, extra_parts=(index,)) if indexed else layer for layer, indexed in own_indexer]
+    return tuple(layers)
+
+
+def _indexed(config: Mapping[str, Any], model_type: str, num_layers: int) -> list[bool]:
+    """Which layers choose tokens by an indexer of their own; others use what one before them has chosen, or see all."""
+    given = config.get("indexer_types")
+    if given is None and isinstance(pattern := config.get("index_topk_pattern"), str):
+        given = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if given is None:
+        freq = config.get("index_topk_freq", _LAYERS_PER_INDEXER.get(model_type, 1))
+        freq = check_int(freq, "index_topk_freq", 1, _MAX_LAYERS)
+        first = check_int(config.get("index_skip_topk_offset", 2), "index_skip_topk_offset", 0, _MAX_LAYERS)
+        given = ["shared" if max(layer - first + 1, 0) % freq else "full" for layer in range(num_layers)]
+    if not isinstance(given, (list, tuple)) or len(given) != num_layers or not {"full", "shared"}.issuperset(given):
+        raise ConfigError(f"indexer_types={show(given)} must hold full or shared for each of {num_layers} layers")
+    kinds = config.get("layer_types") or ["full_attention"] * num_layers
+    return [mode == "full" and kind in _INDEXED for mode, kind in zip(given, kinds, strict=True)]
 
 
 def _hybrid_layers(
@@ -217,6 +241,9 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _refuse_foreign(config: Mapping[str, Any], model_type: str) -> None:
     signs = sorted(key for key, value in config.items() if value and key in _FOREIGN_KEYS)
+    latent = config.get("kv_lora_rank") is not None and model_type not in HYBRID_FAMILIES
+    if latent and config.get("index_topk") is not None and config.get("index_kpool") is None:
+        signs = [key for key in signs if key != "index_head_dim"]
     if model_type not in HYBRID_FAMILIES:
         signs += sorted(k for k, v in config.items() if v and (k in _STATE_KEYS or k.startswith(_STATE_PREFIXES)))
     if config.get("is_decoder") is True and not config.get("is_encoder_decoder"):
@@ -225,7 +252,7 @@ def _refuse_foreign(config: Mapping[str, Any], model_type: str) -> None:
         found = ", ".join(f"{key}={show(config[key])}" for key in sorted(signs))
         kept = "more or less than K and V of every token in every layer"
         if "index_head_dim" in signs:
-            kept = "an indexer's keys per token besides K and V"
+            kept = "an indexer's keys in a form of its own"
         raise ConfigError(
             f"model_type={show(model_type)} keeps {kept} ({found}); describe its attention layers with LayerSpec yourself"
         )
@@ -294,6 +321,8 @@ def _layer_types(config: Mapping[str, Any], model_type: str, num_layers: int) ->
         if not isinstance(given, (list, tuple)) or len(given) != num_layers:
             raise ConfigError(f"layer_types={show(given)} must list a type for each of num_hidden_layers={num_layers}")
         known = ("full_attention", "sliding_attention", "chunked_attention")
+        if config.get("index_head_dim") is not None:
+            given = ["full_attention" if kind in _INDEXED else kind for kind in given]
         other = sorted({show(kind) for kind in given if kind not in known})
         if other:
             raise ConfigError(f"layer_types holds {', '.join(other)}; a KV cache serves only {', '.join(known)}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from kvpool.checks import show
 from kvpool.config import KVCacheConfig, LayerSpec, StatePart, StateSpec, Tier
+from kvpool.config.layers import described
 from kvpool.core.cache import Pin
 from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
@@ -50,7 +51,7 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
         MAGIC_KEY: VERSION,
         "policy": manager.inspect.policy_name,
         "cached_runs": stats.num_cached_runs,  # cached before the recording, so a replay does not have them
-        "layers": [asdict(layer) for layer in config.layers],
+        "layers": [described(layer) for layer in config.layers],
         **{name: getattr(config, name) for name in _SWITCHES},
         **{name: blocks for name, blocks in pools.items() if blocks},
     }

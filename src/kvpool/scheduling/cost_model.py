@@ -7,7 +7,7 @@ hold for the model and the machine they were measured with.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvpool.checks import check_int, check_number, show
 from kvpool.config import LayerSpec, StatePart, StateSpec
-from kvpool.config.layers import MAX_BYTES
+from kvpool.config.layers import MAX_BYTES, described
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.files import other_format, read_json
 
@@ -181,7 +181,7 @@ class Measurement:
         plain = {name: getattr(self, name) for name in ("machine", "memory_bytes", "model", "parameters")}
         return plain | {
             "format": FORMAT,
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [described(layer) for layer in self.layers],
             "costs": {name: getattr(self.costs, name) for name in COSTS},
             "errors": dict(self.errors),
         }

@@ -73,11 +73,6 @@ class GroupLayout(BlockLayout):
             elements[name] = stored, (size, heads, ceil_div(width * dtype.bits, 8 * stored.itemsize))
             for scale in ("scale", "zero")[: dtype.scale_bytes // 2]:
                 scales[f"{name}_{scale}"] = torch.float16, (size, heads)
-        if scales and group.block_bytes % 2:
-            raise ConfigError(
-                f"blocks of layer group {group.index} take {group.block_bytes} bytes: their float16 scales would start at "
-                f"odd addresses; use an even block_size or head_dim"
-            )
         places, runs, at = {}, [], 0
         for tensors in (elements, scales):
             stride = sum(Place(*tensor, 0).num_bytes for tensor in tensors.values())
@@ -89,6 +84,12 @@ class GroupLayout(BlockLayout):
                 runs.append(Runs(at, stride, len(layers), num_bytes // size))
                 at += num_bytes
             at += stride * (len(layers) - 1)
+        for (_, name), place in places.items():
+            if place.offset % place.dtype.itemsize or group.block_bytes % place.dtype.itemsize:
+                raise ConfigError(
+                    f"blocks of layer group {group.index} take {group.block_bytes} bytes: their {name}, of "
+                    f"{place.dtype.itemsize} bytes each, would start at odd addresses; use an even block_size or head_dim"
+                )
         super().__init__(group.block_bytes, places, runs)
 
     def layer_cache(self, data: Tensor, index: int) -> LayerCache:

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from kvpool.checks import check_int, show
 from kvpool.config import KVCacheConfig, LayerGroup, StateSpec
+from kvpool.config.layers import described
 from kvpool.errors import InvalidArgumentError
 from kvpool.files import other_format
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
@@ -113,7 +113,7 @@ def _described(group: LayerGroup) -> str:
     if isinstance(group.spec, StateSpec):
         spec: dict[str, Any] = {"parts": [[part.name, part.shape, part.dtype.value] for part in group.spec.parts]}
     else:
-        spec = {each.name: getattr(group.spec, each.name) for each in dataclass_fields(group.spec)}
+        spec = described(group.spec)
         dtype = group.spec.dtype
         spec["dtype"] = dtype.value if dtype.of_keys is dtype else f"{dtype.value} with keys in {dtype.of_keys.value}"
     fields = {**spec, "layers": list(group.layers), "bytes": group.block_bytes}
