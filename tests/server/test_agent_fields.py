@@ -16,8 +16,7 @@ from models import tiny_model
 
 from kvpool.engine import Engine
 from kvpool.server import ServedModel, create_app
-from kvpool.server.agent_fields import LEFT_OUT_HEADER, OfChats, Reasoning, followed
-from kvpool.server.varying_lines import without_varying_lines
+from kvpool.server.agent_fields import LEFT_OUT_HEADER, OfChats, Reasoning, followed, without_varying_lines
 
 SAID = "w5 w6 w7"
 TURNS: Any = [{"role": "user", "content": SAID}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from kvpool.engine.generation import Chunk
@@ -21,7 +22,8 @@ class HalfCharacters:
 def test_given_best_tokens_with_equal_texts_then_the_best_of_them_is_told() -> None:
     decoder = HalfCharacters()
     asked = Completions(prompt="a", logprobs=2)
-    answer = TextAnswer("tiny", lambda token: decoder.decode([token]), False, decoder, asked)
+    model: Any = SimpleNamespace(name="tiny", decoder=lambda: decoder, text_of=decoder.decode)
+    answer = TextAnswer(model, asked)
     scored = TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.25)))
     event = answer.part(0, Chunk(0, "", (7,), (scored,)), generation=None)  # type: ignore[arg-type]  # without an echo
     told = json.loads(event.decode().removeprefix("data: "))["choices"][0]["logprobs"]

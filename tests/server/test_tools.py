@@ -17,6 +17,7 @@ from models import tiny_model
 
 from kvpool.engine import Engine
 from kvpool.engine.grammar import Grammars, num_words
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.answer_reader import (
@@ -541,7 +542,7 @@ def test_given_an_unknown_parser_then_it_is_refused_by_name() -> None:
 def accepts(form: str, text: str, use: ToolUse) -> bool:
     """Whether an answer that is over keeps to the grammar of a use of tools."""
     tokenizer = tokenizer_for(form)
-    dialogue = Dialogue(np.zeros(1, np.int32), use)
+    dialogue = Dialogue(PicturedPrompt(np.zeros(1, np.int32)), use)
     rules = AnswerForm(tokenizer, form).rules(dialogue, None)
     assert rules is not None
     state = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).from_rules(rules).start()

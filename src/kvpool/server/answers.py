@@ -15,7 +15,8 @@ from kvpool.engine.scoring import TokenLogprob
 from kvpool.engine.text import Decoder, TextStream
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part, read_whole
 from kvpool.server.errors import Problem
-from kvpool.server.schema import Completions
+from kvpool.server.schema import ChatCompletions, Completions, Sampling
+from kvpool.server.served_model import ServedModel
 from kvpool.server.tool_forms import ToolCall
 from kvpool.server.tools import new_call_id
 
@@ -29,8 +30,6 @@ TOO_LONG = (
     "Please reduce the length of the messages."
 )
 """The refusal of a prompt in OpenAI's words."""
-Piece = Callable[[int], str]
-"""The text of one token."""
 
 
 def as_event(part: dict[str, Any], name: str = "") -> bytes:
@@ -81,16 +80,15 @@ class _Answer:
     kind: str
     kind_of_part: str
 
-    def __init__(self, model: str, piece: Piece, include_usage: bool) -> None:
-        self._piece = piece
-        self._include_usage = include_usage
+    def __init__(self, model: ServedModel, body: Sampling) -> None:
+        self._model = model
+        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._forms: dict[int, EventForm] = {}  # by open sample: the form of an event with text only
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = model
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model.name, "choices": choices}
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """The end of a stream, with the usage if the client asked for it."""
@@ -111,16 +109,10 @@ class ChatAnswer(_Answer):
     prefix, kind, kind_of_part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        model: str,
-        piece: Piece,
-        include_usage: bool,
-        make_reader: Callable[[], AnswerReader] | None,
-        bytes_of: Callable[[int], bytes],
+        self, model: ServedModel, body: ChatCompletions, make_reader: Callable[[], AnswerReader] | None
     ) -> None:
-        super().__init__(model, piece, include_usage)
+        super().__init__(model, body)
         self._make_reader = make_reader
-        self._bytes_of = bytes_of  # of a token
         self._readers: dict[int, ChunkReader] = {}
         self._num_calls: Counter[int] = Counter()
 
@@ -203,9 +195,9 @@ class ChatAnswer(_Answer):
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         return {
-            "token": self._piece(entry.token),
+            "token": self._model.text_of([entry.token]),
             "logprob": entry.logprob,
-            "bytes": list(self._bytes_of(entry.token)),
+            "bytes": list(self._model.bytes_of(entry.token)),
         }
 
 
@@ -239,13 +231,12 @@ class TextAnswer(_Answer):
 
     prefix, kind, kind_of_part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self, model: str, piece: Piece, include_usage: bool, decoder: Decoder | None, asked: Completions
-    ) -> None:
-        super().__init__(model, piece, include_usage)
-        self._decoder = decoder  # None: neither the prompt nor log probabilities are part of the answer
-        self._echoes, self._skips = asked.echo, asked.skip_special_tokens
-        self._is_empty = asked.max_tokens == 0
+    def __init__(self, model: ServedModel, body: Completions) -> None:
+        super().__init__(model, body)
+        # None: neither the prompt nor log probabilities are part of the answer
+        self._decoder: Decoder | None = model.decoder() if body.echo or body.logprobs is not None else None
+        self._echoes, self._skips = body.echo, body.skip_special_tokens
+        self._is_empty = body.max_tokens == 0
         self._offsets: dict[int, _Offsets | None] = {}  # by sample of a stream
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
@@ -315,7 +306,7 @@ class TextAnswer(_Answer):
         tokens = [int(generation.prompt[0]) if entry is None else entry.token for entry in entries]
         best = [None if entry is None else entry.top for entry in entries]
         return {
-            "tokens": [self._piece(token) for token in tokens],
+            "tokens": [self._model.text_of([token]) for token in tokens],
             "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
             "top_logprobs": [None if top is None else self._by_piece(top) for top in best],
             "text_offset": offsets.of(tokens),
@@ -325,7 +316,7 @@ class TextAnswer(_Answer):
         """The best tokens by their texts. Of tokens with equal texts, such as parts of a character, the best counts."""
         found: dict[str, float] = {}
         for token, value in top:
-            found.setdefault(self._piece(token), value)
+            found.setdefault(self._model.text_of([token]), value)
         return found
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.pictures import PicturedPrompt
+from kvpool.server.agent_fields import without_varying_lines
 from kvpool.server.answers import ChatAnswer, TextAnswer
 from kvpool.server.auth import Caller
 from kvpool.server.body import Body
@@ -21,10 +22,9 @@ from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.long_work import Asker
 from kvpool.server.parameters import asker_of, sampling_params
-from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling, Tool
+from kvpool.server.schema import ChatCompletions, Completions, Message, Tool
 from kvpool.server.served_model import ServedModel
 from kvpool.server.tools import Dialogue, ToolUse, tool_use
-from kvpool.server.varying_lines import without_varying_lines
 
 FILL_CONTEXT = 2**31 - 1  # tokens; the engine cuts this to what the context has room for
 
@@ -48,9 +48,7 @@ async def complete(
     params = await sampling_params(body, model, caller, context.gate, max(1, body.max_tokens), body.logprobs)
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
-    decoder = model.decoder() if body.echo or body.logprobs is not None else None
-    answer = TextAnswer(model.name, _pieces(model), _wants_usage(body), decoder, body)
-    return await Exchange(request, body, model, caller, context, answer).run(prompts, params)
+    return await Exchange(request, body, model, caller, context, TextAnswer(model, body)).run(prompts, params)
 
 
 async def chat(
@@ -62,7 +60,7 @@ async def chat(
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, caller, context.gate, most, wanted, begun)
-    answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body), model.answers.reader(begun), model.bytes_of)
+    answer = ChatAnswer(model, body, model.answers.reader(begun))
     return await Exchange(request, body, model, caller, context, answer).answer(begun, params)
 
 
@@ -113,7 +111,7 @@ async def dialogue(
     prompt, text = await conversation_tokens(
         model, messages, asker, use.offered, variables, begins=begins, continues=continues
     )
-    return Dialogue(prompt.token_ids, use, prompt.pictures, variables, asked.left_out, text)
+    return Dialogue(prompt, use, variables, asked.left_out, text)
 
 
 async def conversation_tokens(
@@ -183,15 +181,7 @@ def _reserved() -> frozenset[str]:
     return frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"} | {"messages"}
 
 
-def _wants_usage(body: Sampling) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
-
-
 def prompts_in(given: Any) -> list[Any]:
     """The prompts of a body: one text, one list of tokens, or several of either."""
     several = isinstance(given, list) and not isinstance(given[0], int)
     return given if several else [given]
-
-
-def _pieces(model: ServedModel) -> Any:
-    return lambda token: model.text_of([token])

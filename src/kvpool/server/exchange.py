@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -77,7 +77,7 @@ class Exchange:
         if begun.left_out:
             self._headers[LEFT_OUT_HEADER] = ", ".join(begun.left_out)
         self._begun = begun
-        return await self.run([begun.asked], params, offers_tools=bool(begun.use.tools), **more)
+        return await self.run([begun.prompt], params, offers_tools=bool(begun.use.tools), **more)
 
     async def run(
         self, prompts: Sequence[Int32Array | PicturedPrompt], params: SamplingParams, **more: Any
@@ -101,11 +101,11 @@ class Exchange:
                     400, "a pin in retention needs a request with one prompt", code="invalid_value", param="retention"
                 )
             await self._pins.check_room(self._caller.tenant)
-        self._enter(self._gate.passed(self._caller.key, len(prompts)))
-        self._enter(self._gate.cutting(self._cut))
+        self._stack.enter_context(self._gate.passed(self._caller.key, len(prompts)))
+        self._stack.enter_context(self._gate.cutting(self._cut))
         try:
             if any(images):
-                self._enter(self._gate.holding(self._caller.key, sum(images)))
+                self._stack.enter_context(self._gate.holding(self._caller.key, sum(images)))
             self._meter = self._latencies.begin(self._model.base_name, self._caller.tenant)
             if self._tracing is not None:
                 request, names = self._request, (self._request.state.id, self._model.name, self._caller.tenant)
@@ -139,9 +139,6 @@ class Exchange:
         self._headers |= missed_header(generations)
         names = self._request.state.id, self._writer.id
         self._answered.keep(self._caller.tenant, names, Answered.of(self._model, generations))
-
-    def _enter(self, context: AbstractContextManager[Any]) -> None:
-        self._stack.enter_context(context)
 
     def _leave(self) -> None:
         """The answer is complete, or the client has left: cancels what still runs."""

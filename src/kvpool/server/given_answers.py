@@ -18,6 +18,7 @@ from kvpool.pools.arrays import Int32Array
 
 MAX_BYTES = 64 << 20
 _OVERHEAD = 512  # bytes of an entry besides its tokens and its text
+_DIGEST_BYTES = 16
 
 Same = Callable[[str, str, str], bool]
 """Whether two texts behind a prompt, which is the third argument, are the same answer."""
@@ -63,7 +64,7 @@ class GivenAnswers:
     def keep(self, scope: AnswerScope, prompt: str, tokens: Int32Array, answer: str, written: Sequence[int]) -> None:
         """Keeps what a model wrote behind a prompt, instead of an equal text. Both are given as text and as token ids."""
         given = _Given(np.concatenate([tokens, np.asarray(written, np.int32)]), answer)
-        key = _Key(scope, len(prompt), _digest(prompt))
+        key = _Key(scope, len(prompt), hashlib.blake2b(prompt.encode(), digest_size=_DIGEST_BYTES).digest())
         with self._lock:
             if key not in self._kept:
                 self._lengths.setdefault(scope, Counter())[key.length] += 1
@@ -101,7 +102,7 @@ class GivenAnswers:
         """The answers to beginnings of a prompt, that of the longest and the newest first."""
         found: list[tuple[_Key, _Given]] = []
         with self._lock:
-            hashed, at = hashlib.blake2b(digest_size=16), 0
+            hashed, at = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
             for length in sorted(self._lengths.get(scope, ())):
                 if length >= len(prompt):
                     break
@@ -122,7 +123,3 @@ class GivenAnswers:
 
 def _num_bytes(answers: Sequence[_Given]) -> int:
     return sum(given.num_bytes for given in answers)
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -43,10 +43,6 @@ class LongWork:
         self._under_way: Counter[str] = Counter()
         self._waiting: dict[str, deque[_Piece]] = {}  # by key, in the order of their turns
 
-    def of(self, key: str) -> WorkTurn:
-        """The turns of one key."""
-        return lambda size: self.turn(key, size)
-
     @asynccontextmanager
     async def turn(self, key: str, size: int = 1) -> AsyncIterator[None]:
         """Waits until a piece of work may begin. It is under way until the end of the block."""

@@ -333,7 +333,7 @@ async def _covered(talk: _Conversation, num_messages: int, model: ServedModel, a
         beginning, _ = await conversation_tokens(model, spoken, asker, offered, talk.begun.template)
     except Problem:
         return None
-    return _common(beginning.token_ids, talk.begun.prompt)
+    return _common(beginning.token_ids, talk.begun.prompt.token_ids)
 
 
 def _common(one: Int32Array, other: Int32Array) -> int:

@@ -109,7 +109,7 @@ async def _grammar(
 def asker_of(body: Body, caller: Caller, gate: Gate) -> Asker:
     """Who asks with this body."""
     salt = body.cache_salt if isinstance(body, Sampling) else ""
-    return Asker(caller.tenant, salt, gate.images.of(caller.key))
+    return Asker(caller.tenant, salt, partial(gate.images.turn, caller.key))
 
 
 def session_of(body: Sampling, headers: Mapping[str, str]) -> str | None:

@@ -136,7 +136,7 @@ async def named_prompt(
 async def prompt_of(body: Sampling, model: ServedModel, asker: Asker) -> PicturedPrompt:
     """The prompt of a request, which its endpoint computes. Images are read in a turn of who asks."""
     if not isinstance(body, Completions):
-        return (await _READERS[type(body)](body, model, asker)).asked
+        return (await _READERS[type(body)](body, model, asker)).prompt
     prompt, *more = prompts_in(body.prompt)
     if more:
         words = f"a question is about one prompt, and this request has {1 + len(more)}: ask about each"

@@ -39,7 +39,7 @@ class ServedModel:
     """An engine under the name that clients use. `tool_parser` names how its model calls tools (`tool_forms.FORMS`).
 
     Images in messages may be at addresses of `image_hosts`. With an `adapter`, requests run with that adapter of the engine.
-    With `keeps_varying_lines` prompts keep the lines of `varying_lines.py`.
+    With `keeps_varying_lines` prompts keep the lines that `without_varying_lines` leaves out.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ServedModel:
             if written and written[-1] in self.answers.end_ids:
                 written = written[:-1]
             if is_whole and written and begun.text:
-                self.given.keep(scope, begun.text, begun.prompt, self.text_of(written), written)
+                self.given.keep(scope, begun.text, begun.prompt.token_ids, self.text_of(written), written)
 
     def decoder(self) -> Any:
         """The tokenizer, which turns tokens into text."""

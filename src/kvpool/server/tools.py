@@ -13,13 +13,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvpool.engine.pictures import PicturedPrompt
-from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.agent_fields import Followed, followed
 from kvpool.server.answer_reader import THINKING, AnswerReader, HarmonyReader, MarkedReader, read_whole
 from kvpool.server.body import Body
 from kvpool.server.errors import Problem
-from kvpool.server.tool_forms import FORMS, HARMONY, Tool, ToolForm, check_tool_parser, form_in, json_rule
+from kvpool.server.tool_forms import FORMS, HARMONY, Tool, check_tool_parser, form_in, json_rule
 
 log = logging.getLogger("kvpool")
 
@@ -63,17 +62,11 @@ class ToolUse:
 class Dialogue(NamedTuple):
     """A conversation as the model gets it, and the tools that its answer may call."""
 
-    prompt: Int32Array
+    prompt: PicturedPrompt
     use: ToolUse
-    pictures: Pictures | None = None  # behind placeholders of the prompt
     template: Mapping[str, Any] = MappingProxyType({})  # variables that the chat template was given
     left_out: Sequence[str] = ()  # fields of the request that change nothing
     text: str = ""  # of the prompt; none if it has images
-
-    @property
-    def asked(self) -> PicturedPrompt:
-        """The prompt with its pictures, as the engine takes it."""
-        return PicturedPrompt(self.prompt, self.pictures)
 
 
 def tool_use(offered: Sequence[dict[str, Any]], choice: Any, several: bool) -> ToolUse:
@@ -138,11 +131,12 @@ class AnswerForm:
         self._template = _template(tokenizer)
         self._tokenizer = tokenizer
         self._name = tool_parser or form_in(self._template)
+        self._form = FORMS.get(self._name)
         self._thinking = next((marks for marks in THINKING if marks.closes in self._template), None)
         self.end_ids = end_ids
         self._said: set[str] = set()  # fields of requests of which the log has said that they change nothing
 
-    @property
+    @cached_property
     def skips_special_tokens(self) -> bool:
         """Whether the text of an answer can do without special tokens. It cannot if they are marks."""
         marks = [*(self._form.opens if self._form else ()), *(self._thinking or ())]
@@ -222,7 +216,7 @@ class AnswerForm:
             return HarmonyReader
         if self._thinking is None and not use.tools:
             return None
-        thinks = self._is_inside_a_thought(dialogue.prompt)
+        thinks = self._is_inside_a_thought(dialogue.prompt.token_ids)
         return lambda: self._marked_reader(use, thinks)
 
     def same(self, one: str, other: str, prompt: str, tools: Sequence[dict[str, Any]]) -> bool:
@@ -254,7 +248,7 @@ class AnswerForm:
             raise Problem(400, _NO_FREE_CHANNELS, code="unsupported", param="tools")
         else:
             start, free = "free", self._form.free_rules(use.several, self._literal)
-        if self._thinking is not None and self._is_inside_a_thought(dialogue.prompt):
+        if self._thinking is not None and self._is_inside_a_thought(dialogue.prompt.token_ids):
             start, closes = f"think ({start})", self._literal(self._thinking.closes)
             think = f"think: /(?s:.*)/ {closes}\n"
             if not closes.startswith("<"):  # no token of its own
@@ -264,10 +258,6 @@ class AnswerForm:
 
     def _marked_reader(self, use: ToolUse, thinks: bool) -> MarkedReader:
         return MarkedReader(self._form, use.tools, self._thinking, thinks)
-
-    @property
-    def _form(self) -> ToolForm | None:
-        return FORMS.get(self._name)
 
     @cached_property
     def _added(self) -> dict[str, int]:
