@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import BlockState, KVCacheConfig, KVCacheManager, LayerSpec, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
-from kvpool.manager import inspection
+from kvpool.manager import snapshots
 from managers import FULL, cached, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=4)
@@ -94,8 +94,8 @@ def test_runs_that_leave_while_others_are_read_are_missing(monkeypatch: pytest.M
     manager = make_manager()
     for first in (0, 100):
         cached(manager, 8, first)
-    monkeypatch.setattr(inspection, "PIECE", 1)
-    monkeypatch.setattr(inspection.time, "sleep", lambda _: manager.cache.reset())
+    monkeypatch.setattr(snapshots, "PIECE", 1)
+    monkeypatch.setattr(snapshots.time, "sleep", lambda _: manager.cache.reset())
     found = manager.inspect.runs_snapshot()
     assert found.num_blocks.tolist() == [2]
     assert [ids.tolist() for ids in found.block_ids] == [[2, 3]]

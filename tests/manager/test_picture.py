@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.manager import RunsSnapshot
-from kvpool.manager.inspection import PIECE
+from kvpool.manager.snapshots import PIECE
 from managers import FULL, Clock, make_manager, running
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=8)

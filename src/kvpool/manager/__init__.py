@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from kvpool.manager.inspection import RunsSnapshot, Snapshot
 from kvpool.manager.manager import KVCacheManager
+from kvpool.manager.snapshots import RunsSnapshot, Snapshot
 from kvpool.sequences.missed import Departure, Divergence, Elsewhere, MissedSpan
 
 __all__ = ["Departure", "Divergence", "Elsewhere", "KVCacheManager", "MissedSpan", "RunsSnapshot", "Snapshot"]

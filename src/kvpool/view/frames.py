@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.events import Created, Event, Removed, Stored, Updated
-from kvpool.manager.inspection import RunsSnapshot, SequenceSnapshot
+from kvpool.manager.snapshots import RunsSnapshot, SequenceSnapshot
 from kvpool.view.sampling import Look, PoolLook, changed_spans, id_spans, packed
 
 MAX_SEQUENCES = 256  # shown one by one, with their tables

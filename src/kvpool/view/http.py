@@ -21,7 +21,7 @@ from kvpool.checks import is_local_name, is_loopback
 from kvpool.config import Tier
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.manager import KVCacheManager
-from kvpool.manager.inspection import RunsSnapshot
+from kvpool.manager.snapshots import RunsSnapshot
 from kvpool.view.frames import MAX_NAME
 from kvpool.view.hub import Hub
 

@@ -27,7 +27,7 @@ from kvpool.core.node import DEFAULT_PRIORITY
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Event, Subscription
 from kvpool.manager import KVCacheManager
-from kvpool.manager.inspection import PoolSnapshot, RunsSnapshot, SequenceSnapshot, Snapshot
+from kvpool.manager.snapshots import PoolSnapshot, RunsSnapshot, SequenceSnapshot, Snapshot
 from kvpool.pools.arrays import Int32Array, Int64Array
 
 Words = npt.NDArray[np.uint64]
