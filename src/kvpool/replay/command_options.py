@@ -54,6 +54,9 @@ BlockSize: TypeAlias = Annotated[
 Bounds: TypeAlias = Annotated[
     bool, typer.Option(help="Add the infinite cache and the offline optimum.", rich_help_panel=_SIZES)
 ]
+Why: TypeAlias = Annotated[
+    bool, typer.Option("--why", help="Say why tokens missed, and what each cause costs.", rich_help_panel=_SIZES)
+]
 FullBlocksOnly: TypeAlias = Annotated[
     bool,
     typer.Option(

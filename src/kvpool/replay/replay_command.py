@@ -13,6 +13,7 @@ from kvpool.config.cache_config import OBJECTIVES, check_host_write, check_objec
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
 from kvpool.replay import command_options as opt
+from kvpool.replay import misses
 from kvpool.replay.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
 from kvpool.replay.capacity_plan import curve_sentence
 from kvpool.replay.command_options import (
@@ -53,6 +54,7 @@ def replay(
     block_size: opt.BlockSize = None,
     bounds: opt.Bounds = True,
     full_blocks_only: opt.FullBlocksOnly = False,
+    why: opt.Why = False,
     model: opt.Model = None,
     kv_dtype: opt.KvDtype = None,
     gpu: opt.Gpu = None,
@@ -102,7 +104,7 @@ def replay(
     rules = _rules(checkpoint_every, machine)
     started = time.perf_counter()
     loaded = _read(out, trace, max_errors, limit, full_blocks_only)
-    configs = _configs(sizes, block_size, bounds, machine, rules)
+    configs = _configs(sizes, block_size, bounds, machine, rules, why)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
     rows = [result.row() for result in results]
@@ -200,12 +202,13 @@ def _configs(
     bounds: bool,
     machine: _Machine | None,
     rules: list[dict[str, Any]],
+    why: bool,
 ) -> list[ReplayConfig]:
     names, capacities, lower = sizes
     time = PrefillTime() if machine is None else machine.time
     options: dict[str, Any] = {"block_size": block_size, "time": time, **lower}
     configs = [
-        ReplayConfig(name, size, objective=objective, **options, **rule)
+        ReplayConfig(name, size, objective=objective, why=why, **options, **rule)
         for name, objective in names
         if name not in MODELS
         for rule in rules
@@ -354,6 +357,15 @@ def _print_tables(
         out.print(_CHECKPOINTS, style="dim")
     for bound in dict.fromkeys(f"{result.policy}: {result.bound}" for result in results if result.bound):
         out.print(bound, style="dim")
+    if any(result.missed for result in results):
+        why = _table("why tokens missed", "policy", "capacity", "cause", "tokens", "of prompts", "worth", "of all")
+        for result in results:
+            missed = sum(one.seconds for one in result.missed.values())
+            total = result.saved_seconds / result.saved_ratio if result.saved_ratio else missed
+            for words in misses.cells(result.missed, result.requested_tokens, total):
+                why.add_row(result.label, _size(result), *words)
+        why.caption = "worth: the seconds that computing them takes, of the seconds that computing all prompts takes"
+        out.print(why)
     served = [(result, row) for result, row in zip(results, rows, strict=True) if "ttft_p50" in row]
     if served:
         out.print(_serving_table(served))
@@ -405,7 +417,7 @@ def _table(title: str, *headings: str) -> Any:
 
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in headings:
-        words = heading in ("policy", "capacity")  # numbers may be folded in a narrow window, these never
+        words = heading in ("policy", "capacity", "cause")  # numbers may be folded in a narrow window, these never
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=words)
     return table
 

@@ -25,6 +25,7 @@ from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.replay.costs import DISK_BYTES_PER_SECOND
+from kvpool.replay.misses import Missed, Misses
 from kvpool.replay.trace import Trace
 from kvpool.scheduling.cost_model import LinearCostModel
 from kvpool.scope import Retention, TokenRange
@@ -74,6 +75,10 @@ class PrefillTime:
         seconds: npt.NDArray[np.float64] = tokens * (self.seconds_per_token + (tokens + 1) / 2 * self.seconds_per_pair)
         return seconds
 
+    def seconds(self, num_tokens: int) -> float:
+        """The same of one prompt."""
+        return num_tokens * (self.seconds_per_token + (num_tokens + 1) / 2 * self.seconds_per_pair)
+
     def loading(self, blocks_by_tier: Mapping[str, int], block_size: int) -> float:
         """Seconds to load blocks from lower tiers."""
         of_host = blocks_by_tier.get("HOST", 0) * self.host_seconds_per_token
@@ -99,6 +104,7 @@ class ReplayConfig:
     checkpoint_every: int | None = None  # tokens, where layers keep a state: see `KVCacheConfig`
     objective: str = "blocks"  # what eviction saves: see `KVCacheConfig`
     time: PrefillTime = PrefillTime()  # what found blocks are worth in seconds
+    why: bool = False  # whether to say why tokens missed; it takes time and memory
 
     def __post_init__(self) -> None:
         for name in ("capacity", "host", "disk", "block_size", "checkpoint_every"):
@@ -166,6 +172,7 @@ class ReplayResult:
     oversized: int = 0  # requests larger than the cache, for which it was enlarged
     bound: str = ""  # for offline bounds: what kind
     hits: Int32Array | None = None
+    missed: dict[str, Missed] = field(default_factory=dict)  # by cause, if `why` was asked
 
     @property
     def label(self) -> str:
@@ -179,9 +186,11 @@ class ReplayResult:
     def row(self) -> dict[str, Any]:
         """Plain data for JSON and CSV, without the hits per request."""
         data = asdict(self)
-        del data["hits"]
+        del data["hits"], data["missed"]
         for tier, blocks in data.pop("hit_blocks_by_tier").items():
             data[f"hit_blocks_{tier.lower()}"] = blocks
+        for cause, missed in self.missed.items():
+            data |= {f"missed_tokens_{cause}": missed.tokens, f"missed_seconds_{cause}": missed.seconds}
         return data
 
 
@@ -242,6 +251,7 @@ class _Replay:
         # A full cache without a tier below is not given it at all.
         self.leaves_ends = not (self.checkpoints or config.host or config.disk)
         self.hints = trace.hints()
+        self.misses = Misses(trace.unit, trace.input_lengths.tolist(), config.time.seconds) if config.why else None
 
     def _sizes(self, block_size: int) -> dict[Tier, tuple[int, int]]:
         """Blocks and checkpoints of each tier."""
@@ -296,6 +306,7 @@ class _Replay:
             watermark=0.0,
             partial_match=False,
             event_buffer_size=0,
+            remembered_blocks=len(self.trace.ids) + 1 if self.config.why else 0,  # all that ever was
             **self._objective(),
         )
         return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
@@ -343,6 +354,9 @@ class _Replay:
             else:
                 retention = _last_id_first(num_ids)
         handle = manager.allocate(index, ids, retention=retention, reserve=reserve)
+        if self.misses is not None:
+            hit_ids = handle.num_cached_blocks * self.ids_per_block
+            self.misses.note(index, num_ids, hit_ids, manager.inspect.explain(handle))
         if self.checkpoints:
             self._compute(handle, num_ids - self.ends_partially[index])
         else:
@@ -390,6 +404,7 @@ class _Replay:
             offloaded_bytes=None if block_bytes is None else stats.offloaded_blocks * block_bytes,
             onboarded_bytes=None if block_bytes is None else stats.onboarded_blocks * block_bytes,
             oversized=self.oversized,
+            missed={} if self.misses is None else self.misses.by_cause,
         )
 
 
