@@ -9,6 +9,7 @@ from kvpool.core.handle import BlockTable, CSRTable, KVCacheHandle, SequenceBatc
 from kvpool.core.kind import StatePlaces
 from kvpool.core.orders import TenantQuota
 from kvpool.core.prompt import Prompt
+from kvpool.core.sessions import SessionInfo, SessionState
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
@@ -18,6 +19,7 @@ from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
 from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
 from kvpool.scope import MultimodalItem, Retention, ReuseHint, ReuseScope, TokenRange
 from kvpool.sequences.admit import PrefixMatch
+from kvpool.sequences.publish import WouldRemove
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, MissCause, PoolStats
 from kvpool.version import __version__, compiled
 
@@ -66,6 +68,8 @@ __all__ = [
     "ReuseHint",
     "ReuseScope",
     "SequenceBatch",
+    "SessionInfo",
+    "SessionState",
     "StatePart",
     "StatePlaces",
     "StateSpec",
@@ -73,6 +77,7 @@ __all__ = [
     "TenantQuota",
     "Tier",
     "TokenRange",
+    "WouldRemove",
     "compiled",
     "config_from_hf",
     "create_kv_cache_manager",

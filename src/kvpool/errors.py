@@ -49,6 +49,10 @@ class SequenceStateError(KVPoolError):
     """The operation does not fit the state of the sequence (swapped out, shorter than asked, past its window...)."""
 
 
+class UnknownSessionError(KVPoolError):
+    """No session of that name is known: it has not begun, or is forgotten."""
+
+
 class PinBudgetError(KVPoolError):
     """Pinning would exceed `max_pinned_tokens`."""
 

@@ -30,6 +30,7 @@ class EvictionReason(str, Enum):
     INVALIDATED = "invalidated"
     RESET = "reset"
     RESIZE = "resize"
+    ENDED = "ended"  # all sessions that used it have ended, and room was needed
     CONTINUED = "continued"  # a request took the block over, or a longer one holds its tokens
 
 

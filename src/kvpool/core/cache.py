@@ -22,6 +22,7 @@ from kvpool.core.kind import ByBlock, Group
 from kvpool.core.node import Node, Root
 from kvpool.core.orders import Calendar, EvictionOrders
 from kvpool.core.rows import SequenceRows
+from kvpool.core.sessions import FEW_SESSIONS, Session
 from kvpool.errors import (
     InvalidArgumentError,
     NeverFitsError,
@@ -245,6 +246,8 @@ class Cache:
         self.roots: dict[ReuseScope, Root] = {}
         self.last_root: Root | None = None  # most requests have the scope of the one before, which takes long to hash
         self.sessions: dict[str, set[Node]] = {}
+        self.known_sessions: dict[tuple[str, str], Session] = {}  # by tenant and name
+        self.sessions_limit = FEW_SESSIONS  # known ones, before those of which nothing is left are forgotten
         self.num_runs = 0  # nodes in the tree, roots and detached ones apart
         self.has_logits = False  # whether any ever were stored: until then nobody looks for them
         # What was found last for a prompt, and when: the next question is often about the same one

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvpool.checks import as_count, show
 from kvpool.core.rows import SequenceRows
+from kvpool.core.sessions import Session
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.scope import Retention, ReuseScope
@@ -65,7 +66,7 @@ class KVCacheHandle:
         *("inflight", "is_lease"),
         *("last_logits", "num_cached_blocks", "num_cached_fixed_tokens", "num_cached_tokens", "num_partial_tokens"),
         *("num_prompt_tokens", "num_matched_tokens", "publishes", "request_id", "retention", "row", "scope"),
-        *("serial", "session", "swapped", "ttl"),
+        *("serial", "session", "swapped", "ttl", "user"),
     )
 
     def __init__(self, rows: Rows, request_id: Hashable, scope: ReuseScope) -> None:
@@ -76,6 +77,7 @@ class KVCacheHandle:
         self.retention: Retention | None = None
         self.ttl: float | None = None
         self.session: str | None = None
+        self.user: Session | None = None  # that session, once the request was admitted
         self.copied_sessions: tuple[str, ...] = ()  # those that computed private blocks of it, or their beginnings
         self.publishes = True
         self.hint = 0  # `ReuseHint.code` of what was said about its continuation

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvpool.core.sessions import Owner
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.policy import Run, checksum
 from kvpool.pools.arrays import Int32Array, block_sums, num_common
@@ -43,8 +44,8 @@ class Node(Run):
 
     __slots__ = (
         *("end_sum", "active", "children", "copied_sessions", "created_at", "detached", "digests", "expires_at"),
-        *("ids", "is_remainder", "logits", "num_remainders", "open_row", "parent", "pins", "priority_until"),
-        *("published_by", "request_id", "root", "same_tier_children", "host_copy", "tier", "ttl"),
+        *("ids", "is_remainder", "logits", "num_remainders", "open_row", "owner", "parent", "pins"),
+        *("priority_until", "published_by", "request_id", "root", "same_tier_children", "host_copy", "tier", "ttl"),
     )
 
     parent: Node
@@ -56,6 +57,7 @@ class Node(Run):
     ids: tuple[Int32Array, ...]  # by group
     host_copy: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `HostCopies`
     copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
+    owner: Owner | None  # the smallest group of sessions that has all its users; None: everybody
     ttl: float | None
     detached: bool
     published_by: int  # `KVCacheHandle.serial` of the request that computed it; a root has none
@@ -94,10 +96,16 @@ class Node(Run):
         self.end_sum = -1
         self.session = None
         self.copied_sessions = ()
+        self.owner = None
         self.digests = None
         self.host_copy = None
         self.logits = None
         self.entry = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether all sessions that used it have ended."""
+        return self.owner is not None and not self.owner.num_open
 
     @property
     def above(self) -> Node | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from kvpool.core.node import NEVER, Node
-from kvpool.eviction import EvictionPolicy, contained
+from kvpool.eviction import EvictionPolicy, LeaversFirst, contained
 from kvpool.pools.pool import GPU, BlockPool
 
 
@@ -83,6 +83,7 @@ class EvictionOrders:
         self.failures = failures  # of a user's policy
         self.depth_cost = depth_cost  # of a block, for each one before it; None: eviction counts blocks
         self.first_lost = first_lost  # the first tier whose victims must be computed again
+        self.leavers_go_first = False
         self.policies = self.new_policies()
         self.quotas: dict[str, Quota] = {}
 
@@ -96,7 +97,15 @@ class EvictionOrders:
         if self.depth_cost is not None:
             for policy in made[self.first_lost :]:
                 policy.weigh(self.depth_cost)
-        return [contained(policy, self.failures) for policy in made]
+        kept = [contained(policy, self.failures) for policy in made]
+        return [LeaversFirst(policy) for policy in kept] if self.leavers_go_first else kept
+
+    def let_leavers_go(self) -> None:
+        """From now on, runs of ended sessions go first. Until the first one ends, nobody looks for them."""
+        if not self.leavers_go_first:
+            self.leavers_go_first = True
+            for policies in (self.policies, *[quota.policies for quota in self.quotas.values()]):
+                policies[:] = [LeaversFirst(policy) for policy in policies]
 
     def available(self, pool: BlockPool, tenant: str | None) -> int:
         """How many blocks of a pool a request of `tenant` could have: free ones and those that may be evicted for it."""
@@ -125,7 +134,7 @@ class EvictionOrders:
             if pool.tier == GPU and quota.tenant != tenant and quota.cached[pool.index] <= quota.guaranteed[pool.index]:
                 continue
             node = candidates.victim()
-            if best is None or node.last_access < best.last_access:
+            if best is None or (not node.leaves, node.last_access) < (not best.leaves, best.last_access):
                 best = node
         return best  # type: ignore[no-any-return]
 

@@ -17,6 +17,7 @@ __all__ = [
     "EvictionPolicy",
     "Key",
     "KeyedPolicy",
+    "LeaversFirst",
     "LRUPolicy",
     "PriorityPolicy",
     "Run",
@@ -216,6 +217,61 @@ class ContainedPolicy(EvictionPolicy):
         item = self._aged.pop(run, None)
         if item is not None:
             self._by_age.discard(item)
+
+
+class LeaversFirst(EvictionPolicy):
+    """Another policy, except that runs of ended sessions go before all others, the deepest first."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.name = policy.name  # type: ignore[misc]
+        self.by_priority = policy.by_priority  # type: ignore[misc]
+        self._leavers: dict[Run, Item] = {}
+        self._order: Queue[Item] = Queue()
+
+    @property
+    def num_leavers(self) -> int:
+        """Candidates that go before all others."""
+        return len(self._leavers)
+
+    def add(self, run: Run) -> None:
+        if run in self._leavers:
+            self.remove(run)
+        if run.leaves:
+            self._leavers[run] = self._order.insert(Item(0, run))
+        else:
+            self.policy.add(run)
+
+    def remove(self, run: Run) -> None:
+        item = self._leavers.pop(run, None)
+        if item is None:
+            self.policy.remove(run)
+        else:
+            self._order.discard(item)
+
+    def victim(self) -> Run:
+        return self._order.head() if self._leavers else self.policy.victim()
+
+    def trimmed(self, run: Run) -> None:
+        if run in self._leavers:
+            self.add(run)
+        else:
+            self.policy.trimmed(run)
+
+    def evicted(self, run: Run) -> None:
+        if run not in self._leavers:
+            self.policy.evicted(run)
+
+    def clear(self) -> None:
+        self._leavers.clear()
+        self._order.clear()
+        self.policy.clear()
+
+    def __len__(self) -> int:
+        return len(self._leavers) + len(self.policy)
+
+    def __contains__(self, run: object) -> bool:
+        return run in self._leavers or run in self.policy
 
 
 def _normalised(name: object) -> str:

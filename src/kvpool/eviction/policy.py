@@ -63,6 +63,11 @@ class Run:
         return ""
 
     @property
+    def leaves(self) -> bool:
+        """Whether all sessions that used it have ended: it goes before any other."""
+        return False
+
+    @property
     def above(self) -> Run | None:
         """The run that it follows; None at the top."""
         return None

@@ -11,6 +11,7 @@ from kvpool.core.cache import Cache
 from kvpool.core.kind import Group
 from kvpool.core.node import Node, path_ids
 from kvpool.errors import InvariantError
+from kvpool.eviction import LeaversFirst
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.tree import all_nodes, numbers_in_use
 
@@ -328,9 +329,11 @@ class Checker:
 
     def check_policies(self) -> None:
         candidates: Counter[int] = Counter()
+        leavers: Counter[int] = Counter()
         for node in self.nodes:
             if node.is_candidate():
                 candidates[id(node.root.policies[node.tier])] += 1
+                leavers[id(node.root.policies[node.tier])] += node.leaves
         policies = list(self.cache.orders.policies)
         for quota in self.cache.orders.quotas.values():
             policies.extend(quota.policies)
@@ -338,6 +341,9 @@ class Checker:
             wanted = candidates[id(policy)]
             if len(policy) != wanted:
                 self.fail(f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
+            first, wanted = policy.num_leavers if isinstance(policy, LeaversFirst) else 0, leavers[id(policy)]
+            if first != wanted:
+                self.fail(f"policy {policy.name!r} lets {first} runs of ended sessions go first, {wanted} exist")
 
     def check_bookkeeping(self) -> None:
         unknown = numbers_in_use(self.cache) - self.rows.symbols.placeholders.keys()

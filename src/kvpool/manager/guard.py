@@ -209,7 +209,8 @@ class Observer(Protocol):
         manager converted them. The multimodal items of a commit are those that begin among its tokens, also where they came
         with the prompt. `allocate` gives its keyword arguments as one dictionary behind the tokens.
         `extend` is told as `extend_batch`; `allocate_batch` as one `allocate` for each request; `commit` as `commit_batch`,
-        or as `commit` without tokens; `cache.reset` as `reset_prefix_cache`.
+        or as `commit` without tokens; `cache.reset` as `reset_prefix_cache`. What `sessions` does is told as `session`,
+        with the verb first, then tenant, session, expected seconds and child.
         """
 
 

@@ -48,6 +48,7 @@ from kvpool.kinds import make_groups
 from kvpool.kinds.by_block import slide
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
+from kvpool.manager.sessions import Sessions
 from kvpool.manager.upkeep import CacheUpkeep
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_counts, as_token_array
 from kvpool.pools.pool import CopyOp
@@ -108,6 +109,7 @@ class KVCacheManager:
         self._guard = Guard(self._cache, config.pressure_levels)
         self.cache = CacheUpkeep(self._cache, self._guard)
         self.inspect = Inspector(self._cache, self._guard)
+        self.sessions = Sessions(self._cache, self._guard)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
-from kvpool.checks import as_count, as_duration, show
+from kvpool.checks import as_count, as_duration, as_flag, show
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.core.cache import Cache, Pin
@@ -24,9 +24,11 @@ from kvpool.prefix.evict import evict
 from kvpool.prefix.keeping import pin_prefix, set_quota, unpin
 from kvpool.scope import ReuseScope, check_scope
 from kvpool.sequences.publish import (
+    WouldRemove,
     invalidate_below_prefix,
     invalidate_scopes,
     invalidate_session,
+    invalidation_of,
 )
 from kvpool.sequences.swap import offload, onboard
 from kvpool.stats import EvictionReason
@@ -139,6 +141,7 @@ class CacheUpkeep:
             deadline = self._cache.calendar.next
             return None if deadline == NEVER else deadline - self._cache.now
 
+    @overload
     def invalidate(
         self,
         prefix: Any = None,
@@ -147,14 +150,33 @@ class CacheUpkeep:
         session: str | None = None,
         tenant: str | None = None,
         multimodal: Items | None = None,
-    ) -> int:
+        dry_run: Literal[False] = False,
+    ) -> int: ...
+    @overload
+    def invalidate(self, *, session: str, dry_run: Literal[True]) -> WouldRemove: ...
+    def invalidate(
+        self,
+        prefix: Any = None,
+        *,
+        scope: ReuseScope | None = None,
+        session: str | None = None,
+        tenant: str | None = None,
+        multimodal: Items | None = None,
+        dry_run: bool = False,
+    ) -> int | WouldRemove:
         """Removes cached content that must not be reused: below a prefix, in a scope, made by a session, or of a tenant.
 
         `prefix` (with `scope`, default scope otherwise, and its items in `multimodal`) removes what follows its last full
         block match, that block included. What a session made goes with all that others built on it or copied from it. Live
         requests that hold or compute some of what is removed keep their blocks and go on; they publish nothing more.
         Of a tenant everything goes, whatever its adapters and salts. Returns the blocks removed.
+
+        It is for content that must never be found again, such as a secret. A conversation that is over ends by
+        `manager.sessions.end`, which takes nothing from others. With `dry_run` nothing is removed: the answer says what
+        `session` would take, and how much of that others use.
         """
+        if as_flag(dry_run, "dry_run") and session is None:
+            raise InvalidArgumentError("dry_run says what a session would take: give session=")
         given = [prefix is not None or scope is not None, session is not None, tenant is not None]
         if sum(given) != 1:
             raise InvalidArgumentError(
@@ -168,6 +190,10 @@ class CacheUpkeep:
         if prefix is None and multimodal is not None:
             raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them: give a prefix")
         prompt = None if prefix is None else as_prompt(prefix, scope or DEFAULT_SCOPE, multimodal)
+        if dry_run:
+            assert session is not None
+            with self._guard.query:
+                return invalidation_of(self._cache, session)
         with self._guard:
             if session is not None:
                 removed = invalidate_session(self._cache, session)

@@ -71,7 +71,7 @@ def evict(
             cache.spared = None
             continue
         wanted = num_free - pool.num_free
-        if has_leftovers:
+        if has_leftovers and not (victim is not None and victim.leaves):
             until = math.inf if victim is None else victim.last_access
             if evict_leftovers(cache, pool, wanted, until, tenant, reason):
                 continue
@@ -79,7 +79,8 @@ def evict(
                 continue
         if victim is None:
             break
-        if for_run is not None and victim.root.policies[pool.tier].by_priority and victim.outranks(for_run):
+        by_priority = for_run is not None and victim.root.policies[pool.tier].by_priority and not victim.leaves
+        if for_run is not None and by_priority and victim.outranks(for_run):
             break
         _evict_tail(cache, victim, _tail_for(cache, victim, pool, wanted, tenant), reason)
     return pool.num_free - before
@@ -126,7 +127,9 @@ def _tail_for(cache: Cache, node: Node, pool: BlockPool, num_blocks: int, tenant
 
 def _evict_tail(cache: Cache, node: Node, num_blocks: int, reason: EvictionReason) -> None:
     """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
-    if (
+    if node.owner is not None and node.leaves:
+        reason = EvictionReason.ENDED
+    elif (
         cache.lower_tier[node.tier] is not None
         and cache.config.offload_on_evict
         and any(part.priority >= cache.config.offload_min_priority for part in node.subtree())

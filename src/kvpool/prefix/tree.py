@@ -31,7 +31,7 @@ from kvpool.scope import ReuseScope
 
 IN_COMMON: Final = (  # what both parts of a divided run have
     *("tier", "detached", "last_access", "last_access_at", "hits", "turn", "fan_out", "hint"),
-    *("priority", "priority_until", "ttl", "expires_at", "published_by", "request_id"),
+    *("priority", "priority_until", "ttl", "expires_at", "published_by", "request_id", "owner"),
 )
 SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
@@ -142,7 +142,7 @@ def new_child(cache: Cache, parent: Node, key: bytes, handle: KVCacheHandle, is_
     node.published_by, node.request_id = handle.serial, handle.request_id
     node.is_remainder = is_remainder
     if handle.session is not None or handle.copied_sessions:
-        node.session = handle.session
+        node.session, node.owner = handle.session, handle.user
         add_sessions(cache, node, handle.sessions)
     parent.add_child(key, node)
     cache.num_runs += 1

@@ -49,7 +49,9 @@ VERBS = {
     "n": "narrow",
     "y": "hint",
     "m": "invalidate_tenant",
+    "j": "session",
 }
+SESSION_VERBS = ("pause", "resume", "fork", "end")
 MAX_SECONDS = 2**40  # since the recording began
 _MAX_NUMBER = 2**40
 MAX_TOKENS = 2**30  # of all prompts: 4 GiB in memory, whatever the file holds
@@ -207,6 +209,11 @@ def _text(value: Any) -> None:
         raise TraceError(f"{show(value)} must be a text")
 
 
+def _session_verb(value: Any) -> None:
+    if value not in SESSION_VERBS:
+        raise TraceError(f"{show(value)} must be one of {', '.join(SESSION_VERBS)}")
+
+
 def _bool(value: Any) -> None:
     if type(value) is not bool:
         raise TraceError(f"{show(value)} must be true or false")
@@ -326,4 +333,5 @@ _ARGUMENTS: dict[str, tuple[Check, ...]] = {
     "z": (),
     "y": (_number, _or_null(_text), _or_null(_seconds)),
     "m": (_number,),
+    "j": (_session_verb, _number, _number, _or_null(_seconds), _or_null(_number)),
 }

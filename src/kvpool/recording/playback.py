@@ -264,6 +264,17 @@ class _Player:
     def _invalidate_tenant(self, tenant: int) -> None:
         self.manager.cache.invalidate(tenant=recorded_scope([tenant, 0]).tenant)
 
+    def _session(self, verb: str, tenant: int, session: int, seconds: float | None, child: int | None) -> None:
+        sessions, name, whose = self.manager.sessions, f"session {session}", recorded_scope([tenant, 0]).tenant
+        if verb == "pause":
+            sessions.pause(name, seconds, tenant=whose)
+        elif verb == "fork":
+            sessions.fork(name, f"session {child}", tenant=whose)
+        elif verb == "resume":
+            sessions.resume(name, tenant=whose)
+        else:
+            sessions.end(name, tenant=whose)
+
     def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
         if num_blocks > MAX_BLOCKS:
             raise TraceError(

@@ -211,4 +211,5 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "resize": lambda _, num_blocks, pool, tier: ("h", num_blocks, pool, int(tier)),
     "defragment": lambda _, tier: ("g", int(tier)),
     "reset_prefix_cache": lambda _: ("z",),
+    "session": lambda _, verb, tenant, name, seconds, child: ("j", verb, tenant, name, finite(seconds), child),
 }

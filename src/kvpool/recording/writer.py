@@ -285,6 +285,10 @@ class RecordingWriter:
         tokens = None if prefix is None else self._prefix(self._sums(prefix, where, items), None)
         return [tokens, self._scope(where), self._number("session", session)]
 
+    def _session(self, verb: str, tenant: str, name: str, seconds: float | None, child: str | None) -> list[Any]:
+        of_child = None if child is None else self._number("session", child)
+        return [verb, self._number("tenant", tenant), self._number("session", name), seconds, of_child]
+
 
 def _put_sums(history: array[int], position: int, sums: UInt64Array) -> None:
     """Sets the sums of tokens from `position` on; later ones stay as they are."""
@@ -316,6 +320,7 @@ _PREPARE: dict[str, Callable[..., list[Any]]] = {
     "f": RecordingWriter._free,
     "t": RecordingWriter._pin,
     "x": RecordingWriter._invalidate,
+    "j": RecordingWriter._session,
     "m": lambda writer, tenant: [writer._number("tenant", tenant)],
     "w": lambda writer, handles, counts: [writer._serials(handles), _plain(counts)],
     "s": lambda writer, handles, start, stop: [writer._serials(handles), _plain(start), _plain(stop)],

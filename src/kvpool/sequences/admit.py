@@ -16,10 +16,12 @@ from kvpool.core.handle import KVCacheHandle, note_sessions, row_of
 from kvpool.core.kind import ByBlock
 from kvpool.core.node import Node, path_ids
 from kvpool.core.prompt import AdmissionPlan, Match, Prompt
+from kvpool.core.sessions import common_owner
 from kvpool.pools.arrays import Int32Array, copied
 from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.blocks import Held, hold_blocks, hold_source, let_go_blocks
 from kvpool.prefix.evict import bring_up, evict, spare, spare_no_more, take_over
+from kvpool.prefix.sessions import session_for
 from kvpool.prefix.tree import close, end_at, find_logits, keep_symbols, match_tokens, ref, root_for, tip_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.publish import row_computing, track
@@ -27,7 +29,7 @@ from kvpool.sequences.publish import row_computing, track
 PARTIAL_REUSE: Final = CopyKind.PARTIAL_REUSE  # a global is several times cheaper than a member of an enum
 
 INHERITED: Final = (  # what a fork has in common with its parent
-    *("retention", "ttl", "session", "copied_sessions", "publishes", "is_lease", "family"),
+    *("retention", "ttl", "session", "user", "copied_sessions", "publishes", "is_lease", "family"),
     *("num_fixed_tokens", "num_cached_fixed_tokens", "num_prompt_tokens", "num_matched_tokens"),
 )
 
@@ -329,7 +331,9 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
         handle.departed = cache.departed.number
         cache.departed.note_asker(handle.scope.tenant, handle.request_id, cache.tick)
     match, hit_tokens, partial = plan.match, plan.num_hit_tokens, plan.match.partial
-    tip = enter_path(cache, match, handle.scope)
+    if handle.session is not None:
+        handle.user = session_for(cache, handle.scope.tenant, handle.session)
+    tip = enter_path(cache, match, handle)
     taken = None
     if partial is not None and not cache.config.copy_on_partial_reuse:
         taken = take_over(cache, partial)
@@ -381,15 +385,19 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
     cache.last_prompt = cache.last_match = None  # it was admitted: nobody need keep its tokens
 
 
-def enter_path(cache: Cache, match: Match, scope: ReuseScope) -> Node:
-    """Splits the tree where the match ends and holds the matched path."""
+def enter_path(cache: Cache, match: Match, handle: KVCacheHandle) -> Node:
+    """Splits the tree where the match ends, and holds the matched path for a sequence, which uses it from now on."""
     if not match.path:
-        root = match.root if match.root is not None else root_for(cache, scope)
+        root = match.root if match.root is not None else root_for(cache, handle.scope)
         root.active += 1
         return root
     last = match.path[-1] = end_at(cache, match.path[-1], match.num_blocks)
+    user = handle.user
     for node in match.path:
         node.hits += 1
+        owner = node.owner
+        if owner is not None and owner is not user:
+            node.owner = common_owner(owner, user)
         if not node.active:
             cache.counters.reuse_gap.add(cache.now - node.last_access_at, node.num_blocks)
     ref(cache, last)

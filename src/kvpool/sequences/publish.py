@@ -6,6 +6,7 @@ And content that must not be reused leaves it. Then those that have it, or are c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from kvpool.core.cache import Cache
 from kvpool.core.handle import KVCacheHandle
 from kvpool.core.node import NEVER, Node
 from kvpool.core.prompt import Match
+from kvpool.core.sessions import Session, common_owner
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU
 from kvpool.prefix.announcer import announce_stored
@@ -289,6 +291,7 @@ def _merge(cache: Cache, readers: list[int], tip: Node, child: Node, first: int)
         first_adopted = first
     for reader in readers:
         handle = rows.handles[reader]
+        child.owner = common_owner(child.owner, handle.user)
         ref(cache, child)
         for group in (*cache.full, *cache.by_block):
             first_adopted = min(first_adopted, group.adopt(cache, reader, child, first, handle.family is not None))
@@ -336,6 +339,21 @@ def invalidate_session(cache: Cache, session: str) -> int:
         forget_logits_inside(cache, node.parent, node.start, node.key)
     forget_logits_of(cache, session, cache.roots.values())
     return _remove(cache, nodes, lambda handle: session in handle.sessions, EvictionReason.INVALIDATED)
+
+
+class WouldRemove(NamedTuple):
+    """What an invalidation would take, in tokens of cached blocks."""
+
+    num_tokens: int
+    tokens_of_others: int  # of these, the ones that others use or have used, or whose user is not known
+
+
+def invalidation_of(cache: Cache, session: str) -> WouldRemove:
+    """What `invalidate_session` would take."""
+    doomed = {part for node in cache.sessions.get(session, ()) for part in node.subtree()}
+    of_others = [node for node in doomed if not (isinstance(node.owner, Session) and node.owner.name == session)]
+    size = cache.block_size
+    return WouldRemove(*[sum(node.num_blocks for node in nodes) * size for nodes in (doomed, of_others)])
 
 
 def invalidate_below_prefix(cache: Cache, prefix: Int32Array, scope: ReuseScope) -> int:

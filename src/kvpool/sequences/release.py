@@ -32,6 +32,8 @@ def free(cache: Cache, handle: KVCacheHandle, keep: bool, is_listed: bool = True
     row = any_row_of(cache.rows, handle)
     if is_listed:
         _forget(cache, handle)
+    if handle.user is not None:
+        handle.user.used(cache.now, cache.rows.committed_of[row])
     tip = cache.rows.tips[row]
     if handle.swapped is not None:
         root = tip
@@ -182,6 +184,8 @@ def _free_plain(cache: Cache, row_list: list[int], handles: list[KVCacheHandle])
         tip, handle = rows.tips[row], handles[i]
         if handle.hint:
             _pass_on(cache, handle, tip)
+        if handle.user is not None:
+            handle.user.used(cache.now, cache.rows.committed_of[row])
         unref(cache, tip)
         if handle.inflight is not None:
             hand_over(cache, handle)

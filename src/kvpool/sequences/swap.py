@@ -280,7 +280,7 @@ def _hold_resident(cache: Cache, handle: KVCacheHandle, row: int, num_blocks: in
     """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
     root = cache.rows.tips[row]
     match = _resident(cache, handle, row, num_blocks)  # again: the tree was cut for those before it
-    tip = enter_path(cache, match, handle.scope)
+    tip = enter_path(cache, match, handle)
     cache.rows.tips[row] = tip
     unref(cache, root)
     for group in cache.full:
@@ -333,7 +333,19 @@ def onboard(cache: Cache, tokens: Int32Array, scope: ReuseScope) -> int:
     needs, supply = [0] * len(cache.pools), cache.supply(scope.tenant)
     count_match(cache, match, needs, supply)
     cache.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
-    node = end_at(cache, match.path[-1], match.num_blocks)
+    return _bring_back(cache, end_at(cache, match.path[-1], match.num_blocks))
+
+
+def onboard_run(cache: Cache, node: Node) -> int:
+    """Brings a cached run and all before it up to the GPU; returns how many blocks move: none if there is no room."""
+    needs, supply = [0] * len(cache.pools), cache.supply(node.tenant)
+    count_match(cache, Match(node.root, node.path(), node.end), needs, supply)
+    fits = all(need <= have for need, have in zip(needs, supply, strict=True))
+    return _bring_back(cache, node) if fits and node.tier != GPU else 0
+
+
+def _bring_back(cache: Cache, node: Node) -> int:
+    """Brings up a run and all before it, as if somebody had used them now."""
     ref(cache, node)
     moved = sum(part.num_blocks for part, _ in bring_up(cache, node))
     unref(cache, node)
