@@ -194,6 +194,11 @@ def test_given_the_list_of_models_then_it_names_them(client: Any) -> None:
             dict(extra_body={"guided_json": {}}),
             "guided_json: this server has no such field or cannot do what it asks for: use structured_outputs",
         ),
+        (
+            dict(extra_body={"include_stop_str_in_output": 0}),
+            "include_stop_str_in_output: Input should be a valid boolean",
+        ),
+        (dict(extra_body={"structured_outputs": {"json_object": 1}}), "json_object: Input should be a valid boolean"),
         (dict(extra_body={"min_tokens": 17}), "min_tokens=17 is over the 16 tokens that the answer may have; lower it"),
         (dict(best_of=2), "best_of: Input should be less than or equal to 1"),
         (dict(extra_body={"retention": [{"pin": True, "tll_seconds": 5}]}), "retention.0.tll_seconds: this server"),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
-from kvpool.server.body import Body, Count, One
+from kvpool.server.body import Body, Count, No, One
 
 LEFT_OUT_HEADER = "x-kvpool-left-out"
 Level = Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]  # an effort
@@ -87,11 +87,11 @@ class OfEvery(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    background: Literal[False] = False
+    background: No = False
     best_of: One = 1
-    use_beam_search: Literal[False] = False
+    use_beam_search: No = False
     length_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
-    include_stop_str_in_output: Literal[False] = False
+    include_stop_str_in_output: No = False
 
 
 class OfChats(Body):

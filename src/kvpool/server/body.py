@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 
 def _whole(value: Any) -> Any:
@@ -14,6 +14,15 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _truth(value: Any) -> Any:
+    """Refuses 0 and 1, which equal False and True in Python."""
+    if not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+No = Annotated[Literal[False], BeforeValidator(_truth)]
+Yes = Annotated[Literal[True], BeforeValidator(_truth)]
 Int = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Int, Field(ge=1, lt=2**31)]
 One = Annotated[Int, Field(ge=1, le=1)]  # answers, where a form has no place for more

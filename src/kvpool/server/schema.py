@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_v
 
 from kvpool.engine.params import MAX_LOGPROBS, MAX_STOPS
 from kvpool.server.agent_fields import OfChats, OfEvery, OtherTool, other_than
-from kvpool.server.body import Body, Count, Int, Stop, Text, Token, Tokens
+from kvpool.server.body import Body, Count, Int, Stop, Text, Token, Tokens, Yes
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
 
@@ -58,7 +58,7 @@ class StructuredOutputs(Body):
     """The form of the answer as vLLM's clients say it: one of these. A grammar has the rules of Lark."""
 
     of: Annotated[dict[str, Any] | None, BeforeValidator(_object), Field(alias="json")] = None
-    json_object: Literal[True] | None = None
+    json_object: Yes | None = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1)] | None = None
     grammar: Text | None = None
