@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import string
 from collections import OrderedDict
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.write_back import WriteBack
 from kvpool.scope import ReuseScope
+
+LOWER, UPPER = string.ascii_lowercase, string.ascii_uppercase
 
 
 class OwnCache:
@@ -251,7 +254,7 @@ def test_given_a_reset_of_the_host_only_then_what_the_engine_had_before_is_not_s
     assert toy.look_up(ToyRequest("e", list(range(17)))) == 16
 
 
-def test_given_a_load_of_more_than_a_step_then_what_it_displaces_is_stored_before(engine: Any) -> None:
+def test_given_a_load_of_more_than_a_step_then_what_it_displaces_is_stored(engine: Any) -> None:
     toy = engine(kind=CachingEngine, num_pages=20, step_pages=2, host_blocks=60)
     first, second = (ToyRequest(name, list(range(begin, begin + 61))) for name, begin in (("a", 0), ("b", 100)))
     toy.serve(first, chunk=8)
@@ -311,12 +314,94 @@ def test_given_a_request_that_cannot_begin_then_what_should_have_stayed_for_it_i
         own.give_name(page, name)
     request = SimpleNamespace(all_token_ids=range(33), block_hashes=list("ABCDabcd"))
     tracked = TrackedRequest(request, BLOCK, ReuseScope(), ())
-    orders = Orders()
-    assert host.look_up(tracked, 16, orders) == 16
-    assert not set(orders.stores[0].pages[0]) & {4, 5, 6, 7}
+    assert host.look_up(tracked, 16) == 16
     later = Orders()
     host.order(1, later)
     assert later.stores[0].pages == [[4, 5, 6, 7]]
+
+
+def _host_and_engine(num_blocks: int) -> tuple[WriteBack, OwnCache]:
+    """A host full of blocks with upper letters, and an engine as large, whose blocks have lower ones."""
+    own, numbers = OwnCache(num_blocks), itertools.count(1)
+    host = WriteBack(own, num_blocks, 1, numbers.__next__)
+    for page, name in zip(range(num_blocks), UPPER, strict=False):
+        own.give_name(page, name)
+    for _ in range(num_blocks):
+        orders = Orders()
+        host.order(0, orders)
+        for store in orders.stores:
+            host.confirm(store.job, len(store.rows))
+        host.taken(None, [own.take([], 1)])
+    own.users = [0] * num_blocks
+    own.free = OrderedDict.fromkeys(range(num_blocks))
+    for page, name in zip(range(num_blocks), LOWER, strict=False):
+        own.give_name(page, name)
+    assert {*host._rows} == {*UPPER[:num_blocks]}
+    return host, own
+
+
+def _asks_for(names: str) -> TrackedRequest:
+    request = ToyRequest(names, list(range(len(names) * BLOCK + 1)))
+    request = SimpleNamespace(**{**vars(request), "block_hashes": list(names)})
+    return TrackedRequest(request, BLOCK, ReuseScope(), ())
+
+
+def test_given_a_full_host_then_what_a_load_displaces_takes_the_rows_of_what_it_brings() -> None:
+    host, own = _host_and_engine(20)
+    asks = _asks_for(UPPER[:10])
+    assert host.look_up(asks, 0) == 10 * BLOCK
+    orders = Orders()
+    host.order_load(asks, [own.take([], 10)], 10 * BLOCK, orders)
+    (load,) = orders.loads
+    displaced = [page for turn in load.displaced for page in turn.pages]
+    assert displaced == load.pages[0]
+    assert [turn.rows[0] for turn in load.displaced[1:]] == load.rows[:9]
+    assert [turn.before for turn in load.displaced] == list(range(10))
+    host.check()
+    host.confirm(load.job, 10)
+    host.check()
+    names = host._rows.keys()
+    assert names & {*UPPER} == {*UPPER[12:20], "J"}, "K went for the first page, and L for that of the next step"
+    assert {*LOWER[:10]} <= names
+
+
+def test_given_a_load_that_fails_then_what_it_moved_is_on_the_host_no_more() -> None:
+    host, own = _host_and_engine(20)
+    asks, orders = _asks_for(UPPER[:10]), Orders()
+    host.look_up(asks, 0)
+    host.order_load(asks, [own.take([], 10)], 10 * BLOCK, orders)
+    host.confirm(orders.loads[0].job, 0)
+    host.check()
+    assert not host._rows.keys() & {*LOWER, *UPPER[:9]}
+    assert host.saved.spoiled == 10
+    assert host.loaded.failed == 10
+
+
+def test_given_a_block_whose_row_a_load_gives_away_then_others_wait_until_the_engine_has_it() -> None:
+    host, own = _host_and_engine(20)
+    asks, orders = _asks_for(UPPER[:10]), Orders()
+    host.look_up(asks, 0)
+    host.order_load(asks, [own.take([], 10)], 10 * BLOCK, orders)
+    again = _asks_for(UPPER[:10] + "MN")
+    assert host.look_up(again, 0) is None
+    host.confirm(orders.loads[0].job, 10)
+    assert host.look_up(again, 9 * BLOCK) == 3 * BLOCK
+
+
+def test_given_two_loads_of_a_block_then_its_row_is_given_away_by_neither() -> None:
+    host, own = _host_and_engine(20)
+    orders, both = Orders(), (_asks_for(UPPER[:4]), _asks_for(UPPER[:4] + "z"))
+    for asks in both:
+        assert host.look_up(asks, 0) == 4 * BLOCK
+    pages = own.take([], 4)
+    host.order_load(both[0], [pages], 4 * BLOCK, orders)
+    assert orders.loads[0].displaced == [], "another request was looked up last: nobody knows what these pages held"
+    assert host.look_up(both[1], 0) == 4 * BLOCK
+    host.order_load(both[1], [own.take([], 4)], 4 * BLOCK, orders)
+    rows = [row for turn in orders.loads[1].displaced for row in turn.rows]
+    assert len(rows) == 3, "the next page to go was stored already"
+    assert not {*rows} & {*orders.loads[0].rows}
+    host.check()
 
 
 def test_given_a_block_that_finds_no_room_in_several_steps_then_it_counts_once() -> None:
@@ -358,13 +443,13 @@ def test_given_a_load_that_failed_in_part_then_it_is_counted_and_nothing_is_prom
     host.confirm(1, 2)
     request = SimpleNamespace(request_id="r", all_token_ids=range(9), block_hashes=["a", "b"], mm_features=[])
     tracked = TrackedRequest(request, BLOCK, ReuseScope(), ())
-    assert host.look_up(tracked, 0, Orders()) == 8
+    assert host.look_up(tracked, 0) == 8
     orders = Orders()
     host.order_load(tracked, [[5, 6]], 8, orders)
     assert tracked.hits == (2, 0, 0)
     host.confirm(orders.loads[0].job, 1)
     assert (host.loaded.hits, host.loaded.from_host, host.loaded.failed) == (1, 1, 1)
-    assert host.look_up(tracked, 0, Orders()) == 0
+    assert host.look_up(tracked, 0) == 0
 
 
 def test_given_an_engine_that_only_loads_then_nothing_is_stored() -> None:

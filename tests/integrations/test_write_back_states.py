@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ class SlowPages(EnginePages):
     def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
         if self.rng.random() < 0.05:
             raise TransferError("a copy failed")
-        copy, given = super().read, list(moves)
+        copy, given = partial(self._copy, to_host=True), list(moves)
 
         def run() -> None:
             if given:
@@ -50,7 +51,7 @@ class SlowPages(EnginePages):
     def write(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
         if self.rng.random() < 0.05:
             raise TransferError("a copy failed")
-        copy, given = super().write, list(moves)
+        copy, given = self._copy_in_turns, list(moves)
 
         def is_over() -> bool:
             if given and self.rng.random() < 0.5:
@@ -130,7 +131,7 @@ class StepEngine(ToyEngine):
                 names = each.request.block_hashes
                 found = self.own.found(names[: (len(each.request.all_token_ids) - 1) // BLOCK])
                 count = self.scheduler.look_up(each.request, len(found) * BLOCK)
-                if self.rng.random() < 0.1 or self._lacks(found, count // BLOCK):
+                if count is None or self.rng.random() < 0.1 or self._lacks(found, count // BLOCK):
                     continue
                 each.computed = len(found) * BLOCK
                 each.pages = self.own.take(found, count // BLOCK)

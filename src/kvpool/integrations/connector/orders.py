@@ -22,6 +22,17 @@ class Checkpoint(NamedTuple):
     pages: list[int]
 
 
+class Displaced(NamedTuple):
+    """Pages that a load copies to these rows before it fills its pages from `before` on.
+
+    The rows may be some that the load has read by then.
+    """
+
+    before: int
+    pages: list[int]
+    rows: list[int]
+
+
 @dataclass
 class Load:
     """Copy rows into pages; the request waits outside of steps until this is done.
@@ -39,6 +50,7 @@ class Load:
     num_present: int
     digests: list[bytes] = field(default_factory=list)
     checkpoint: Checkpoint | None = None  # behind the last block
+    displaced: list[Displaced] = field(default_factory=list)  # in order; only if all rows are present
 
 
 @dataclass

@@ -5,7 +5,8 @@ versions and attention backends, but a copy to the same place of the same layout
 
 On a GPU (`LinkedPages`), copies run on streams of their own, beside what the GPU computes, and nobody waits for them:
 
-    loads    run behind the work that the GPU had when the step began. The request waits outside of steps.
+    loads    run behind the work that the GPU had when the step began. The request waits outside of steps. What a load
+             displaces is copied on the same stream, so everything of it happens in order.
     stores   run behind the work that the GPU has. Work that would write their pages waits for them (`fence`).
 """
 
@@ -15,6 +16,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +51,17 @@ class Part(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Pages of each group and their rows. A page that is not moved is `NO_PAGE`."""
+    """Pages of each group and their rows. A page that is not moved is `NO_PAGE`.
+
+    `is_back`: among moves of rows into pages, this one copies its pages into its rows.
+    """
 
     pages: Sequence[Sequence[int]]
     rows: Sequence[int]
+    is_back: bool = False
+
+
+_is_back = attrgetter("is_back")
 
 
 def nothing_left() -> bool:
@@ -105,20 +115,16 @@ class EnginePages:
         self.parts.append(Part(group, start, piece))
 
     def write(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
-        """Begins to copy rows into pages. Returns a function that says whether the bytes are there.
+        """Begins to copy rows into pages, one move after the other. Returns a function that says whether the bytes are there.
 
         After a `TransferError` some of them may be missing, and none is being copied any more.
         """
-        for page, whole, pieces in self._places(moves, host):
-            for piece, part in pieces:
-                piece[page] = whole[part]
+        self._copy_in_turns(moves, host)
         return nothing_left
 
     def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
         """Begins to copy written pages into rows. Returns a function that says whether the bytes are there."""
-        for page, whole, pieces in self._places(moves, host):
-            for piece, part in pieces:
-                whole[part] = piece[page]
+        self._copy(moves, host, to_host=True)
         return nothing_left
 
     def begin_step(self, *, fences_loads: bool) -> None:
@@ -135,6 +141,18 @@ class EnginePages:
 
     def close(self) -> None:
         """Waits for all copies, because their rows are about to be freed."""
+
+    def _copy_in_turns(self, moves: Sequence[Move], host: HostRows) -> None:
+        for is_back, some in groupby(moves, _is_back):
+            self._copy(list(some), host, to_host=is_back)
+
+    def _copy(self, moves: Sequence[Move], host: HostRows, *, to_host: bool) -> None:
+        for page, whole, pieces in self._places(moves, host):
+            for piece, part in pieces:
+                if to_host:
+                    whole[part] = piece[page]
+                else:
+                    piece[page] = whole[part]
 
     def _places(self, moves: Sequence[Move], host: HostRows) -> Iterator[tuple[int, Bytes, _Parts]]:
         """Each page that is to be moved, its row, and the pieces of its group."""
@@ -281,7 +299,7 @@ class LinkedPages(EnginePages):
                 self._in.wait_event(self._before)
             try:
                 with torch.cuda.stream(self._in):
-                    self._copy(moves, host, to_host=False)
+                    self._copy_in_turns(moves, host)
             except TransferError:  # the engine computes these pages itself now, behind what was begun
                 torch.cuda.current_stream().wait_stream(self._in)
                 raise

@@ -56,7 +56,7 @@ class HostCache(Protocol):
     def loaded(self) -> LoadStats:
         """Counts of requests and of blocks that were loaded."""
 
-    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int | None:
+    def look_up(self, tracked: TrackedRequest, num_computed: int) -> int | None:
         """How many tokens after the engine's own can be loaded. None: ask again."""
 
     def order_load(
@@ -164,7 +164,7 @@ class SchedulerSide:
         tracked = self._tracked(request)
         if not self._loads or not tracked.is_known:
             return 0
-        num_tokens = self.host.look_up(tracked, num_computed_tokens, self._orders)
+        num_tokens = self.host.look_up(tracked, num_computed_tokens)
         if num_tokens is not None and not tracked.was_looked_up:
             tracked.was_looked_up = True
             self.host.loaded.requests += 1

@@ -244,7 +244,7 @@ class WorkerSide:
             return
         if self._states is not None:  # whole or not at all
             landing = [(load, number if number == len(load.pages[0]) else 0) for load, number in landing]
-        moves = [Move([of_group[:number] for of_group in load.pages], load.rows[:number]) for load, number in landing]
+        moves = [move for load, number in landing for move in _load_moves(load, number)]
         try:
             over = [self._pages.write(moves, self._host)]
             if self._states is not None:
@@ -385,6 +385,19 @@ class WorkerSide:
         if self._states is not None:
             self._states.close()
             self._state_host.close()
+
+
+def _load_moves(load: Load, number: int) -> list[Move]:
+    """The first so many rows of a load into its pages, in turns with what it displaces."""
+    moves, done = list[Move](), 0
+    for before, pages, rows in load.displaced:
+        moves += [_part_of(load, done, before), Move([pages], rows, is_back=True)]
+        done = before
+    return [*moves, _part_of(load, done, number)]
+
+
+def _part_of(load: Load, first: int, last: int) -> Move:
+    return Move([of_group[first:last] for of_group in load.pages], load.rows[first:last])
 
 
 def _moves(stores: Sequence[Store]) -> list[Move]:

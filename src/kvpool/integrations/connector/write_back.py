@@ -6,21 +6,22 @@ engine's name of it, which covers all tokens before it: the host needs no beginn
 The block that was lost first goes first. A block that was loaded goes before all others, because the engine has it again.
 When the engine is about to lose it again and the host still has it, nothing is copied.
 
-Blocks are stored before the engine takes their pages: those of a step beforehand, and those of a load when it is looked up.
-If fewer pages are free than a step takes, those of running requests will not stay for long either: their blocks are stored as
-they fill, so that no step waits for copies.
+Blocks are stored before the engine takes their pages: those of a step beforehand, and those of a load by the load itself. It
+stores and loads in turns, so that what comes to the host takes the rows of what has just left it. If fewer pages are free
+than a step takes, those of running requests will not stay for long either: their blocks are stored as they fill, so that no
+step waits for copies.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpool.errors import InvariantError
 from kvpool.integrations.connector.loading import LoadStats
-from kvpool.integrations.connector.orders import NO_PAGE, Load, Orders, Store
+from kvpool.integrations.connector.orders import NO_PAGE, Displaced, Load, Orders, Store
 from kvpool.integrations.connector.reports import BlockEvent
 from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.integrations.connector.saving import PagesInUse, SaveStats
@@ -40,13 +41,33 @@ class EngineCache(Protocol):
         """The engine's name of the block that a page holds; None if nobody can find it there."""
 
 
+_MOST_AT_ONCE = 128  # pages that a load stores before it fills them
+_TURNS = 16  # and at most one in so many rows of the host
+
+
 @dataclass
 class _Copies:
     names: list[Any]
     rows: list[int]
     page_ids: list[int]
-    tracked: TrackedRequest | None = None  # who waits for a load
     is_stale: bool = False  # a reset came while they were in flight
+
+
+@dataclass
+class _Loading:
+    """A load from rows, and the rows of what it displaces. Blocks whose rows are among these are in `gone`."""
+
+    tracked: TrackedRequest  # who waits for it
+    names: list[Any]  # without those in `gone`
+    rows: list[int]
+    gone: set[Any] = field(default_factory=set)
+    displaced: dict[Any, int] = field(default_factory=dict)
+    is_stale: bool = False
+
+    @property
+    def all_rows(self) -> set[int]:
+        """Rows that it reads or writes."""
+        return {*self.rows, *self.displaced.values()}
 
 
 class WriteBack:
@@ -70,7 +91,12 @@ class WriteBack:
         self._storing: set[Any] = set()
         self._turned_away: set[Any] = set()  # blocks that found no room since a block found some
         self._read = PagesInUse()
+        self._at_once = max(1, min(_MOST_AT_ONCE, num_rows // _TURNS))
         self._jobs: dict[int, _Copies] = {}
+        self._loading: dict[int, _Loading] = {}
+        self._going: set[Any] = set()  # names whose rows a load in flight gives to others
+        # The request that was looked up last, and what the pages hold that it would get.
+        self._leaving: tuple[TrackedRequest | None, dict[int, Any]] = (None, {})
         self._tags: dict[int, str | None] = {}  # files of adapters, which names leave out; None: not stored
 
     # --- pages -------------------------------------------------------------------------------------------------------
@@ -97,20 +123,33 @@ class WriteBack:
 
     # --- loads -------------------------------------------------------------------------------------------------------
 
-    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int:
-        """How many tokens after the engine's own can be loaded. Orders stores of what leaves when the engine takes pages."""
+    def look_up(self, tracked: TrackedRequest, num_computed: int) -> int | None:
+        """How many tokens after the engine's own can be loaded. None: ask again, when the engine has what it loads now."""
         first = tracked.num_local = num_computed // tracked.block_size
         last = (tracked.num_ids - 1) // tracked.block_size  # one token must be computed
         if tracked.has_lost:
             return 0
         names = self._names(tracked, first, last)
         found = self._num_here(names)
+        if found < len(names) and names[found] in self._going:
+            return None
         for name in names[:found]:  # they must not make room for others now
             if name in self._order:
                 self._order.move_to_end(name)
-        stays = tracked.request.block_hashes[:first]  # the engine does not take these
-        self._store_next(found + self._step_pages, orders, stays)
-        return self._num_here(names[:found]) * tracked.block_size
+        if found:
+            stays = tracked.request.block_hashes[:first]  # the engine does not take these
+            self._leaving = tracked, dict(self._next_to_go(found, stays))
+        return found * tracked.block_size
+
+    def _next_to_go(self, number: int, stays: Sequence[Any] = ()) -> Iterator[tuple[int, Any]]:
+        """The next so many pages to go, besides those with blocks that stay, and what the host would call their blocks."""
+        staying = set(stays)
+        for page in self._cache.next_to_go(number + len(stays)):
+            name, tag = self._cache.name_of(page), self._tags.get(page, "")
+            if name is None or tag is None:
+                yield page, None
+            elif name not in staying:
+                yield page, _key(name, tag)
 
     def _names(self, tracked: TrackedRequest, first: int, last: int) -> list[Any]:
         return [_key(name, tracked.scope.adapter) for name in tracked.request.block_hashes[first:last]]
@@ -138,9 +177,54 @@ class WriteBack:
             self._order.pop(name, None)
             self._loads_of[name] = self._loads_of.get(name, 0) + 1
         job = self._new_job()
-        self._jobs[job] = _Copies(names, rows, [], tracked)
+        loading = self._loading[job] = _Loading(tracked, names, rows)
         tracked.hits = len(rows), 0, 0
-        orders.loads.append(Load(job, tracked.request.request_id, rows, [pages[0][first:last]], len(rows)))
+        targets = pages[0][first:last]
+        load = Load(job, tracked.request.request_id, list(rows), [targets], len(rows))
+        whose, leaving = self._leaving
+        if whose is tracked:
+            load.displaced = self._in_turns(loading, targets[: len(rows)], leaving)
+        orders.loads.append(load)
+        self._store_next(self._step_pages, orders)
+
+    def _in_turns(self, loading: _Loading, targets: Sequence[int], leaving: Mapping[int, Any]) -> list[Displaced]:
+        """Has a load store what its pages hold, some at a time. The rows that it has read by then take the next ones."""
+        lacking = {page: key for page, key in leaving.items() if key is not None and not self._has(key)}
+        names, read, turns = loading.names, list[Any](), list[Displaced]()
+        for begin in range(0, len(targets), self._at_once):
+            end = begin + self._at_once
+            turn = Displaced(begin, [], [])
+            for page in targets[begin:end]:
+                if (key := lacking.get(page)) is None or key in self._storing:
+                    continue
+                if (row := self._row_after(read, loading)) is None:
+                    self.saved.no_room += 1
+                    continue
+                self._storing.add(key)
+                loading.displaced[key] = row
+                turn.pages.append(page)
+                turn.rows.append(row)
+            if turn.rows:
+                turns.append(turn)
+            read += [name for name in names[begin:end] if self._loads_of[name] == 1]
+        loading.names = [name for name in names if name not in loading.gone]
+        return turns
+
+    def _has(self, key: Any) -> bool:
+        """Whether the host has a block that the engine gives up. Then it stays."""
+        if key in self._order:
+            self._order.move_to_end(key)
+        return key in self._rows
+
+    def _row_after(self, read: list[Any], loading: _Loading) -> int | None:
+        """A free row, else one of those that a load has read by then and nobody else reads, else any that is not in use."""
+        if self._free or not read:
+            return self._take_row()
+        name = read.pop()
+        loading.gone.add(name)
+        self._going.add(name)
+        del self._loads_of[name]
+        return self._rows.pop(name)
 
     # --- stores ------------------------------------------------------------------------------------------------------
 
@@ -151,6 +235,7 @@ class WriteBack:
         if self._num_seen < min(number, self._most):
             self._store_running(orders)
         self._filling.clear()
+        self._leaving = None, {}
 
     def _store_running(self, orders: Orders) -> None:
         copies = _Copies([], [], [])
@@ -163,31 +248,18 @@ class WriteBack:
             tracked.num_seen = max(first, last)
         self._store(copies, orders, is_written=False)
 
-    def _store_next(self, number: int, orders: Orders, stays: Sequence[Any] = ()) -> None:
-        """Orders stores of the next so many pages to go, besides those with blocks that stay.
+    def _store_next(self, number: int, orders: Orders) -> None:
+        """Orders stores of the next so many pages to go.
 
         It looks at some more, so that steps which take a few pages need not look at all of them again.
         """
         if self._num_seen >= min(number, self._most):
             return
-        number = min(number + self._step_pages // 4, self._most)
-        copies, staying = _Copies([], [], []), set(stays)
-        self._num_seen = num_seen = num_staying = 0
-        for page in self._cache.next_to_go(number + len(stays)):
-            name, tag = self._cache.name_of(page), self._tags.get(page, "")
-            if name in staying:
-                num_staying += 1
-                continue
-            if num_seen == number:
-                break
-            num_seen += 1
-            self._num_seen += not num_staying  # if the request cannot begin, the engine takes what should have stayed
-            if name is None or tag is None:
-                continue
-            key = _key(name, tag)
-            if key in self._order:
-                self._order.move_to_end(key)
-            else:
+        copies = _Copies([], [], [])
+        self._num_seen = 0
+        for page, key in self._next_to_go(min(number + self._step_pages // 4, self._most)):
+            self._num_seen += 1
+            if key is not None and not self._has(key):
                 self._add(copies, key, page)
         self._store(copies, orders, is_written=True)
 
@@ -225,58 +297,70 @@ class WriteBack:
 
     def confirm(self, job: int, num_blocks: int) -> None:
         """All workers are done with a job; each of them moved `num_blocks` blocks or more."""
-        copies = self._jobs.pop(job)
-        if copies.tracked is None:
-            self._stored(job, copies, num_blocks)
+        if (loading := self._loading.pop(job, None)) is not None:
+            self._loaded(loading, num_blocks)
         else:
-            self._loaded(copies, copies.tracked, num_blocks)
+            self._stored(job, self._jobs.pop(job), num_blocks)
 
     def _stored(self, job: int, copies: _Copies, num_blocks: int) -> None:
         self._read.end(job, [copies.page_ids])
+        if not copies.is_stale:
+            self._storing.difference_update(copies.names)
         if copies.is_stale or num_blocks < len(copies.rows):
             self.saved.spoiled += len(copies.rows)
             self._free += copies.rows
-            if not copies.is_stale:
-                self._storing.difference_update(copies.names)
-            return
-        self.saved.stored += len(copies.rows)
-        self._storing.difference_update(copies.names)
-        for name, row in zip(copies.names, copies.rows, strict=True):
+        else:
+            self._found_now(zip(copies.names, copies.rows, strict=True), len(copies.rows))
+
+    def _found_now(self, there: Iterable[tuple[Any, int]], number: int) -> None:
+        self.saved.stored += number
+        for name, row in there:
             self._rows[name] = row
             self._order[name] = None
 
-    def _loaded(self, copies: _Copies, tracked: TrackedRequest, num_blocks: int) -> None:
-        came = min(num_blocks, len(copies.rows))
+    def _loaded(self, loading: _Loading, num_blocks: int) -> None:
+        came = min(num_blocks, len(loading.rows))
         self.loaded.hits += came > 0
         self.loaded.from_host += came
-        self.loaded.failed += len(copies.rows) - came
-        tracked.has_lost |= came < len(copies.rows)
-        if copies.is_stale:
-            self._free += self._released(copies)
+        self.loaded.failed += len(loading.rows) - came
+        loading.tracked.has_lost |= came < len(loading.rows)
+        displaced = loading.displaced
+        if loading.is_stale:
+            self.saved.spoiled += len(displaced)
+            self._free += self._released(loading)
             return
-        for name in copies.names:  # the last of a prompt stands first: without it the others are of use
+        self._going.difference_update(loading.gone)
+        self._storing.difference_update(displaced)
+        if came < len(loading.rows):
+            self.saved.spoiled += len(displaced)
+            self._free += displaced.values()
+        else:
+            self._found_now(displaced.items(), len(displaced))
+        for name in loading.names:  # the last of a prompt stands first: without it the others are of use
             self._loads_of[name] -= 1
             if not self._loads_of[name]:
                 del self._loads_of[name]
                 self._order[name] = None
                 self._order.move_to_end(name, last=False)
 
-    def _released(self, copies: _Copies) -> list[int]:
+    def _released(self, loading: _Loading) -> set[int]:
         """Rows of a load from before a reset that no other such load uses."""
-        others = {
-            row for each in self._jobs.values() if each.is_stale and each.tracked is not None for row in each.rows
-        }
-        return [row for row in copies.rows if row not in others]
+        others = {row for each in self._loading.values() if each.is_stale for row in each.all_rows}
+        return loading.all_rows - others
 
     def forget(self) -> None:
         """Nothing that is on the host, on its way there, or in the engine's pages now, is found again."""
         for copies in self._jobs.values():
             copies.is_stale = True
+        for loading in self._loading.values():
+            loading.is_stale = True
         self._free += [self._rows[name] for name in self._order]
         self._rows.clear()
         self._order.clear()
         self._loads_of.clear()
         self._storing.clear()
+        self._going.clear()
+        self._leaving = None, {}
         self._fill(range(self._cache.num_pages), None)
 
     def finish(self, tracked: TrackedRequest) -> None:
@@ -288,15 +372,17 @@ class WriteBack:
 
     def check(self) -> None:
         """Raises `InvariantError` if a row is lost or used twice, or a block is both in use and about to go."""
-        rows, loading = [*self._free, *self._rows.values()], set[int]()
+        rows, stale = [*self._free, *self._rows.values()], set[int]()
         for copies in self._jobs.values():
-            if copies.tracked is None:
-                rows += copies.rows
-            elif copies.is_stale:
-                loading.update(copies.rows)
-        if sorted([*rows, *loading]) != list(range(self._num_rows)):
+            rows += copies.rows
+        for loading in self._loading.values():
+            if loading.is_stale:
+                stale |= loading.all_rows
+            else:
+                rows += loading.displaced.values()
+        if sorted([*rows, *stale]) != list(range(self._num_rows)):
             raise InvariantError(
-                f"of {self._num_rows} rows, {len(rows)} are free or hold a block, {len(loading)} are loaded"
+                f"of {self._num_rows} rows, {len(rows)} are free or hold a block, {len(stale)} are loaded"
             )
         if self._rows.keys() != self._order.keys() ^ self._loads_of.keys():
             raise InvariantError("a block of the host is neither in use nor about to go, or both")
@@ -307,7 +393,7 @@ class WriteBack:
     @property
     def has_waiting(self) -> bool:
         """Whether a step must confirm stores in flight."""
-        return any(copies.tracked is None for copies in self._jobs.values())
+        return bool(self._jobs)
 
 
 def _tag_of(tracked: TrackedRequest | None) -> str | None:

@@ -89,7 +89,7 @@ class WriteThrough:
         """Counts of requests and of blocks that were loaded."""
         return self._loader.stats
 
-    def look_up(self, tracked: TrackedRequest, num_computed: int, orders: Orders) -> int | None:
+    def look_up(self, tracked: TrackedRequest, num_computed: int) -> int | None:
         """How many tokens after the engine's own can be loaded. None: ask again."""
         self._clock.hold()
         self._saver.publish()
