@@ -11,6 +11,8 @@ import pytest
 from stub import Stub, stubbed
 
 from kvpool.cli import main
+from kvpool.prove.endpoint import Endpoint
+from kvpool.prove.trial import FULL, LEAST_TOKENS, Trial
 
 QUICK = ("--quick", "--fill-seconds", "0")
 
@@ -103,6 +105,18 @@ def test_given_a_command_that_restarts_then_it_runs_and_its_failure_is_told(
     assert (tmp_path / "restarted").exists()
     assert main(["prove", stub[1], *QUICK, "--restart-command", "exit 3"]) == 2
     assert "ended with status 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.0, LEAST_TOKENS), (None, 900), (3600.0, 900)])
+def test_given_an_endpoint_that_takes_long_for_a_prompt_then_prompts_are_shorter(
+    seconds: float | None, tokens: int, stub: tuple[Stub, str]
+) -> None:
+    endpoint = Endpoint(stub[1])
+    endpoint.negotiate()
+    trial = Trial(endpoint, FULL._replace(num_tokens=900, cold_seconds=seconds), seed=1)
+    trial.begin()
+    assert trial.prompts.num_tokens == tokens
+    assert len(trial.prompts.probe().lines) == pytest.approx(tokens / 10, rel=0.3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvpool.prove.prompts import Probe
 from kvpool.prove.trial import Asked, Trial
 
 _FEW: Final = 4
-_MISSES: Final = 2  # prompts that were found nowhere: every tier has been left
+_MISSES: Final = 3  # prompts that were found nowhere
 _SAME: Final = 3  # prompts from one tier, until the next one is looked for
 
 
@@ -34,11 +34,11 @@ def branches(trial: Trial) -> None:
     others = [trial.prompts.branch(probe) for probe in trial.probes]
     for other in others:
         trial.learn(other)
-    if trial.way != "salt":  # what came before them is gone, or they themselves are cached
-        for probe in trial.probes:
-            trial.ask(probe)
-    trial.hits_since([])
-    trial.judge(name, [trial.ask(other) for other in others])
+    found = []
+    for probe, other in zip(trial.probes, others, strict=True):
+        trial.ask(probe)  # what is cached of it may have been pushed out meanwhile
+        found.append(trial.ask(other))
+    trial.judge(name, found)
 
 
 def unsaid(trial: Trial) -> None:
@@ -49,27 +49,40 @@ def unsaid(trial: Trial) -> None:
         return
     if trial.cannot_compare(name):
         return
-    trial.judge(name, [trial.ask(trial.prompts.unsaid(probe)) for probe in trial.probes])
+    found = []
+    for probe in trial.probes:
+        trial.ask(probe)
+        found.append(trial.ask(trial.prompts.unsaid(probe, trial.probes)))
+    trial.judge(name, found)
 
 
 def other_traffic(trial: Trial) -> None:
-    """More and more prompts of our own push the probes out, tier by tier; each round looks at one of them."""
+    """More and more prompts of our own push the probes out, tier by tier; each round looks at one of them.
+
+    A probe that nobody finds any more was pushed too far: then between that number of prompts and the last one that left it
+    in the tier above.
+    """
     by_source: dict[str, list[Asked]] = {}
     due = time.monotonic() + trial.plan.fill_seconds
-    number, misses, shared = trial.plan.num_probes, 0, 0
+    low, high, misses, shared = 0, 0, 0, 0
+    number = trial.plan.num_probes
     for probe in trial.probes:
-        if time.monotonic() > due or misses == _MISSES:
+        if time.monotonic() > due or misses == _MISSES or low < high <= low + 1:
             break
+        trial.ask(probe)
         fill(trial, number, due)
         asked = trial.ask(probe)
-        source = max(asked.hits, key=lambda name: asked.hits[name], default="")
-        if not source:
-            misses += 1
-            continue
-        by_source.setdefault(source, []).append(asked)
-        number *= 2 if source in DEVICE or len(by_source[source]) >= _SAME else 1
-        if trial.way == "salt":
-            shared += trial.ask(probe, salt=trial.new_salt()).num_cached
+        if asked.is_shared:
+            if trial.way == "salt":
+                shared += trial.ask(probe, salt=trial.new_salt()).num_cached
+            source = max(asked.hits, key=lambda name: asked.hits[name])
+            by_source.setdefault(source, []).append(asked)
+            if source not in DEVICE and len(by_source[source]) < _SAME:
+                continue
+            low = number
+        else:
+            misses, high = misses + 1, number
+        number = (low + high) // 2 if high else 2 * number
     if shared and trial.promises_salts:
         trial.salts_share += shared
     for source, found in by_source.items():
@@ -167,12 +180,19 @@ def adapters(trial: Trial, names: Sequence[str]) -> None:
 
 def restarted(trial: Trial, command: str, seconds: float) -> None:
     """What the endpoint finds of earlier prompts when it has been started again."""
+    before_restart(trial)
     trial.say("restarting")
     done = subprocess.run(command, shell=True, check=False)
     if done.returncode:
         raise EndpointError(f"the restart command ended with status {done.returncode}: {command}")
     trial.endpoint.wait(seconds)
     after_restart(trial)
+
+
+def before_restart(trial: Trial) -> None:
+    """Makes the prompts those that every tier used last."""
+    for probe in trial.probes:
+        trial.ask(probe)
 
 
 def after_restart(trial: Trial) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,11 +15,11 @@ _LINES_PER_NEEDLE: Final = 6
 _DIGITS: Final = 8  # of a code: no model says one of a thousand by chance
 _TOKENS_PER_LINE: Final = 12  # until the endpoint has counted some
 _ORDINARY: Final = tuple(range(10, 110))  # token ids that are in every vocabulary
-_COLOURS: Final = (
+COLOURS: Final = (
     *("red", "blue", "green", "black", "white", "yellow", "silver"),
     *("golden", "purple", "orange", "brown", "pink"),
 )
-_THINGS: Final = (
+THINGS: Final = (
     *("falcon", "boat", "tower", "lamp", "garden", "bridge", "wagon"),
     *("violin", "castle", "kettle", "ladder", "mirror", "anchor", "basket"),
 )
@@ -26,7 +27,7 @@ _VERBS: Final = (
     *("passed", "carried", "watched", "painted", "followed", "repaired", "found"),
     *("measured", "crossed", "sold", "borrowed"),
 )
-_NAMES: Final = tuple(f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS)
+_NAMES: Final = tuple(f"{colour} {thing}" for colour in COLOURS for thing in THINGS)
 _MOST_NEEDLES: Final = 100  # of a prompt: fewer than names
 
 
@@ -62,7 +63,7 @@ class Prompts:
     """Writes probes of about so many tokens. The same seed writes the same ones."""
 
     def __init__(self, num_tokens: int, seed: int) -> None:
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self._rng = random.Random(seed)
         self._written = 0
         self._tokens_per_line: float = _TOKENS_PER_LINE
@@ -89,8 +90,8 @@ class Prompts:
         self._written += 1
         name = f"prompt {self._written}"
         if self.of_tokens:
-            return Probe(name, tokens=self._random(self._num_tokens))
-        number = max(4, round(self._num_tokens / self._tokens_per_line))
+            return Probe(name, tokens=self._random(self.num_tokens))
+        number = max(4, round(self.num_tokens / self._tokens_per_line))
         places = range(1, number, max(_LINES_PER_NEEDLE, number // _MOST_NEEDLES))
         needles = dict(
             zip(places, ((thing, self._code()) for thing in self._rng.sample(_NAMES, len(places))), strict=True)
@@ -124,10 +125,11 @@ class Prompts:
         lines = (*probe.lines[:at], *(self._line() for _ in probe.lines[at:]))
         return replace(probe, name=f"a branch of {probe.name}", lines=lines)
 
-    def unsaid(self, probe: Probe) -> Probe:
-        """The prompt asked for what only others say."""
+    def unsaid(self, probe: Probe, others: Sequence[Probe]) -> Probe:
+        """The prompt asked for what another one was asked for, and it does not say; or for what nobody says."""
         said = "\n".join(probe.lines)
-        thing = self._rng.choice([name for name in _NAMES if f"of the {name} is" not in said])
+        strange = [name for name in _NAMES if f"of the {name} is" not in said]
+        thing = self._rng.choice([other.thing for other in others if other.thing in strange] or strange)
         return replace(probe, name=f"{probe.name} asked for what it does not say", thing=thing, code="")
 
     def _random(self, number: int) -> tuple[int, ...]:
@@ -135,8 +137,8 @@ class Prompts:
 
     def _line(self) -> str:
         """A sentence that says nothing of codes."""
-        one, other = self._rng.choice(_THINGS), self._rng.choice(_THINGS)
-        return f"A {self._rng.choice(_COLOURS)} {one}s' crew {self._rng.choice(_VERBS)} the {other}s at noon."
+        one, other = self._rng.choice(THINGS), self._rng.choice(THINGS)
+        return f"A {self._rng.choice(COLOURS)} {one}s' crew {self._rng.choice(_VERBS)} the {other}s at noon."
 
     def _code(self) -> str:
         return str(self._rng.randrange(10 ** (_DIGITS - 1), 10**_DIGITS))

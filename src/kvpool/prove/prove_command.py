@@ -29,7 +29,10 @@ def prove(
     key: Annotated[str, typer.Option(envvar="KVPOOL_PROVE_KEY", help="The key that the endpoint wants.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Short prompts and little traffic: half a minute.")] = False,
     tokens: Annotated[
-        int | None, typer.Option(min=64, help="Tokens of each prompt (default: 2000; 320 with --quick).")
+        int | None,
+        typer.Option(
+            min=64, help="Tokens of each prompt (default: 2000, or less where that takes long; 320 with --quick)."
+        ),
     ] = None,
     fill_seconds: Annotated[
         float | None,
@@ -99,6 +102,7 @@ def prove(
     else:
         first_half(trial, [name for name in adapters.split(",") if name])
         if before is not None and trial.caches:
+            checks.before_restart(trial)
             write_plain(before, json_format.dumps(trial.state()).encode())
         elif trial.caches:
             if restart_command is not None:
@@ -137,6 +141,7 @@ def plan_of(endpoint: Endpoint, quick: bool, tokens: int | None, fill_seconds: f
     """How much is asked; prompts fit into the context."""
     plan = QUICK if quick else FULL
     num_tokens = plan.num_tokens if tokens is None else tokens
+    cold_seconds = plan.cold_seconds if tokens is None else None
     if endpoint.context is not None:
         room = endpoint.context - 64
         if tokens is not None and tokens > room:
@@ -145,7 +150,7 @@ def plan_of(endpoint: Endpoint, quick: bool, tokens: int | None, fill_seconds: f
             )
         num_tokens = min(num_tokens, room)
     seconds = plan.fill_seconds if fill_seconds is None else fill_seconds
-    return plan._replace(num_tokens=num_tokens, fill_seconds=seconds)
+    return plan._replace(num_tokens=num_tokens, fill_seconds=seconds, cold_seconds=cold_seconds)
 
 
 def first_half(trial: Trial, adapters: list[str]) -> None:

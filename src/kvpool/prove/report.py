@@ -29,6 +29,7 @@ def as_json(trial: Trial) -> dict[str, Any]:
         "owner": trial.endpoint.owner,
         "seed": trial.seed,
         "compared": _compared(trial),
+        "tokens": trial.prompts.num_tokens,
         "cold_by": trial.way or None,
         "noise": None if scale is None else max(scale.noise, default=None),
         "effect_of_a_block": None if scale is None else scale.effect,
@@ -40,7 +41,8 @@ def as_json(trial: Trial) -> dict[str, Any]:
 def lines(trial: Trial) -> Iterator[str]:
     """The report in words."""
     endpoint = trial.endpoint
-    yield f"{endpoint.model} at {endpoint.url}: {_compared(trial)}, seed {trial.seed}"
+    about = f"{_compared(trial)}, prompts of {trial.prompts.num_tokens:,} tokens, seed {trial.seed}"
+    yield f"{endpoint.model} at {endpoint.url}: {about}"
     if trial.caches:
         yield from _scale_in_words(trial)
     yield ""
