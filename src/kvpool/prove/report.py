@@ -64,12 +64,12 @@ def lines(trial: Trial) -> Iterator[str]:
 def page_lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The report of `--in-process` in words."""
     for stage, number in found["by_stage"].items():
-        yield f"{number:>6} pages from a cache  {stage}"
+        yield f"{number:>6} pages  {stage}"
     for words in found["wrong"][:_SHOWN]:
         yield f"        {words}"
     yield (
-        f"{found['verdict']}: {len(found['wrong'])} of {found['pages_compared']:,} pages that came from a cache have other "
-        f"bytes than the {found['pages_computed']:,} that were computed"
+        f"{found['verdict']}: {len(found['wrong'])} wrong among {found['pages_compared']:,} pages that came from a cache and "
+        f"{found['pages_recomputed']:,} whose load failed, beside {found['pages_computed']:,} that were computed"
     )
 
 
