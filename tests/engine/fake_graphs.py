@@ -95,5 +95,7 @@ def graph_runner(engine: Engine, *, mixed: bool = True, **options: Any) -> Model
 def use_runner(engine: Engine, runner: ModelRunner) -> None:
     """Has an engine that has not run yet run its steps by another runner, which may have graphs."""
     loop = engine._loop
-    engine._warm_up = WarmUp(runner, engine._thread._inbox, {})
-    loop.runner, loop.parts = runner, StepParts([*loop.parts.all, engine._warm_up])
+    warm_up = WarmUp(runner, engine._parts.inbox, {})
+    engine._parts, loop.runner = engine._parts._replace(warm_up=warm_up), runner
+    for moment, calls in vars(StepParts([warm_up])).items():
+        getattr(loop.parts, moment).extend(calls)

@@ -118,8 +118,8 @@ def test_given_a_compiler_that_fails_then_plain_layers_go_on_and_the_log_and_war
 
 def test_given_an_engine_that_closes_then_its_thread_ends_before_the_next_attention(compiler: Compiler) -> None:
     with make_engine() as engine:
-        assert engine._warm_up is not None
-        compiler.may_go = engine._warm_up._stopped
+        assert engine._parts.warm_up is not None
+        compiler.may_go = engine._parts.warm_up._stopped
         tokens(engine)
         assert compiler.began.wait(TIMEOUT)
     assert compiler.callers == ["kvpool-layers"]  # one layer of two

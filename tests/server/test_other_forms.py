@@ -125,8 +125,8 @@ def test_given_several_marks_then_a_conversation_is_made_tokens_again_only_where
     live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch, lives: Any, num_read: int
 ) -> None:
     read: list[int] = []
-    make = engine.chat_text
-    monkeypatch.setattr(engine, "chat_text", lambda *given, **more: [read.append(1), make(*given, **more)][1])
+    make = engine.prompts.chat_text
+    monkeypatch.setattr(engine.prompts, "chat_text", lambda *given, **more: [read.append(1), make(*given, **more)][1])
     texts = [{"type": "text", "text": f"w{number} w8 w9 w10 w11"} for number in (31, 32, 33)]
     marks = [{"cache_control": {"type": "ephemeral", "ttl": each}} if each else {} for each in lives]
     system, *turns = ([{**text, **mark}] for text, mark in zip(texts, marks, strict=True))

@@ -103,10 +103,8 @@ class Engine:
             words = ", ".join(f"{name}={value}" for name, value in asked.items())
             log.warning("the model's generation configuration has %s, which the engine does not follow", words)
         with_text = self.tokenizer, self.processor
-        parts = assemble(self.model, chosen, limits, model_tiers, *with_text, self._start)
-        self.shape, self._loop, inbox, self._prompts, self._tiers, self._pictures, self._forgetting, self._warm_up = (
-            parts
-        )
+        self._parts = parts = assemble(self.model, chosen, limits, model_tiers, *with_text, self._start)
+        self.shape, self.prompts, self._loop, self._tiers = parts.shape, parts.prompts, parts.loop, parts.tiers
         self.plane = self._loop.runner.plane
         self.manager, self.config = self._loop.scheduler.manager, self.plane.config
         self._closing = threading.Lock()
@@ -117,7 +115,7 @@ class Engine:
         except BaseException:
             self._opened.close()
             raise
-        self._thread = EngineThread(self._loop, inbox)  # which does not hold the engine
+        self._thread = EngineThread(self._loop, parts.inbox)  # which does not hold the engine
         self._requests = self._make_requests()
         self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
@@ -491,14 +489,14 @@ class Engine:
 
     def token_ids(self, prompt: Prompt) -> Int32Array:
         """The token ids of a prompt, checked against the vocabulary."""
-        return self._prompts.token_ids(prompt)
+        return self.prompts.token_ids(prompt)
 
     def read_prompt(self, prompt: Prompt, images: Sequence[Any] = ()) -> PicturedPrompt:
         """The token ids of a prompt, and its pictures. Raises if they do not belong together.
 
         `submit` takes the result, too: reading images takes a while, and any thread may do it.
         """
-        return self._prompts.read(prompt, images)
+        return self.prompts.read(prompt, images)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array | PicturedPrompt:
         """The token ids of a conversation, up to where the assistant speaks. The chat template also gets `template`.
@@ -506,20 +504,8 @@ class Engine:
         Messages may have parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; images are those of
         `submit`. A conversation with images is a prompt with its pictures.
         """
-        read = self._prompts.chat(messages, **template)
+        read = self.prompts.chat(messages, **template)
         return read.token_ids if read.pictures is None else read
-
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
-        """A conversation as the chat template writes it; `chat_text_tokens` of it is `chat_prompt`, if it has no images."""
-        return self._prompts.chat_text(messages, **template)
-
-    def chat_text_tokens(self, text: str, *, begins: bool = True) -> Int32Array:
-        """The token ids of what the chat template wrote, or of a part that `begins` no prompt."""
-        return self._prompts.chat_text_tokens(text, begins=begins)
-
-    def num_pixels(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """How many pixels the images of a conversation count; nothing is decoded. Raises if they are too many."""
-        return self._prompts.num_pixels(messages)
 
     def cached_tokens(
         self, prompt: Prompt, *, adapter: str | None = None, scope: ReuseScope | None = None
@@ -576,19 +562,19 @@ class Engine:
         a prefix is given, too), session or tenant anew. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else self.token_ids(prefix)
-        return self._forgetting.content(ids, scope, session, tenant)
+        return self._parts.forgetting.content(ids, scope, session, tenant)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns how many
         blocks left the cache.
         """
-        return self._forgetting.everything()
+        return self._parts.forgetting.everything()
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        look = partial(engine_stats, self._loop, self._tiers, self._pictures)
+        look = partial(engine_stats, self._loop, self._tiers, self._parts.pictures)
         if not self._thread.has_started:
             return look()
         try:
@@ -623,7 +609,7 @@ class Engine:
 
         Without `wait`, the engine does it while it is idle. Meanwhile, no thread may wait for the whole device.
         """
-        warm_up, wait = self._warm_up, as_flag(wait, "wait")
+        warm_up, wait = self._parts.warm_up, as_flag(wait, "wait")
         if warm_up is None:
             return
         if wait:

@@ -244,7 +244,12 @@ class EngineLoop:
 
     def _logits(self, plan: BatchPlan) -> Tensor:
         """Runs the model. Returns the logits that tokens are sampled from."""
-        inputs = StepInputs(self._token_ids(plan), plan.positions)
+        token_ids = self.runner.upload(plan.token_ids.astype(np.int64))
+        if plan.has_unknown_tokens:  # the newest samples of their lanes, which the host does not know yet
+            lanes = np.repeat(plan.lanes, np.diff(plan.query_start))
+            newest = self._last_token.index_select(0, self.runner.upload(lanes))
+            token_ids = torch.where(token_ids < 0, newest, token_ids)
+        inputs = StepInputs(token_ids, plan.positions)
         with inputs.closing:
             for change in self.parts.inputs:
                 change(plan, inputs)
@@ -257,15 +262,6 @@ class EngineLoop:
         """Finishes the steps in flight."""
         while self._flying:
             self._finish(self._flying.popleft())
-
-    def _token_ids(self, plan: BatchPlan) -> Tensor:
-        """Token ids on the device. Those that the host does not know yet are the newest samples of their lanes."""
-        token_ids = self.runner.upload(plan.token_ids.astype(np.int64))
-        if plan.has_unknown_tokens:
-            lanes = np.repeat(plan.lanes, np.diff(plan.query_start))
-            newest = self._last_token.index_select(0, self.runner.upload(lanes))
-            token_ids = torch.where(token_ids < 0, newest, token_ids)
-        return token_ids
 
     def _remember(self, plan: BatchPlan, tokens: Tensor) -> None:
         if not self.overlap:

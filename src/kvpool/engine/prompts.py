@@ -16,7 +16,7 @@ from kvpool.pools.arrays import Int32Array, as_token_array
 
 
 class Prompts:
-    """Reads the prompts of one model."""
+    """Reads the prompts of one model: what a server does with a conversation before it submits it."""
 
     def __init__(self, tokenizer: Any, processor: Any, vocab_size: int, images: ImageEncoder) -> None:
         self._tokenizer = tokenizer

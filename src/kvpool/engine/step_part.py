@@ -110,8 +110,6 @@ class StepParts:
     """The parts of an engine, by moment: of each moment only the methods of the parts that override it."""
 
     def __init__(self, parts: Sequence[StepPart]) -> None:
-        self.all = parts
-
         def of(moment: str) -> list[Callable[..., Any]]:
             return [
                 getattr(part, moment) for part in parts if getattr(type(part), moment) is not getattr(StepPart, moment)

@@ -30,11 +30,6 @@ class Supply:
         self.manager = manager
         self.num_pools = len(manager.config.pools)
 
-    def guaranteed_to_others(self, tenant: str, pool: int) -> dict[str, int]:
-        """Blocks of a pool that a tenant cannot use, by the tenant that they are guaranteed to."""
-        quotas = self.manager.cache.quotas().items()
-        return {other: quota.guaranteed[pool] for other, quota in quotas if other != tenant and quota.guaranteed[pool]}
-
     def of(self, tenant: str) -> tuple[int, ...]:
         """What requests of a tenant may take."""
         return self.manager.can_allocate(num_tokens=1, scope=ReuseScope(tenant=tenant)).blocks_available
@@ -157,7 +152,8 @@ class Capacity:
             )
         if request.cross_tokens and len(self._growing) == len(config.groups):
             return f"cross_tokens={request.cross_tokens}, but no layer of this model is cross_attention"
-        sizes = self.pool_sizes()
+        sizes, quotas = self.pool_sizes(), self.manager.cache.quotas()
+        others = {tenant: quota.guaranteed for tenant, quota in quotas.items() if tenant != request.scope.tenant}
         together = f" of {request.n} sequences" if self._advance_together(request) else ""
         for index, need in enumerate(self._needs_alone(request)):
             needs = (
@@ -166,7 +162,7 @@ class Capacity:
             )
             if need > sizes[index]:
                 return f"{needs}, which has {sizes[index]} in all; ask for fewer tokens or use a larger pool"
-            kept = self.supply.guaranteed_to_others(request.scope.tenant, index)
+            kept = {tenant: blocks[index] for tenant, blocks in others.items() if blocks[index]}
             left = max(0, sizes[index] - sum(kept.values()))
             if need > left:
                 whose = ", ".join(f"{blocks} are guaranteed to {tenant!r}" for tenant, blocks in kept.items())

@@ -87,30 +87,18 @@ class SchedulingPolicy(ABC):
         """A sequence was granted this many tokens of work; negative: it used so many less than were granted."""
 
 
-class RankedPolicy(SchedulingPolicy):
+class RankedPolicy(OrderedQueue, SchedulingPolicy):
     """An order by a key that does not change while a sequence waits: override `key`, smaller is served first."""
 
     def __init__(self) -> None:
-        self._queue = OrderedQueue(lambda sequence: (self.urgency(sequence), self.key(sequence)))
+        super().__init__(lambda sequence: (self.urgency(sequence), self.key(sequence)))
 
     @abstractmethod
     def key(self, sequence: ScheduledSequence) -> Any:
         """What to sort by."""
 
-    def push(self, sequence: ScheduledSequence) -> None:
-        self._queue.push(sequence)
-
-    def remove(self, sequence: ScheduledSequence) -> None:
-        self._queue.remove(sequence)
-
     def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
-        return list(islice(self._queue, limit))
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[ScheduledSequence]:
-        return iter(self._queue)
+        return list(islice(self, limit))
 
 
 class FirstComeFirstServed(RankedPolicy):
@@ -145,7 +133,7 @@ class LongestPrefixMatch(FirstComeFirstServed):
         self.window = window
 
     def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
-        oldest = list(islice(self._queue, max(limit, self.window)))
+        oldest = list(islice(self, max(limit, self.window)))
         looked_at = sorted(oldest[: self.window], key=lambda sequence: -cached_tokens(sequence))
         return [*looked_at, *oldest[self.window :]][:limit]
 
@@ -171,7 +159,7 @@ class SoonestFirstToken(FirstComeFirstServed):
         self._due: dict[ScheduledSequence, float] = {}  # when so many were admitted it is not overtaken any more
 
     def push(self, sequence: ScheduledSequence) -> None:
-        self._due[sequence] = self._num_admitted + self.patience * len(self._queue) + self.grace
+        self._due[sequence] = self._num_admitted + self.patience * len(self) + self.grace
         super().push(sequence)
 
     def remove(self, sequence: ScheduledSequence) -> None:
@@ -183,7 +171,7 @@ class SoonestFirstToken(FirstComeFirstServed):
         self._num_admitted += num_tokens > 0 and sequence.index == 0
 
     def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
-        oldest = list(islice(self._queue, max(limit, self.window)))
+        oldest = list(islice(self, max(limit, self.window)))
         if len(oldest) < 2:
             return oldest
         return [*self._in_turn(oldest[: self.window], cached_tokens), *oldest[self.window :]][:limit]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.core.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.queues import Queues
@@ -39,22 +39,27 @@ class Results:
 
     # --- what was given ----------------------------------------------------------------------------------------------
 
-    def checked_counts(self, counts: Int64Array | None) -> Int64Array:
+    def checked_counts(self, given: Any) -> Int64Array:
         """How many tokens each sampling row got; raises before anything changes if they do not fit the plan."""
         plan, rows = self.plan, self.plan.sampling_rows
         if (
             plan.is_uniform
             and len(self.tokens) == len(rows)
-            and (counts is None or np.array_equal(counts, plan.num_samples))
+            and (given is None or np.array_equal(given, plan.num_samples))
         ):
             return plan.num_samples
         wanted, drafts = plan.num_samples[rows], plan.num_drafts[rows]
-        if counts is None:
+        if given is None:
             if drafts.any():
                 raise InvalidArgumentError("the plan has drafts: counts must say how many tokens each row accepted")
             counts = wanted
-        elif counts.shape != rows.shape:
-            raise InvalidArgumentError(f"got {len(counts)} counts for {len(rows)} rows that sample")
+        else:
+            array = as_array(given, "counts")
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                raise InvalidArgumentError(f"counts must hold one int for every row that samples, got {given!r}")
+            if array.shape != rows.shape:
+                raise InvalidArgumentError(f"got {len(array)} counts for {len(rows)} rows that sample")
+            counts = array.astype(np.int64)
         if len(self.tokens) != int(counts.sum()):
             raise InvalidArgumentError(f"got {len(self.tokens)} tokens where the plan samples {int(counts.sum())}")
         fits = np.where(drafts > 0, (counts >= 1) & (counts <= drafts + 1), counts == wanted)

@@ -33,7 +33,7 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_token_array
+from kvpool.pools.arrays import BoolArray, Int32Array, as_token_array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.cost_model import CostModel, LearningCostModel, LinearCostModel
@@ -243,7 +243,7 @@ class Scheduler:
         self._require_oldest(plan)
         ids = as_token_array(tokens)
         results = Results(self._queues, self._capacity, plan, ids)
-        results.apply(results.checked_counts(None if counts is None else _as_counts(counts)))
+        results.apply(results.checked_counts(counts))
         self._in_flight.popleft()
         reports = (self._report(group) for group in results.groups)
         return StepResult([report for report in reports if report is not None], results.forks)
@@ -389,13 +389,6 @@ class Scheduler:
             ):  # else it is over, and another request has its id
                 expired.append(self._stop(group, FinishReason.DEADLINE))
         return expired
-
-
-def _as_counts(counts: Any) -> Int64Array:
-    array = as_array(counts, "counts")
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidArgumentError(f"counts must hold one int for every row that samples, got {counts!r}")
-    return array.astype(np.int64)
 
 
 def _check_plan(plan: BatchPlan) -> BatchPlan:

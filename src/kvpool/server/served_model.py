@@ -96,7 +96,7 @@ class ServedModel:
             length = _SHORT if template else sum(len(message["content"]) for message in messages)
             return await _of_library(length, partial(self._chat_tokens, messages, asker, template))
         async with AsyncExitStack() as stack:
-            pixels = await _of_library(_SHORT, partial(self.engine.num_pixels, messages))
+            pixels = await _of_library(_SHORT, partial(self.engine.prompts.num_pixels, messages))
             await stack.enter_async_context(asker.reading(max(pixels, _FEW_PIXELS)))
             found = await _of_library(_SHORT, partial(self.engine.chat_prompt, messages, **template))
         return found if isinstance(found, PicturedPrompt) else PicturedPrompt(found), ""
@@ -105,15 +105,16 @@ class ServedModel:
         self, messages: Sequence[Mapping[str, Any]], asker: Asker, template: Mapping[str, Any]
     ) -> tuple[PicturedPrompt, str]:
         """The token ids and the text of a conversation. Answers in it are the tokens that the model wrote."""
-        text = self.engine.chat_text(messages, **template)
+        prompts = self.engine.prompts
+        text = prompts.chat_text(messages, **template)
         same = partial(self.answers.same, tools=template.get("tools", ()))
         scope = AnswerScope(asker.tenant, asker.salt, self.adapter)
         found = self.given.recall(scope, text, self.answers.ends, same)
         if found is None:
-            return self.engine.read_prompt(self.engine.chat_text_tokens(text)), text
+            return prompts.read(prompts.chat_text_tokens(text)), text
         begin, end = found
-        rest = self.engine.chat_text_tokens(text[end:], begins=False)
-        return self.engine.read_prompt(np.concatenate([begin, rest])), text
+        rest = prompts.chat_text_tokens(text[end:], begins=False)
+        return prompts.read(np.concatenate([begin, rest])), text
 
     def keep_answers(self, begun: Dialogue, generation: Generation, tenant: str, salt: str) -> None:
         """Keeps the token ids of answers that ended by themselves or at their limit, for the next turn."""

@@ -149,8 +149,7 @@ class TransferEngine:
         earlier ones, done; with `overlap` it does not wait, and whoever launches work calls `before_compute`. An operation
         that cannot be started raises `TransferError`; it and those behind it are in `remaining`.
         """
-        steps = plan_steps(ops, self.stores, self._groups)
-        return self._run(steps, overlap)
+        return self._run(plan_steps(ops, self.stores, self._groups), overlap)
 
     def retry_failed(self) -> Transfer:
         """Runs again what failed after it was started (a disk that was full, for instance), in the same order."""
