@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -220,6 +221,35 @@ def test_given_so_much_forgotten_that_its_beginnings_are_too_then_first_seen_hol
         cached(manager, 40, first)
     (span,) = manager.inspect.explain(list(range(40)))
     assert span == MissedSpan(0, 40, MissCause.FIRST_SEEN, 2.0)
+
+
+def test_given_many_that_left_before_anybody_asked_then_the_younger_are_known_and_the_older_forgotten() -> None:
+    clock = Clock()
+    manager = remembering(gpu_blocks=10, clock=clock, remembered_blocks=4000)
+    for number in range(600):
+        clock.now = float(number)
+        ran(manager, f"r{number}", list(range(100 * number, 100 * number + 40)))
+    asked = {number: manager.inspect.explain(list(range(100 * number, 100 * number + 40)))[0] for number in range(599)}
+    causes_of = [asked[number].cause for number in range(599)]
+    num_known = causes_of.count(MissCause.EVICTED)
+    assert 390 <= num_known <= 400
+    assert causes_of == [MissCause.FORGOTTEN] * (599 - num_known) + [MissCause.EVICTED] * num_known
+    assert asked[300].detail == Departure(EvictionReason.CAPACITY, 298.0, "", "r301")
+    assert manager.inspect.explain([7] * 40) == [MissedSpan(0, 40, MissCause.FIRST_SEEN)]
+
+
+def test_given_much_that_left_then_the_garbage_collector_has_no_more_to_look_at() -> None:
+    manager = remembering(gpu_blocks=10, remembered_blocks=100_000)
+
+    def num_objects() -> int:
+        for number in range(next(numbers), next(numbers)):
+            cached(manager, 40, 100 * number)
+        gc.collect()
+        return len(gc.get_objects())
+
+    numbers = iter([0, 300, 300, 900])
+    before = num_objects()
+    assert num_objects() < before + 100  # a tuple for each of the 600 would be counted
 
 
 def test_given_the_same_blocks_that_leave_again_and_again_then_they_are_remembered_once() -> None:

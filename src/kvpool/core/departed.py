@@ -7,9 +7,15 @@ known. It is put where a prompt finds it when somebody asks.
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Hashable, Iterator
 from itertools import islice
+from operator import add
 from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.core.node import Node
 from kvpool.eviction.policy import checksum
@@ -17,9 +23,11 @@ from kvpool.pools.arrays import Int32Array, as_bytes, num_common
 from kvpool.scope import ReuseScope
 from kvpool.stats import EvictionReason
 
-MAX_LOST: Final = 2**18  # beginnings of forgotten pieces that are told from those of what never was; about 40 MB
+MAX_LOST: Final = 2**18  # beginnings of forgotten pieces that are told from those of what never was; at most 25 MB
 NUM_SIBLINGS: Final = 64  # runs of one place among which the one most like a prompt is looked for
 Place: TypeAlias = tuple[int, int, int]  # hash of the scope, depth, checksum of all tokens before
+WIDTH: Final = 14  # fields of a row
+CHUNK: Final = 128 * WIDTH
 
 
 class Piece(NamedTuple):
@@ -36,7 +44,7 @@ class Piece(NamedTuple):
     left_at: float
     request_id: Hashable  # of who published it
     session: str | None
-    asker: tuple[str, Hashable] | None  # tenant and id of the request that was to be admitted then, if one was
+    asker: tuple[str, Hashable] | None = None  # tenant and id of the request that was to be admitted then, if one was
 
     @property
     def start(self) -> int:
@@ -58,50 +66,56 @@ class Departed:
 
     Whoever uses it holds the manager's lock. Of a forgotten piece its beginning is kept and where it ended: so a prompt that
     was never seen is told from one that is forgotten. `since` is None while that is so for all that ever left.
+
+    Until somebody asks, what left is rows of 14 fields, one behind the other in arrays of objects. The garbage collector
+    neither counts these nor looks into them; with an object for each piece its work costs more than all else here.
     """
 
     def __init__(self, max_blocks: int, block_size: int, max_lost: int = MAX_LOST) -> None:
         self.block_size = block_size
         self.since: float | None = None  # what left before that time may be taken for what never was
         self.number = 0  # of the last piece
+        # Tenant and id of the request that was to be admitted last, and in which tick: what leaves then makes room for it
+        self.asker: tuple[str | None, Hashable] = (None, None)
+        self.asked_at = -1
         self._max_blocks = max_blocks
         self._max_lost = max_lost
         self._num_blocks = 0
-        self._asker: tuple[str, Hashable] | None = None
-        self._asked_at = -1
-        self._pending: list[tuple[Any, ...]] = []  # pieces that nobody looked at
+        self._newest: list[Any] = []  # rows of pieces that nobody looked at
+        self._chunks: deque[npt.NDArray[Any]] = deque()  # older ones
         self._known: dict[int, Piece] = {}  # the others by number, all of them older
         self._at: dict[Place, dict[bytes, list[Piece]]] = {}
-        self._lost: dict[
-            tuple[Place, bytes], int
-        ] = {}  # beginnings of forgotten pieces: the depth where the last one ended
-
-    def note_asker(self, tenant: str, request_id: Hashable, tick: int) -> None:
-        """What leaves in the operation of this tick makes room for a request."""
-        self._asker, self._asked_at = (tenant, request_id), tick
+        # Of forgotten pieces: the depth where the last one ended, by the hash of the place and the first block
+        self._lost: dict[int, int] = {}
+        self._lost_unseen = array("q"), array("q")  # the same of what was forgotten since somebody looked
 
     def note(self, node: Node, first: int, reason: EvictionReason, now: float, tick: int) -> None:
         """The blocks of a synced run from `first` on leave the tree."""
-        self.number = number = self.number + 1
+        self.number += 1
         num_blocks, sum_before = node.num_blocks, node.parent.end_sum
-        self._pending.append(
-            (
-                number,
-                (node.scope_hash, node.start, sum_before if sum_before >= 0 else node.sum_before),
-                node.key,
-                node.root.scope,
-                first,
-                num_blocks,
-                node.tokens,
-                reason,
-                now,
-                node.request_id,
-                node.session,
-                self._asker if tick == self._asked_at else None,
-            )
+        tenant, request_id = self.asker if tick == self.asked_at else _NOBODY
+        newest = self._newest
+        newest += (
+            node.scope_hash,
+            node.start,
+            sum_before if sum_before >= 0 else node.sum_before,
+            node.key,
+            first,
+            num_blocks,
+            node.root.scope,
+            node.tokens,
+            reason,
+            now,
+            node.request_id,
+            node.session,
+            tenant,
+            request_id,
         )
-        self._num_blocks += num_blocks - first
-        if self._num_blocks > self._max_blocks:
+        self._num_blocks = total = self._num_blocks + num_blocks - first
+        if len(newest) >= CHUNK:
+            self._chunks.append(np.fromiter(newest, object, len(newest)))
+            newest.clear()
+        if total > self._max_blocks:
             self._forget()
 
     def recall(self, scope: ReuseScope, tokens: Int32Array, first: int, known: int, newest: int) -> Recalled:
@@ -125,7 +139,7 @@ class Departed:
                     for block in range(max(first, depth + piece.first), shared // size):
                         if block not in latest or latest[block].number < piece.number:
                             latest[block] = piece
-            lost_until = max(lost_until, self._lost.get((place, key), 0))
+            lost_until = max(lost_until, self._lost.get(hash((*place, key)), 0))
             before = checksum(key, before)
             while known in latest:
                 known += 1
@@ -167,12 +181,37 @@ class Departed:
 
     def _look_at_pending(self) -> None:
         """Puts what left since the last time where prompts find it."""
-        for piece in map(Piece._make, self._pending):
-            at_place = self._at.setdefault(piece.place, {})
-            older = at_place.pop(piece.key, _NO_PIECES)  # a place has the youngest last
-            at_place[piece.key] = [*filter(None, (self._without(old, piece) for old in older)), piece]
-            self._known[piece.number] = piece
-        self._pending.clear()
+        number = self.number - (len(self._newest) + sum(map(len, self._chunks))) // WIDTH
+        for chunk in (*(chunk.tolist() for chunk in self._chunks), self._newest):
+            for row in zip(*[iter(chunk)] * WIDTH, strict=True):
+                number += 1
+                scope_hash, start, before, key, first, num_blocks, scope, tokens, reason, now, name, session, *asker = (
+                    row
+                )
+                piece = Piece(
+                    number,
+                    (scope_hash, start, before),
+                    key,
+                    scope,
+                    first,
+                    num_blocks,
+                    tokens,
+                    reason,
+                    now,
+                    name,
+                    session,
+                )
+                if asker[0] is not None:
+                    piece = piece._replace(asker=(asker[0], asker[1]))
+                at_place = self._at.setdefault(piece.place, {})
+                older = at_place.pop(piece.key, _NO_PIECES)  # a place has the youngest last
+                at_place[piece.key] = [*filter(None, (self._without(old, piece) for old in older)), piece]
+                self._known[number] = piece
+        self._chunks.clear()
+        self._newest = []
+        for beginning, end in zip(*self._lost_unseen, strict=True):
+            self._lose(beginning, end)
+        self._lost_unseen = array("q"), array("q")
 
     def _without(self, old: Piece, piece: Piece) -> Piece | None:
         """What is left of a piece once blocks of it left again with another one; None if nothing is."""
@@ -190,7 +229,6 @@ class Departed:
     def _forget(self) -> None:
         """Forgets the oldest pieces, some more than must be."""
         enough = self._max_blocks - self._max_blocks // 64
-        left_at = None
         known, at = self._known, self._at
         while known and self._num_blocks > enough:
             piece = known.pop(next(iter(known)))
@@ -201,22 +239,39 @@ class Departed:
                 del at_place[piece.key]
                 if not at_place:
                     del at[piece.place]
-            self._lose(piece.place, piece.key, piece.first, piece.num_blocks)
-            left_at = piece.left_at
-        gone = 0
+            self._num_blocks -= piece.num_blocks - piece.first
+            self._lose(hash((*piece.place, piece.key)), piece.start + piece.num_blocks)
+            self._bound_lost(piece.left_at)
         while self._num_blocks > enough:
-            _, place, key, _, first, num_blocks, _, _, left_at, *_ = self._pending[gone]
-            self._lose(place, key, first, num_blocks)
-            gone += 1
-        del self._pending[:gone]
-        if len(self._lost) > self._max_lost:
-            self._lost = dict(islice(self._lost.items(), self._max_lost // 2, None))
-            self.since = left_at
+            rows, count = self._chunks.popleft().tolist() if self._chunks else self._newest, 0
+            while count < len(rows) and self._num_blocks > enough:
+                self._num_blocks -= rows[count + 5] - rows[count + 4]
+                count += WIDTH
+            self._lose_rows(rows[:count])
+            del rows[:count]
+            if rows and rows is not self._newest:
+                self._chunks.appendleft(np.fromiter(rows, object, len(rows)))
 
-    def _lose(self, place: Place, key: bytes, first: int, num_blocks: int) -> None:
-        lost, end = self._lost, place[1] + num_blocks
-        self._num_blocks -= num_blocks - first
-        lost[place, key] = max(end, lost.pop((place, key), 0))
+    def _lose_rows(self, rows: list[Any]) -> None:
+        beginnings, ends = self._lost_unseen
+        beginnings.extend(map(hash, zip(*(rows[field::WIDTH] for field in range(4)), strict=True)))
+        ends.extend(map(add, rows[1::WIDTH], rows[5::WIDTH]))
+        self._bound_lost(rows[9 - WIDTH])
+
+    def _lose(self, beginning: int, end: int) -> None:
+        lost = self._lost
+        lost[beginning] = max(end, lost.pop(beginning, 0))
+
+    def _bound_lost(self, left_at: float) -> None:
+        """Forgets the older half of the beginnings if they are too many."""
+        beginnings, ends = self._lost_unseen
+        gone = len(self._lost) + len(ends) - self._max_lost // 2
+        if gone <= self._max_lost // 2:
+            return
+        unseen = max(0, gone - len(self._lost))
+        self._lost = dict(islice(self._lost.items(), gone, None))
+        del beginnings[:unseen], ends[:unseen]
+        self.since = left_at
 
 
 def num_shared(tokens: Int32Array, prompt: Int32Array) -> int:
@@ -227,5 +282,6 @@ def num_shared(tokens: Int32Array, prompt: Int32Array) -> int:
     return first if length and differs[first] else length
 
 
+_NOBODY: Final = (None, None)
 _NO_PIECES: list[Piece] = []
 _NOTHING: dict[bytes, list[Piece]] = {}

@@ -329,7 +329,7 @@ def allocate(cache: Cache, handle: KVCacheHandle, prompt: Prompt, num_tokens: in
         cache.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
     if cache.departed is not None:
         handle.departed = cache.departed.number
-        cache.departed.note_asker(handle.scope.tenant, handle.request_id, cache.tick)
+        cache.departed.asker, cache.departed.asked_at = (handle.scope.tenant, handle.request_id), cache.tick
     match, hit_tokens, partial = plan.match, plan.num_hit_tokens, plan.match.partial
     if handle.session is not None:
         handle.user = session_for(cache, handle.scope.tenant, handle.session)
