@@ -34,6 +34,7 @@ LAYERS = (
         "fields",
         "terminal",
         "scope",
+        "told",
         "config",
         "stats",
     ),

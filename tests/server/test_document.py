@@ -43,7 +43,8 @@ def test_given_keys_then_the_document_asks_for_them_and_else_does_not(document: 
     else:
         assert asking == set()
     named = [name for path in document["paths"].values() for one in path.values() for name in one.get("parameters", ())]
-    assert {parameter["in"] for parameter in named} == {"path"}  # nothing of a caller is a parameter
+    assert {parameter["in"] for parameter in named} == {"path", "query"}  # nothing of a caller is a parameter
+    assert {parameter["name"] for parameter in named if parameter["in"] == "query"} == {"model"}
 
 
 def test_given_the_page_on_the_server_then_it_names_every_path(document: Any) -> None:

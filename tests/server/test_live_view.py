@@ -90,6 +90,7 @@ def test_given_a_stream_when_a_request_was_answered_then_its_blocks_and_latencie
     assert mirror.rest["pools"][0]["cached"] >= 5
     assert mirror.rest["more"]["waiting"] == []
     assert len(mirror.rest["more"]["latency"]["first_token_ms"]) == 2
+    assert mirror.rest["more"]["sessions"][0].keys() >= {"name", "state", "here", "below", "missing", "own"}
     live.app.state.server.views._hubs["tiny"].close()
 
 

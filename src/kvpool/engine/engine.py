@@ -47,6 +47,7 @@ from kvpool.engine.requests import (
     of_prompt,
     results_of,
 )
+from kvpool.engine.sessions import EngineSessions
 from kvpool.engine.settings import EngineKeywords, EngineSettings, as_settings, engine_signature
 from kvpool.engine.starting import Start
 from kvpool.engine.text import Pieces
@@ -116,6 +117,7 @@ class Engine:
             self._opened.close()
             raise
         self._thread = EngineThread(self._loop, parts.inbox)  # which does not hold the engine
+        self.sessions = EngineSessions(self._thread, self.manager.sessions)
         self._requests = self._make_requests()
         self._grammars = Grammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False

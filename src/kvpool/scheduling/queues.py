@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvpool.config import Tier
 from kvpool.core.handle import KVCacheHandle
+from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_scheduling_policy
@@ -172,6 +174,7 @@ class Queues:
         The eviction policy gets `hint`, or the hint of the request, or what the reason says about a continuation.
         """
         handles = []
+        paused: list[tuple[str, str, float]] = []  # sessions that go on after so many seconds, with their tenants
         for sequence in sequences:
             if sequence.is_finished:
                 continue
@@ -184,9 +187,15 @@ class Queues:
                 said = hint or _hint_of(sequence, reason)
                 if said is not None:
                     self.manager.hint(sequence.handle, said)
+                    session, seconds = sequence.request.session, said.expected_seconds
+                    if session is not None and seconds is not None:
+                        paused.append((session, sequence.request.scope.tenant, seconds))
                 sequence.handle = None
             self.end(sequence, reason)
         self.manager.free_batch(handles)
+        for name, tenant, expected in paused:
+            with suppress(InvalidArgumentError):  # it has ended meanwhile
+                self.manager.sessions.pause(name, expected, tenant=tenant)
 
     def end(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
         """Notes that a sequence which holds nothing is over."""

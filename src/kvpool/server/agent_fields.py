@@ -77,6 +77,23 @@ def other_than(own: str) -> Discriminator:
     return Discriminator(tag)
 
 
+class DynamoContext(Body):
+    """`nvext.agent_context`: which session a request belongs to."""
+
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    session_final: bool = False
+    session_type_id: Annotated[str | None, LEFT_OUT] = None
+    trajectory_id: Annotated[str | None, LEFT_OUT] = None
+
+
+class AgentContext(Body):
+    """`nvext`: what Dynamo is told of agents."""
+
+    agent_context: DynamoContext | None = None
+    agent_hints: Annotated[dict[str, Any] | None, LEFT_OUT] = None
+
+
 class OfEvery(Body):
     """Every form."""
 
@@ -87,6 +104,7 @@ class OfEvery(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    nvext: AgentContext | None = None
     background: No = False
     best_of: One = 1
     use_beam_search: No = False

@@ -43,6 +43,7 @@ from kvpool.server.schema import (
     Detokenize,
 )
 from kvpool.server.served_model import ServedModel
+from kvpool.server.sessions import ForkOfSession, OfSession, PauseOfSession, SessionRoutes
 from kvpool.server.tracing import Tracing
 from kvpool.version import __version__
 from kvpool.web import BodyLimit, LocalNames
@@ -149,6 +150,7 @@ def create_app(
     _add_looks(app, server)
     _add_generation(app, server)
     _add_cache(app, server)
+    _add_sessions(app, server)
     _add_live_view(app, server)
     return app
 
@@ -373,6 +375,41 @@ def _add_cache(app: FastAPI, server: Server) -> None:
         """What the caches count; for administrators, since it tells of all tenants."""
         _require_admin(caller)
         return cache.stats(list(server.models.values()))
+
+
+def _add_sessions(app: FastAPI, server: Server) -> None:
+    caller_of, sessions = _caller_of(server), SessionRoutes()
+
+    @app.get("/v1/sessions")
+    async def all_sessions(model: str = "", caller: Caller = caller_of) -> dict[str, Any]:
+        """The caller's own sessions that have not ended."""
+        return await sessions.list(server.model(model), caller)
+
+    @app.get("/v1/sessions/{name:path}")
+    async def session(name: str, model: str = "", caller: Caller = caller_of) -> dict[str, Any]:
+        """What is cached of a session, and what it would cost to go on."""
+        return await sessions.get(name, server.model(model), caller)
+
+    @app.post("/v1/sessions/{name:path}/pause")
+    async def pause(name: str, body: PauseOfSession | None = None, caller: Caller = caller_of) -> dict[str, Any]:
+        """A session waits for a tool or a person; it may move to the host."""
+        body = body or PauseOfSession()
+        return await sessions.pause(name, body, server.model(body.model), caller)
+
+    @app.post("/v1/sessions/{name:path}/resume")
+    async def resume(name: str, body: OfSession | None = None, caller: Caller = caller_of) -> dict[str, Any]:
+        """A session goes on soon: brings it to the GPU."""
+        return await sessions.resume(name, server.model((body or OfSession()).model), caller)
+
+    @app.post("/v1/sessions/{name:path}/fork")
+    async def fork(name: str, body: ForkOfSession, caller: Caller = caller_of) -> dict[str, Any]:
+        """A session calls a sub-agent."""
+        return await sessions.fork(name, body, server.model(body.model), caller)
+
+    @app.post("/v1/sessions/{name:path}/end")
+    async def end(name: str, body: OfSession | None = None, caller: Caller = caller_of) -> dict[str, Any]:
+        """A session is over: gives up what only it used."""
+        return await sessions.end(name, server.model((body or OfSession()).model), caller)
 
 
 def _add_live_view(app: FastAPI, server: Server) -> None:

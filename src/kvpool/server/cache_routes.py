@@ -26,10 +26,10 @@ from kvpool.server.answers import as_event
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
-from kvpool.server.parameters import session_name
 from kvpool.server.pins import TenantPins
 from kvpool.server.prompts import CacheQuery, Invalidation, PinnedPrompt, PromptForOthers, named_prompt
 from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.server.sessions import session_name
 from kvpool.web import EventStream, unless_gone
 
 ALIVE_SECONDS = 1.0  # a stream sends something at least so often, also while its prompt waits

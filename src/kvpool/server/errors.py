@@ -14,6 +14,7 @@ from kvpool.errors import (
     OutOfBlocksError,
     PinBudgetError,
     SequenceStateError,
+    UnknownSessionError,
     UnsupportedModelError,
 )
 
@@ -64,6 +65,8 @@ def problem_of(error: KVPoolError) -> Problem:
         log.info("a request was refused: %s", error)
         words = "the prompt and its answer need more memory than this server has: shorten the prompt or ask for fewer tokens"
         return Problem(400, words, code="context_length_exceeded")
+    if isinstance(error, UnknownSessionError):
+        return Problem(404, "this tenant has no such session: it begins with its first request", code="not_found")
     if isinstance(error, (InvalidArgumentError, ConfigError)):
         return Problem(400, str(error), code="invalid_value")
     if isinstance(error, UnsupportedModelError):

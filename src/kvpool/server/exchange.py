@@ -21,10 +21,11 @@ from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
 from kvpool.server.latencies import Latencies, RequestMeter
 from kvpool.server.limits import Gate
-from kvpool.server.parameters import pins_of, request_options, session_of
+from kvpool.server.parameters import pins_of, request_options
 from kvpool.server.pins import TenantPins
 from kvpool.server.schema import Sampling
 from kvpool.server.served_model import LiveRequest, ServedModel
+from kvpool.server.sessions import begin_session, end_session, session_of, session_of_history
 from kvpool.server.tools import Dialogue
 from kvpool.server.tracing import RequestTrace, Tracing
 from kvpool.web import EventStream, unless_gone
@@ -68,7 +69,8 @@ class Exchange:
         self._writer = answer
         self._headers: dict[str, str] = {}
         self._begun: Dialogue | None = None
-        self._name = session_of(body, request.headers) or request.state.id
+        self._told = session_of(body, request.headers)
+        self._name = self._told.name or request.state.id
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
@@ -88,7 +90,7 @@ class Exchange:
             if len(prompt) > limit:
                 words = self._writer.too_long.format(tokens=len(prompt), limit=limit)
                 raise Problem(400, words, code="context_length_exceeded")
-        options = request_options(self._body, self._caller, self._request.headers)
+        options = request_options(self._body, self._caller, self._told.name or session_of_history(self._body))
         options |= {name: value for name, value in more.items() if value is not None}
         images = [
             prompt.pictures.num_bytes for prompt in prompts if isinstance(prompt, PicturedPrompt) and prompt.pictures
@@ -112,6 +114,7 @@ class Exchange:
                 asked = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "seed")}
                 asked |= {"max_tokens": params.max_new_tokens, "choice.count": params.n if params.n > 1 else None}
                 self._trace = self._tracing.begin(request.headers, request.url.path, asked, *names)
+            await begin_session(self._told, self._model, self._caller)
             await self._model.scope(self._caller.tenant, "")  # reads an adapter's files outside of the event loop
             for prompt in prompts:
                 self._running.append(self._model.start(prompt, params, self._name, **options))
@@ -153,6 +156,7 @@ class Exchange:
             self._trace = None
         for running in self._running:
             running.cancel()
+        end_session(self._told, self._model, self._caller)
         self._stack.close()
 
     def _cut(self) -> None:

@@ -18,9 +18,11 @@ from kvpool.server.latencies import Latencies, ModelLatencies
 from kvpool.server.limits import Gate
 from kvpool.server.prompts import CacheQuery, named_prompt
 from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.server.sessions import told_name
 from kvpool.view.frames import MAX_NAME
 from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
+from kvpool.view.session_rows import MOST_SESSIONS, session_rows
 from kvpool.view.tier_rows import tier_row
 from kvpool.web import EventStream
 
@@ -115,10 +117,12 @@ class _EngineStatus:
         self._due = self._tiers_due = 0.0
         self._known: Mapping[str, Any] = {}
         self._tiers: list[dict[str, Any]] = []
+        self._sessions: list[dict[str, Any]] = []
 
     def __call__(self) -> Mapping[str, Any]:
         if time.monotonic() >= self._due:
             waiting = self._engine.waiting()
+            self._look_again()
             told = [
                 [self._model.name_of(one.request_id)[:MAX_NAME], one.tenant, one.num_tokens, round(one.seconds, 1)]
                 for one in waiting[:_MAX_TOLD]
@@ -128,15 +132,16 @@ class _EngineStatus:
                 "num_waiting": len(waiting),
                 "latency": self._latencies.recent(),
                 "generated": self._latencies.num_generated,
-                "tiers": self._told_tiers(),
+                "tiers": self._tiers,
+                "sessions": self._sessions,
             }
             self._due = time.monotonic() + _ASK_SECONDS
         return self._known
 
-    def _told_tiers(self) -> list[dict[str, Any]]:
-        """The tiers that find blocks by key, which outlive the engine: how full they are, and who filled them."""
+    def _look_again(self) -> None:
+        """Reads what changes slowly: how full the tiers that outlive the engine are, and by whom; and the sessions."""
         if time.monotonic() >= self._tiers_due:
             found = self._engine.stats().tiers
             self._tiers = [] if found is None else [tier_row(measured.stats) for measured in found.tiers]
+            self._sessions = session_rows(self._engine.sessions.list(limit=MOST_SESSIONS), told_name)
             self._tiers_due = time.monotonic() + _TIER_SECONDS
-        return self._tiers

@@ -17,10 +17,8 @@ from kvpool.server.limits import Gate
 from kvpool.server.long_work import Asker, in_thread
 from kvpool.server.schema import KeptTokens, ResponseFormat, Sampling
 from kvpool.server.served_model import ServedModel, scope_for_tenant
+from kvpool.server.sessions import session_name
 from kvpool.server.tools import Dialogue
-
-SESSION_HEADER = "x-session-id"
-MAX_NAME = 256  # characters, as of the field `session_id`
 
 
 async def sampling_params(
@@ -112,16 +110,8 @@ def asker_of(body: Body, caller: Caller, gate: Gate) -> Asker:
     return Asker(caller.tenant, salt, partial(gate.images.turn, caller.key))
 
 
-def session_of(body: Sampling, headers: Mapping[str, str]) -> str | None:
-    """The session that a request names in its body or its headers."""
-    return body.session_id or headers.get(SESSION_HEADER)
-
-
-def request_options(body: Sampling, caller: Caller, headers: Mapping[str, str]) -> dict[str, Any]:
+def request_options(body: Sampling, caller: Caller, session: str | None) -> dict[str, Any]:
     """Further options for the engine, besides the prompt and the parameters."""
-    session = session_of(body, headers)
-    if session is not None and len(session) > MAX_NAME:
-        raise Problem(400, f"{SESSION_HEADER} is longer than {MAX_NAME} characters", code="invalid_value")
     return {
         "retention": _retention(body.retention or ()),
         "priority": body.priority,
@@ -172,8 +162,3 @@ def _wrong(kept: KeptTokens) -> str:
 def pins_of(body: Sampling) -> list[KeptTokens]:
     """The pins that a request asks for."""
     return [kept for kept in body.retention or () if kept.pin]
-
-
-def session_name(caller: Caller, session_id: str) -> str:
-    """The name of a session with its tenant, so that one tenant cannot name or end a session of another."""
-    return f"{len(caller.tenant)}:{caller.tenant}{session_id}"

@@ -19,6 +19,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import Retention, ReuseScope, TokenRange
 from kvpool.view.http import serve
+from kvpool.view.session_rows import MOST_SESSIONS, session_rows
 
 TENANTS = ("acme", "globex", "initech", "umbrella", "hooli")
 BLOCK_SIZE = 16
@@ -78,13 +79,15 @@ class Traffic:
             self.step()
 
     def more(self) -> dict[str, Any]:
-        """Who waits, for the page."""
+        """Who waits, and what is cached of chats, for the page."""
         with self._lock:
             waiting = [
                 [f"chat-{chat}", self._chats[chat][0], len(self._chats[chat][1]), round(time.monotonic() - since, 1)]
                 for chat, since in self._waiting
             ]
-        return {"waiting": waiting, "num_waiting": len(waiting)}
+        known = self.manager.sessions.list(limit=MOST_SESSIONS)
+        sessions = session_rows(known, lambda info: info.name)
+        return {"waiting": waiting, "num_waiting": len(waiting), "sessions": sessions}
 
     def _ids(self, num_tokens: int) -> Int32Array:
         return self._random.integers(0, _VOCABULARY, max(num_tokens, 1), np.int32)

@@ -6,15 +6,14 @@ another server is asked, and the errors for clients.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeGuard
 
 from starlette.responses import JSONResponse, Response
 
 from kvpool.cluster.translator import item_keys
+from kvpool.told import digest_of, told_session
 
 NODE_HEADER = "x-kvpool-node"
 ELSEWHERE = {502, 503, 504}  # this node cannot, another one may
@@ -244,21 +243,8 @@ def session_of(body: dict[str, Any], headers: Mapping[str, str]) -> str | None:
     The caller's key is part of it, so two callers never share a session. It is a digest, because many are remembered, names
     may be long, and keys must not be kept.
     """
-    names = (headers.get("x-session-id"), body.get("session_id"), body.get("prompt_cache_key"))
-    named = next((name for name in (*names, _user_in(body.get("metadata")), body.get("user")) if name), None)
-    return _session(named, credentials(headers)) if isinstance(named, str) else None
-
-
-def _user_in(metadata: object) -> str | None:
-    """The session in `metadata.user_id`, in the two forms in which Claude Code writes it; else the user."""
-    user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    if not isinstance(user, str):
-        return None
-    with suppress(ValueError, RecursionError):
-        said = json.loads(user)
-        if isinstance(said, dict) and isinstance(said.get("session_id"), str):
-            return str(said["session_id"])
-    return user.rpartition("_session_")[2]
+    name = told_session(body, headers).name
+    return None if name is None else _session(name, credentials(headers))
 
 
 def beginning_of(body: dict[str, Any], caller: Mapping[str, str]) -> str | None:
@@ -271,5 +257,4 @@ def beginning_of(body: dict[str, Any], caller: Mapping[str, str]) -> str | None:
 
 
 def _session(name: str, caller: Mapping[str, str]) -> str:
-    whose = f"{' '.join(caller.values())} {name}".encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(whose, digest_size=16).hexdigest()
+    return digest_of(f"{' '.join(caller.values())} {name}")

@@ -4,7 +4,7 @@ import { Charts } from "/view/charts.js";
 import { Chat } from "/view/chat.js";
 import { Colours, describe } from "/view/colours.js";
 import { Grid, drawnBlocks } from "/view/grid.js";
-import { element, facts, many, maskOf, showEvents, showFlow, showKeyedTiers, showRequests, showTiles, tableWords } from "/view/panels.js";
+import { element, facts, many, maskOf, showEvents, showFlow, showKeyedTiers, showRequests, showSessions, showTiles, tableWords } from "/view/panels.js";
 import { Store, tablesOf } from "/view/store.js";
 import { askForKey, follow, headers, status } from "/view/stream.js";
 import { Tree } from "/view/tree.js";
@@ -134,6 +134,7 @@ function drawLists(frame) {
   showRequests(find("request-list"), find("requests-count"), frame.rest, colours, selected?.kind === "request" ? selected.serial : null,
     (one) => select({ kind: "request", ...one }));
   showKeyedTiers(find("keyed"), find("keyed-list"), frame.rest.more.tiers ?? [], colours);
+  showSessions(find("sessions"), find("session-list"), frame.rest.more.sessions ?? []);
   showEvents(find("event-list"), find("events-count"), frame.rest.events, store.numEvents, tierName);
   for (const flow of document.querySelectorAll(".flow")) showFlow(flow, store.frames, place());
   const told = frame.rest.tree;

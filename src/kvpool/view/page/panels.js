@@ -107,6 +107,25 @@ export function showKeyedTiers(card, list, tiers, colours) {
     });
 }
 
+// Sessions: where the tokens of each lie, what it must compute again when it goes on, and what its end would give up.
+export function showSessions(card, list, sessions) {
+  card.hidden = !sessions.length;
+  const longest = Math.max(1, ...sessions.map((one) => one.here + one.below + one.missing));
+  keep(list, sessions.map((one) => ({ key: `${one.tenant}/${one.name}`, ...one })),
+    () => element("li", {}, element("span", { className: "name" }), element("span", { className: "badge" }), element("span", { className: "room" }),
+      element("span", { className: "bar" }, element("i", { className: "b-cached" }), element("i", { className: "b-below" }), element("i", { className: "b-ahead" }))),
+    (row, one) => {
+      const [name, badge, room, bar] = row.children;
+      name.textContent = one.tenant ? `${one.tenant}: ${one.name}` : one.name;
+      badge.textContent = one.state === "paused" && one.returns !== null ? `back in ${Math.round(one.returns)} s` : one.state;
+      room.textContent = [
+        `${short(one.here)} here`, one.below ? `${short(one.below)} to load` : "", one.missing ? `${short(one.missing)} to compute` : "",
+        `${short(one.own)} its own`,
+      ].filter(Boolean).join(", ");
+      [one.here, one.below, one.missing].forEach((tokens, place) => { bar.children[place].style.width = `${(100 * tokens) / longest}%`; });
+    });
+}
+
 export function showRequests(list, count, rest, colours, chosen, choose) {
   const waiting = rest.more.waiting ?? [];
   const longest = Math.max(1, ...rest.sequences.map((row) => row[7]), ...waiting.map((row) => row[2]));
