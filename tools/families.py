@@ -316,7 +316,7 @@ _REASONS = {
     "has an encoder": "an encoder beside the decoder",
     "cannot be run: its own forward raised": "its own `forward` fails in a flattened step",
     "ALiBi": "slopes by distance (ALiBi) are added to scores",
-    "indexer": "an indexer's keys per token besides K and V",
+    "indexer": "an indexer's keys in a form of its own",
     "mask or bias of its own": "a mask or bias of its own is added to attention",
     "computed attention": "a layer that does not compute attention exactly once",
     "layers of type ([^;]*);": "layers of type \\1",

@@ -68,12 +68,13 @@ class ReplanningBackend(TorchBackend):
         max_sequences: int,
         max_blocks: int,
         max_query_tokens: int | None = None,
+        max_keys: int | None = None,
         beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
         tokens = max_query_tokens or max_sequences
         if tokens > max_sequences and not self._mixed:
             raise UnsupportedAttentionError("this backend captures one query a sequence")
-        return _Buffers(spec, max_sequences, tokens, max_blocks)
+        return _Buffers(spec, max_sequences, tokens, max_blocks, max_keys)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
         if buffers is None:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 WINDOW = 24
+CHOSEN = 8  # tokens that an indexer chooses for each query; its heads are many, so that no two scores are zero
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=160,
@@ -66,6 +67,10 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "opt": dict(ffn_dim=96, word_embed_proj_dim=64),
     "stablelm": {},
     "deepseek_v3": _MLA,
+    "deepseek_v32": dict(index_head_dim=16, index_n_heads=16, index_topk=CHOSEN, **_MLA),
+    "glm_moe_dsa": dict(
+        index_head_dim=16, index_n_heads=16, index_topk=CHOSEN, indexer_types=["full", "shared"], **_MLA
+    ),
     "olmo2": {},
     "granite": dict(attention_multiplier=0.4),
     "starcoder2": dict(sliding_window=WINDOW),
@@ -123,8 +128,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     ),
     "falcon_h1": dict(head_dim=16, **_MAMBA),
     "mamba": dict(state_size=8),
-    "deepseek_v32": dict(index_head_dim=16, index_n_heads=2, index_topk=8, **_MLA),
-    "glm_moe_dsa": dict(index_head_dim=16, index_n_heads=2, index_topk=8, **_MLA),
 }
 _OWN_NAMES = frozenset({"gpt2", "gptj", "codegen", "bloom", "mpt"})  # whose settings are called otherwise
 

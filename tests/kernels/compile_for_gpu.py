@@ -20,14 +20,15 @@ from paged_cases import poisoned_layer, spec
 
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
-from kvpool.config.layers import DType
+from kvpool.config.layers import INDEX, DType
 from kvpool.kernels.convolution_triton import convolve_one_triton, convolve_triton
 from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
 from kvpool.kernels.experts_triton import expert_product_triton
-from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates, SteppedStates
+from kvpool.kernels.layout import PackedStates, Runs, Selection, SlotStates, SteppedStates, StoredPart
 from kvpool.kernels.lora import empty_weights
 from kvpool.kernels.lora_triton import add_lora_triton
 from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.sparse import Choice
 from kvpool.kernels.states_triton import (
     delta_rule_one_triton,
     delta_rule_steps_triton,
@@ -49,6 +50,10 @@ SPECS = {
     "latent of 128 heads": spec(128, 1, 576, v_dim=512, values="k", **HALF),
     "latent in fp8": spec(16, 1, 576, v_dim=512, values="k", dtype=DType.BFLOAT16, kv_dtype=DType.FP8_E4M3),
     "latent in int8": spec(16, 1, 576, v_dim=512, values="k", dtype=DType.BFLOAT16, kv_dtype=DType.INT8),
+    "chosen latents": spec(128, 1, 576, v_dim=512, values="k", chosen=64, **HALF),
+    "chosen latents in int8": spec(
+        16, 1, 576, v_dim=512, values="k", chosen=64, dtype=DType.BFLOAT16, kv_dtype=DType.INT8
+    ),
     "the widest heads": spec(4, 2, 1024),
 }
 
@@ -84,12 +89,15 @@ def attend(
         sizes = {"max_sequences": max_sequences, "max_query_tokens": max_query_tokens, "max_blocks": 150}
         buffers = backend.reserve(kind, **sizes)
     plan = backend.plan(kind, batch, buffers)
-    cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
-    q = torch.zeros(
-        max_query_tokens or max_sequences or 201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype]
-    )
+    cache, choice = poisoned_layer(kind, 1, 16, "nhd", "cpu"), None
+    tokens, options = max_query_tokens or max_sequences or 201, {"dtype": TORCH_DTYPES[kind.dtype]}
+    q = torch.zeros(tokens, kind.q_heads, kind.head_dim, **options)
     sinks = torch.zeros(kind.q_heads) if kind.sink_logits else None
-    backend.run(q, cache, plan, sink_logits=sinks)
+    if kind.chosen:  # by an indexer as DeepSeek's
+        cache[INDEX] = StoredPart(kind.dtype, torch.zeros(150, 16, 1, 128, **options), 128)
+        asked = torch.zeros(tokens, 64, 128, **options), torch.zeros(tokens, 1, 128, **options)
+        choice = Choice(0, *asked, torch.zeros(tokens, 64), kind.chosen)
+    backend.run(q, cache, plan, sink_logits=sinks, choice=choice)
 
 
 def write(kind: AttentionSpec) -> None:

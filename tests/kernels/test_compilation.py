@@ -38,6 +38,7 @@ def test_given_no_gpu_then_all_kernels_compile_for_one_and_fit_its_memory() -> N
         "_keep_inputs_kernel",
         "_select_kernel",
         "_shrink_kernel",
+        "score_kernel",
     }
     too_large = [(name, case, shared) for name, case, shared in compiled if int(shared) > SHARED_MEMORY]
     assert not too_large

@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from models import REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_config, tiny_model
+from models import CHOSEN, REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_config, tiny_model
 from transformers import DynamicCache, LlamaModel, T5Config, T5ForConditionalGeneration
 
-from kvpool.config.layers import DType, LayerSpec
+from kvpool.config.layers import DType, LayerSpec, index_part
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
 from kvpool.model import probing, self_check
 from kvpool.model.forward import forward
@@ -35,6 +35,7 @@ WIDE = like(GQA, k_dim=24, v_dim=24, scale=24**-0.5, window=WINDOW)
 SLIDING = like(GQA, window=WINDOW)
 MLA = LayerShape(q_heads=4, kv_heads=1, k_dim=24, v_dim=16, scale=24**-0.5, k_only=True)
 SINKS = like(GQA, sinks=True)
+INDEXED = like(MLA, chosen=CHOSEN, index=index_part(16, "float32"), index_heads=16)
 EXPECTED = {
     "llama": (GQA, GQA),
     "mistral": (WIDE, WIDE),
@@ -51,6 +52,8 @@ EXPECTED = {
     "opt": (like(MHA, scale=1.0), like(MHA, scale=1.0)),
     "stablelm": (GQA, GQA),
     "deepseek_v3": (MLA, MLA),
+    "deepseek_v32": (INDEXED, INDEXED),
+    "glm_moe_dsa": (INDEXED, like(MLA, chosen=CHOSEN)),
     "olmo2": (GQA, GQA),
     "granite": (like(GQA, scale=0.4), like(GQA, scale=0.4)),
     "starcoder2": (SLIDING, SLIDING),
@@ -71,8 +74,6 @@ REASONS = {
     "mamba": "keeps a state of each sequence .MambaMixer.",
     "bloom": "adds slopes by distance",
     "mpt": "adds slopes by distance",
-    "deepseek_v32": "keeps an indexer's keys per token",
-    "glm_moe_dsa": "keeps an indexer's keys per token",
 }
 
 

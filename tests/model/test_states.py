@@ -26,7 +26,7 @@ from kvpool.model.probing import inspect_model, run_probe
 from kvpool.model.self_check import ContiguousAttention
 from kvpool.model.state_probing import use_kvpool_states
 from kvpool.model.state_steps import StateStep, keeping_states
-from kvpool.model.states import keeps_indexer, own_states, state_specs
+from kvpool.model.states import own_states, state_specs
 from kvpool.storage import BlockStore, StateLayout, StateSlots, TransferEngine
 
 NUM_SLOTS = 8
@@ -401,7 +401,6 @@ def test_a_model_is_given_back_as_it_was() -> None:
 def test_a_model_without_states_has_no_such_modules() -> None:
     model = tiny_model("llama")
     assert use_kvpool_states(model, lambda: None) == []
-    assert not keeps_indexer(model)
 
 
 def test_a_module_that_reads_a_mask_of_the_whole_step_is_refused() -> None:

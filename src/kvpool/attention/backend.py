@@ -15,6 +15,9 @@ from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.sparse import Choice
+
+CHOSEN_TOKENS = "attention over tokens that an indexer chooses"  # as `missing` says it
 
 
 class AttentionPlan:
@@ -33,8 +36,16 @@ class PlanBuffers:
     Queries and outputs have `max_query_tokens` rows. Rows after those of the batch become zeros.
     """
 
-    def __init__(self, spec: AttentionSpec, max_sequences: int, max_query_tokens: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        max_sequences: int,
+        max_query_tokens: int,
+        max_blocks: int,
+        max_keys: int | None = None,
+    ) -> None:
         self.spec = spec
+        self.max_keys = max_keys  # of a sequence; None: any number
         self.max_sequences = check_int(max_sequences, "max_sequences", 1, 2**24, InvalidArgumentError)
         self.max_query_tokens = check_int(max_query_tokens, "max_query_tokens", 1, 2**24, InvalidArgumentError)
         self.max_blocks = check_int(max_blocks, "max_blocks", 1, 2**31 - 1, InvalidArgumentError)
@@ -45,11 +56,13 @@ class PlanBuffers:
             raise InvalidArgumentError(
                 f"these buffers are for {self.spec}, not for {spec}; reserve a set for each spec"
             )
-        limits = (
+        limits = [
             ("sequences", len(batch), self.max_sequences),
             ("queries", batch.num_query_tokens, self.max_query_tokens),
             ("blocks", int(batch.indptr[-1]), self.max_blocks),
-        )
+        ]
+        if self.max_keys is not None:
+            limits.append(("keys of a sequence", int(batch.kv_lens.max(initial=0)), self.max_keys))
         for name, count, limit in limits:
             if count > limit:
                 raise InvalidArgumentError(
@@ -89,16 +102,22 @@ class AttentionBackend(ABC):
         plan: AttentionPlan,
         *,
         sink_logits: Tensor | None = None,
+        choice: Choice | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """The attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim].
 
-        Rows of sequences without keys become zero.
+        Rows of sequences without keys become zero. With a `choice`, queries see the tokens that it has chosen; the first
+        layer that it comes to chooses them.
         """
         self._check_run(q, cache, plan, sink_logits, out)
+        self._check_choice(q, plan.spec, choice)
         if out is None:
             out = q.new_empty(q.shape[0], plan.spec.q_heads, plan.spec.v_dim)
-        self.attend(q, cache, plan, sink_logits, out)
+        if choice is None:
+            self.attend(q, cache, plan, sink_logits, out)
+        else:
+            self.attend_chosen(q, cache, plan, choice, sink_logits, out)
         return out
 
     @abstractmethod
@@ -106,6 +125,18 @@ class AttentionBackend(ABC):
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor
     ) -> None:
         """Writes the attention of `q` over one layer into `out`; all of these fit together."""
+
+    def attend_chosen(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        choice: Choice,
+        sink_logits: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """The same over chosen tokens, which it chooses if nobody did; backends may lack it (`missing`)."""
+        raise UnsupportedAttentionError(f"the {self.name} backend cannot do {CHOSEN_TOKENS}")
 
     def _planned(self, plan: AttentionPlan) -> bool:
         """Whether the plan is one of this backend."""
@@ -118,10 +149,12 @@ class AttentionBackend(ABC):
         max_sequences: int,
         max_blocks: int,
         max_query_tokens: int | None = None,
+        max_keys: int | None = None,
         beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
         """Buffers for plans of up to so many sequences, queries (default: one each) and listed blocks.
 
+        Where an indexer chooses tokens, `max_keys` is the longest sequence: the scores of all its keys have room.
         `beside` are buffers whose plans never run at the same time as these. Both share scratch memory.
         """
         raise UnsupportedAttentionError(
@@ -143,6 +176,17 @@ class AttentionBackend(ABC):
         """Raises UnsupportedAttentionError, which names what is missing, if this backend cannot compute `spec`."""
         if reason := self.missing(spec):
             raise UnsupportedAttentionError(f"the {self.name} backend cannot do {reason}; spec: {spec}")
+
+    def _check_choice(self, q: Tensor, spec: AttentionSpec, choice: Choice | None) -> None:
+        """Raises InvalidArgumentError if a choice is missing, or is of other tokens than the plan's."""
+        if (choice is not None) != (spec.chosen > 0):
+            raise InvalidArgumentError(
+                f"chosen={spec.chosen} was planned: pass a choice if it is not 0, and None otherwise"
+            )
+        if choice is not None and (len(choice.q) != len(q) or choice.most != spec.chosen):
+            raise InvalidArgumentError(
+                f"the choice is of {choice.most} tokens for each of {len(choice.q)}, planned was {spec.chosen} for {len(q)}"
+            )
 
     def _check_run(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor | None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch, shared_prefixes
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import CHOSEN_TOKENS, AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels import compiled_attention
@@ -73,6 +73,8 @@ class CpuBackend(AttentionBackend):
 
     def missing(self, spec: AttentionSpec) -> str | None:
         """It reads floats and int8."""
+        if spec.chosen:
+            return CHOSEN_TOKENS
         return None if spec.kv_dtype in _KINDS else f"K and V stored as {spec.kv_dtype.value}"
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
-from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import CHOSEN_TOKENS, AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -127,6 +127,7 @@ class FlashInferBackend(AttentionBackend):
             "sink tokens": spec.sink_tokens > 0,
             "chunked attention": spec.chunk is not None,
             "sink logits": spec.sink_logits,
+            CHOSEN_TOKENS: spec.chosen > 0,
             "a window that is not causal": not spec.causal and spec.window is not None,
         }
         return next((feature for feature, wanted in unknown.items() if wanted), None)
@@ -138,6 +139,7 @@ class FlashInferBackend(AttentionBackend):
         max_sequences: int,
         max_blocks: int,
         max_query_tokens: int | None = None,
+        max_keys: int | None = None,
         beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
         """Fixed buffers for decode: one query per sequence. All plans share one workspace."""

@@ -14,6 +14,7 @@ from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffer
 from kvpool.errors import ConfigError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.sparse import Choice
 
 Factory = Callable[[torch.device], AttentionBackend]
 _FACTORIES: dict[str, Factory] = {}  # in order of preference
@@ -133,6 +134,18 @@ class ChoosingBackend(AttentionBackend):
     ) -> None:
         """Runs on the backend that planned."""
         plan.backend.attend(q, cache, plan, sink_logits, out)
+
+    def attend_chosen(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        choice: Choice,
+        sink_logits: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Runs on the backend that planned."""
+        plan.backend.attend_chosen(q, cache, plan, choice, sink_logits, out)
 
     def compilations(self, spec: AttentionSpec, cache: LayerCache) -> Sequence[Callable[[], None]]:
         """Those of the backend that plans `spec`."""

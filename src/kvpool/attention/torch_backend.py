@@ -28,8 +28,10 @@ from kvpool.attention.dense import (
     gather_layer,
     materialises,
 )
+from kvpool.attention.torch_sparse import TorchSparsePlan
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.sparse import Choice
 
 _TILE_QUERIES = {"cpu": 64, "cuda": 512}
 _TILE_SCORES = 2**22  # scores of one tile, if they are materialised
@@ -107,6 +109,8 @@ class TorchBackend(AttentionBackend):
         if buffers is not None:
             self.reserve(spec, max_sequences=1, max_blocks=1)
         batch.check_for(spec)
+        if spec.chosen:
+            return TorchSparsePlan(self, spec, batch)
         skipped = np.zeros(len(batch), np.int64)  # tokens of each sequence that are read as a shared prefix
         shared = list(self._shared(spec, batch, skipped))
         buckets = [self._bucket(spec, batch, rows, skipped) for rows in self._divide(spec, batch, skipped)]
@@ -140,6 +144,24 @@ class TorchBackend(AttentionBackend):
             rest = out.index_select(0, keys.tokens).to(compute)
             share = torch.sigmoid(part - sums.index_select(0, keys.tokens)).to(compute)
             out.index_copy_(0, keys.tokens, torch.lerp(rest, result[0], share.unsqueeze(-1)).to(q.dtype))
+
+    def attend_chosen(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        choice: Choice,
+        sink_logits: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Chooses if need be, and computes every sequence in turn."""
+        assert isinstance(plan, TorchSparsePlan)
+        if plan.dense is not None:
+            self.attend(q, cache, plan.dense, sink_logits, out)
+            return
+        if choice.chosen is None:
+            choice.chosen = plan.choose(choice, cache)
+        plan.attend(q, cache, choice.chosen, sink_logits, out, self._scratch)
 
     def _shared(self, spec: AttentionSpec, batch: PagedBatch, skipped: Int64Array) -> Iterator[_SharedKeys]:
         """Prefixes that several sequences with few queries share. Writes their lengths to `skipped`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.triton_sparse import SparseBuffers, SparsePlan, Tokens, listed_batch, token_arrays
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
@@ -31,6 +33,7 @@ from kvpool.kernels.latents import LATENT_TILE, attends_latents, latent_items
 from kvpool.kernels.layout import LayerCache, current
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.sparse import Choice
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys in one iteration of decoding
@@ -65,6 +68,12 @@ class _TritonPlan(AttentionPlan):
         super().__init__(backend, spec, num_query_tokens, block_size)
         self.indices = indices
         self.launches: list[_Launch] = []
+
+    def over(self, indices: Tensor) -> _TritonPlan:
+        """The same work over other lists."""
+        plan = _TritonPlan(self.backend, self.spec, self.num_query_tokens, self.block_size, indices)
+        plan.launches = self.launches
+        return plan
 
 
 class _Decoded(NamedTuple):
@@ -200,10 +209,18 @@ class TritonBackend(AttentionBackend):
         max_sequences: int,
         max_blocks: int,
         max_query_tokens: int | None = None,
+        max_keys: int | None = None,
         beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
         """Fixed buffers, by default for one query per sequence; `max_query_tokens` makes room for more."""
         self.require(spec)
+        if spec.chosen:
+            most = max_query_tokens or max_sequences
+            near = beside.listed if isinstance(beside, SparseBuffers) else None
+            assert near is None or isinstance(near, _TritonBuffers)
+            listed = _TritonBuffers(self, spec, most, most, most * spec.chosen, near)
+            longest = max(spec.chosen, max_keys or 0)
+            return SparseBuffers(spec, listed, max_sequences, most, max_blocks, longest, self.device)
         return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks, beside)
 
     def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _LaunchSize:
@@ -222,9 +239,60 @@ class TritonBackend(AttentionBackend):
         """Divides the work and copies it to the device asynchronously, without waiting for the GPU."""
         self.require(spec)
         batch.check_for(spec)
+        if spec.chosen:
+            assert buffers is None or isinstance(buffers, SparseBuffers)
+            return self._plan_sparse(spec, batch, buffers)
         if buffers is not None:
             assert isinstance(buffers, _TritonBuffers)
             return self._plan_into(buffers, batch)
+        return self._plan_work(spec, batch)
+
+    def _plan_sparse(self, spec: AttentionSpec, batch: PagedBatch, buffers: SparseBuffers | None) -> SparsePlan:
+        """A plan over slots that are chosen on the device; short sequences need no choice, but a graph makes it."""
+        longest = int(batch.kv_lens.max(initial=0))
+        if buffers is not None:
+            buffers.check(spec, batch)
+            assert isinstance(buffers.listed, _TritonBuffers) and buffers.max_keys is not None
+            arrays, num_keys = token_arrays(batch), buffers.max_keys
+            host = self._host(len(buffers.memory) - len(buffers.tokens.indices) + len(arrays[2]))
+            buffers.fill(host, arrays)
+            self._upload(host, buffers.memory[: len(host)])
+            listed = self._plan_into(buffers.listed, listed_batch(arrays[1], spec.chosen))
+            sizes = buffers.max_query_tokens, batch.block_size
+            return SparsePlan(self, spec, *sizes, listed=listed, tokens=buffers.tokens, num_keys=num_keys)
+        sizes = batch.num_query_tokens, batch.block_size
+        if longest <= spec.chosen:
+            return SparsePlan(self, spec, *sizes, dense=self.plan(replace(spec, chosen=0), batch))
+        arrays = token_arrays(batch)
+        tokens = Tokens(*self._send(list(arrays)))
+        listed = self._plan_work(spec, listed_batch(arrays[1], spec.chosen))
+        return SparsePlan(self, spec, *sizes, listed=listed, tokens=tokens, num_keys=longest)
+
+    def attend_chosen(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        choice: Choice,
+        sink_logits: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Chooses if need be, lists the slots of the chosen, and launches the planned kernels on the current stream."""
+        assert isinstance(plan, SparsePlan)
+        if plan.dense is not None:
+            self.attend(q, cache, plan.dense, sink_logits, out)
+            return
+        assert isinstance(plan.listed, _TritonPlan)
+        if choice.chosen is None:
+            choice.chosen = plan.choose(choice, cache)
+        slots = plan.slots(choice.chosen)
+        if len(plan.listed.indices):  # the memory of a graph
+            plan.listed.indices[: len(slots)] = slots
+            self.attend(q, cache, plan.listed, sink_logits, out)
+        else:
+            self.attend(q, cache, plan.listed.over(slots), sink_logits, out)
+
+    def _plan_work(self, spec: AttentionSpec, batch: PagedBatch) -> _TritonPlan:
         shapes = (self.tile_shape(spec, short=True), self.tile_shape(spec, short=False))
         few = max(1, shapes[0].rows // spec.group_size)
         short = batch.query_lens <= few
@@ -300,8 +368,8 @@ class TritonBackend(AttentionBackend):
         sinks = torch.zeros(spec.q_heads, **options) if spec.sink_logits else None
         nothing = torch.zeros(FEW_MERGES + 1, ITEM_FIELDS, dtype=torch.int32, device=self.device)
         plan = _TritonPlan(self, spec, len(q), cache.block_size, nothing[0])
-        jobs: list[Callable[[], None]] = []
-        for short in (False, True):
+        jobs = list(self.compilations(replace(spec, chosen=0), cache)) if spec.chosen else []
+        for short in (True,) if spec.chosen else (False, True):
             shape = self.tile_shape(spec, short=short)
             tokens = 1 if short else self.tile_tokens(spec, shape)
             partials = self.partials(spec, 1, tokens)
@@ -335,10 +403,10 @@ class TritonBackend(AttentionBackend):
             most_partials=most_partials,
         )
 
-    def _plan_into(self, buffers: _TritonBuffers, batch: PagedBatch) -> AttentionPlan:
+    def _plan_into(self, buffers: _TritonBuffers, batch: PagedBatch) -> _TritonPlan:
         buffers.check(buffers.spec, batch)
         works = self._works(buffers, batch)
-        num_blocks = int(batch.indptr[-1])
+        num_blocks = min(int(batch.indptr[-1]), len(batch.indices))  # slots are listed later, on the device
         fixed = len(buffers.memory) - len(buffers.indices)
         host = self._host(fixed + num_blocks)
         target = host.numpy()

@@ -156,9 +156,12 @@ class TokenPart(NamedTuple):
         return f"{self.name} of {heads}{self.width} {self.dtype.value}"
 
 
+INDEX = "index"
+
+
 def index_part(width: int, dtype: object) -> TokenPart:
     """The keys of an indexer, by which sparse attention chooses tokens: one for all heads, as the model computes them."""
-    return TokenPart("index", DType.parse(dtype), 1, width)
+    return TokenPart(INDEX, DType.parse(dtype), 1, width)
 
 
 def _token_parts(given: object) -> tuple[TokenPart, ...]:

@@ -103,7 +103,7 @@ _STATE_KEYS = frozenset(
 _FOREIGN_KEYS = frozenset(
     {
         *("num_kv_shared_layers", "use_cla", "block_configs", "num_key_value_heads_per_layer", "global_head_dim"),
-        *("index_head_dim", "compress_ratios"),
+        *("index_head_dim", "compress_ratios", "per_layer_config"),
         *("is_encoder_decoder", "type_vocab_size"),
     }
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch
 from kvpool.config import LayerGroup, LayerSpec
-from kvpool.config.layers import DType
+from kvpool.config.layers import INDEX, DType
 from kvpool.engine.adapters import EngineAdapters
 from kvpool.engine.embedding import source_of
 from kvpool.engine.spans import Span, SpannedPlan
@@ -174,7 +174,10 @@ class EagerRunner:
 
     def write(self, slots: StepSlots | Tensor, call: AttentionCall, layer: int) -> None:
         """Stores what a layer of the cache keeps of the tokens of a step."""
-        self.plane.write(slots, call.k, None if call.k_only else call.v, layer)
+        values = {"k": call.k} if call.k_only else {"k": call.k, "v": call.v}
+        if call.choice is not None and self.layer_of_number[call.choice.layer] == layer:
+            values[INDEX] = call.choice.k
+        self.plane.write_parts(slots, values, layer, whole=True)
 
     def attention(self, layer: int, call: AttentionCall, plans: Sequence[AttentionPlan | SpannedPlan]) -> Tensor:
         """Attention of a layer of the cache over the blocks in its plan."""
@@ -183,7 +186,8 @@ class EagerRunner:
         plan = plans[self.kind_of_layer[layer]]
         if isinstance(plan, SpannedPlan):
             return plan.run(call.q, self.plane.layer_cache(layer), call.sinks)
-        return plan.backend.run(call.q, self.plane.layer_cache(layer), plan, sink_logits=call.sinks)
+        cache = self.plane.layer_cache(layer)
+        return plan.backend.run(call.q, cache, plan, sink_logits=call.sinks, choice=call.choice)
 
     def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
         """The step's sequences as attention over one layer group sees them."""

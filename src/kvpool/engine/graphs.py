@@ -135,9 +135,10 @@ class _Captured(NamedTuple):
     alive: Any  # other objects that the graph reads: they must live as long as the graph
 
     def holds(self, batches: Sequence[PagedBatch]) -> bool:
-        """Whether the block lists of these batches fit into its buffers."""
+        """Whether the block lists of these batches, and scores of all their keys, fit into its buffers."""
         return all(
-            int(batch.indptr[-1]) <= buffer.max_blocks for batch, buffer in zip(batches, self.buffers, strict=True)
+            int(batch.indptr[-1]) <= buffer.max_blocks and _longest(batch) <= (buffer.max_keys or _longest(batch))
+            for batch, buffer in zip(batches, self.buffers, strict=True)
         )
 
 
@@ -292,6 +293,7 @@ class StepGraphs(ABC):
                 max_sequences=num_sequences,
                 max_query_tokens=size,
                 max_blocks=max(list_room(config, kind.group, num_sequences), 2 * int(batch.indptr[-1])),
+                max_keys=max(2 * kind.spec.chosen, 2 * _longest(batch)) if kind.spec.chosen else None,
                 beside=self._largest_buffers.get(number),
             )
             self._largest_buffers.setdefault(number, reserved)
@@ -456,6 +458,11 @@ def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> i
         if config.max_seq_len is None or group.kind is GroupKind.CROSS
         else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
     )
+
+
+def _longest(batch: PagedBatch) -> int:
+    """The tokens of its longest sequence."""
+    return int(batch.kv_lens.max(initial=0))
 
 
 def _fill_groups(groups: Tensor, adapter_slots: Int64Array, runner: EagerRunner) -> None:

@@ -62,7 +62,10 @@ def attend_items(
     partials: Partials | None,
     sink_logits: Tensor | None,
 ) -> None:
-    """Computes every work item (int32 [items, 8]) into `out` or `partials`. `indices` are the block lists of the batch."""
+    """Computes every work item (int32 [items, 8]) into `out` or `partials`. `indices` are the block lists of the batch.
+
+    Where queries see chosen tokens (`spec.chosen`), they are lists of slots, and an item has one query.
+    """
     heads = max(1, min(spec.group_size, shape.rows // tile_tokens))
     programs = len(items) * spec.kv_heads * ceil_div(spec.group_size, heads)
     if programs == 0:
@@ -111,10 +114,11 @@ def attend_items(
         TAIL=tail,
         BLOCK_T=_block(tail),
         PAGE=cache.block_size,
+        SLOTS=spec.chosen > 0,
         ROWS=shape.rows,
         KEYS=shape.keys,
         CAUSAL=spec.causal,
-        ALIGNED=spec.window is None and spec.chunk is None and shape.keys % cache.block_size == 0,
+        ALIGNED=spec.window is None and spec.chunk is None and not spec.chosen and shape.keys % cache.block_size == 0,
         WINDOW=spec.window or 0,
         SINK_TOKENS=spec.sink_tokens,
         SINK_SLOTS=spec.sink_slots(cache.block_size),

@@ -23,8 +23,12 @@ def reference_attention(
     kv_lens: Sequence[int],
     gaps: Sequence[int],
     sink_logits: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
-    """Float64 [tokens, query heads, v dim]. Sequence i has `blocks[i]`, of which `gaps[i]` positions after the sinks miss."""
+    """Float64 [tokens, query heads, v dim]. Sequence i has `blocks[i]`, of which `gaps[i]` positions after the sinks miss.
+
+    `chosen` are the positions that queries see, [tokens, number]; by default all that the spec says.
+    """
     out = torch.zeros(q.shape[0], spec.q_heads, spec.v_dim, dtype=torch.float64, device=q.device)
     size, row = cache.block_size, 0
     sinks = spec.sink_slots(size)
@@ -35,6 +39,9 @@ def reference_attention(
         k, v = _values(cache, spec, ids, (listed % size).to(q.device))
         queries = torch.arange(num_keys - num_queries, num_keys, device=q.device)
         seen = spec.visible(queries[:, None], positions[None, :])
+        if chosen is not None:
+            picked = chosen[row : row + num_queries]
+            seen &= (positions[None, :, None] == picked[:, None, :]).any(-1)
         for head in range(spec.q_heads):
             rows = q[row : row + num_queries, head].double()
             scores = rows @ k[:, head // spec.group_size].T * spec.scale

@@ -21,7 +21,8 @@ class AttentionSpec:
     tokens, itself included; the first `sink_tokens` stay visible) and `chunk` (its own chunk only). If not `causal`, it
     also sees all keys after itself. `soft_cap` bounds
     scores to ±soft_cap by tanh. With `sink_logits`, each query head has a learned logit that takes part in the softmax and
-    contributes no value (gpt-oss); the tensor itself comes with every call. `dtype` is that of
+    contributes no value (gpt-oss); the tensor itself comes with every call. Where `chosen` is not 0, an indexer chooses so
+    many tokens at most for each query, which sees no others; its `Choice` comes with every call. `dtype` is that of
     queries and outputs, `kv_dtype` that of the values in the store.
 
     `keys` and `values` name the parts of the layer's cache that are scored and summed up. They may be one part: then V is its
@@ -43,6 +44,7 @@ class AttentionSpec:
     chunk: int | None = None
     soft_cap: float | None = None
     sink_logits: bool = False
+    chosen: int = 0
     keys: str = "k"
     values: str = "v"
     dtype: DType = DType.BFLOAT16
@@ -59,6 +61,7 @@ class AttentionSpec:
             if getattr(self, name) is not None:
                 put(self, name, check_int(getattr(self, name), name, 1, MAX_TOKENS))
         put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
+        put(self, "chosen", check_int(self.chosen, "chosen", 0, MAX_TOKENS))
         for name in ("causal", "sink_logits"):
             check_bool(getattr(self, name), name)
         put(self, "dtype", DType.parse(self.dtype))
@@ -76,6 +79,8 @@ class AttentionSpec:
             raise ConfigError(f"window={self.window} and chunk={self.chunk}: a layer slides or is chunked, not both")
         if self.sink_tokens and self.window is None:
             raise ConfigError(f"sink_tokens={self.sink_tokens} needs a window: without one every token stays visible")
+        if self.chosen and not (self.causal and self.window is None and self.chunk is None):
+            raise ConfigError(f"chosen={self.chosen} needs causal attention without a window or chunk")
         if not self.causal and self.chunk is not None:
             raise ConfigError(f"causal=False with chunk={self.chunk}: a chunk ends with the query's own position")
         if self.soft_cap is not None and check_number(self.soft_cap, "soft_cap", "a positive number or None") <= 0:

@@ -93,6 +93,7 @@ def attend_kernel(
     TAIL: tl.constexpr,  # elements of a key behind those that are the value, too; 0 unless K_ONLY
     BLOCK_T: tl.constexpr,
     PAGE: tl.constexpr,
+    SLOTS: tl.constexpr,  # lists are of slots, in any order, and not of blocks
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -184,37 +185,49 @@ def attend_kernel(
     # are too small for it; they are loaded a round ahead too, by ids of the round before that.
     key = tl.arange(0, KEYS)
     offset = key % PAGE
-    next_block = _block_ids(table, key_start, key, key_end, PAGE, ALIGNED)
+    LISTED: tl.constexpr = 1 if SLOTS else PAGE
+    next_block = _block_ids(table, key_start, key, key_end, LISTED, ALIGNED)
     scale_block = next_block
     next_scales = ()
     next_zeros = ()
     if SCALED:
-        if not ALIGNED:
+        first_block = next_block
+        if SLOTS:
+            first_block = next_block // PAGE
+            offset = (next_block % PAGE).to(tl.int32)
+        elif not ALIGNED:
             offset = (key_start + key) % PAGE
-        k_place = next_block * k_scale_block + offset * k_scale_token
-        v_place = next_block * v_scale_block + offset * v_scale_token
+        k_place = first_block * k_scale_block + offset * k_scale_token
+        v_place = first_block * v_scale_block + offset * v_scale_token
         next_scales = _load_both(k_scale + k_place, v_scale + v_place, key < key_end - key_start)
         if NIBBLES:
             next_zeros = (_load_some(v_zero + v_place, key < key_end - key_start),)
-        scale_block = _block_ids(table, key_start + KEYS, key, key_end, PAGE, ALIGNED)
+        scale_block = _block_ids(table, key_start + KEYS, key, key_end, LISTED, ALIGNED)
     for start in range(key_start, key_end, KEYS):
         live = key < key_end - start
         block = next_block
-        next_block = _block_ids(table, start + KEYS, key, key_end, PAGE, ALIGNED)
-        if not ALIGNED:
+        next_block = _block_ids(table, start + KEYS, key, key_end, LISTED, ALIGNED)
+        if SLOTS:
+            offset = (block % PAGE).to(tl.int32)
+            block = block // PAGE
+        elif not ALIGNED:
             offset = (start + key) % PAGE
         scales = next_scales
         v_zeros = next_zeros
         if SCALED:
             later = offset
-            if not ALIGNED:
+            later_block = scale_block
+            if SLOTS:
+                later = (scale_block % PAGE).to(tl.int32)
+                later_block = scale_block // PAGE
+            elif not ALIGNED:
                 later = (start + KEYS + key) % PAGE
-            k_place = scale_block * k_scale_block + later * k_scale_token
-            v_place = scale_block * v_scale_block + later * v_scale_token
+            k_place = later_block * k_scale_block + later * k_scale_token
+            v_place = later_block * v_scale_block + later * v_scale_token
             next_scales = _load_both(k_scale + k_place, v_scale + v_place, key < key_end - start - KEYS)
             if NIBBLES:
                 next_zeros = (_load_some(v_zero + v_place, key < key_end - start - KEYS),)
-            scale_block = _block_ids(table, start + 2 * KEYS, key, key_end, PAGE, ALIGNED)
+            scale_block = _block_ids(table, start + 2 * KEYS, key, key_end, LISTED, ALIGNED)
 
         # What stands first in a sum of addresses is the same in every round. Keys behind the last are those of block 0:
         # their scores are left out below. Values behind the last are zeros, as no weight makes a NaN vanish.

@@ -17,7 +17,7 @@ _LATENT, _ROTARY = 512, 64
 
 def attends_latents(spec: AttentionSpec) -> bool:
     """Whether it computes this kind of attention: over latents of 512 numbers with 64 behind them, in 16-bit floats."""
-    plain = spec.window is None and spec.chunk is None and spec.soft_cap is None
+    plain = spec.window is None and spec.chunk is None and spec.soft_cap is None and not spec.chosen
     plain = plain and spec.shares_part and not spec.sink_logits and spec.scale > 0 and spec.kv_heads == 1
     floats = spec.dtype in (DType.BFLOAT16, DType.FLOAT16) and spec.kv_dtype is spec.dtype
     even = spec.q_heads & (spec.q_heads - 1) == 0

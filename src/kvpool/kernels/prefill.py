@@ -29,7 +29,7 @@ def prefills_on(device: torch.device) -> bool:
 def prefills(spec: AttentionSpec) -> bool:
     """Whether it computes this kind of attention: plain, causal or not, of 16-bit floats over such or quantised ones."""
     plain = spec.window is None and spec.chunk is None and spec.soft_cap is None
-    plain = plain and not spec.sink_logits and not spec.shares_part and spec.scale > 0
+    plain = plain and not (spec.sink_logits or spec.chosen or spec.shares_part) and spec.scale > 0
     floats = spec.dtype in (DType.BFLOAT16, DType.FLOAT16) and spec.kv_dtype in (spec.dtype, *KINDS)
     even = spec.group_size <= PREFILL_TILE.rows // 2 and spec.group_size & (spec.group_size - 1) == 0
     return plain and floats and even and spec.head_dim == spec.v_dim and spec.head_dim in (64, 128)

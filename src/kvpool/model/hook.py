@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpool.errors import KVPoolError, UnsupportedModelError
+from kvpool.kernels.sparse import Choice
+from kvpool.model.indexers import hand_over_choices
 from kvpool.model.latents import folds_of
 
 ATTENTION_NAME = "kvpool"
@@ -31,6 +33,7 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None  # learned logits [query head]
     chunk: int | None = None  # a query sees its own chunk of so many tokens
     k_only: bool = False  # `v` is the first elements of `k`: a latent of all heads
+    choice: Choice | None = None  # of an indexer: a query sees the tokens of its highest scores
 
 
 Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
@@ -65,6 +68,7 @@ def use_kvpool_attention(model: Any) -> bool:
     for module in model.modules():
         if _is_shared(module) and _note_layer not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_note_layer, with_kwargs=True)
+    hand_over_choices(model, ATTENTION_NAME)
     return True
 
 
@@ -119,10 +123,11 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Choice | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls once per layer, with [1, head, token, dim]; it returns [1, token, head, dim]."""
-    if attention_mask is not None or position_bias is not None:
+    if (attention_mask is not None and indices is None) or position_bias is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
         )
@@ -140,6 +145,7 @@ def _attention(
         s_aux,
         chunk=_chunk_of(module),
         k_only=folds is not None,
+        choice=indices,
     )
     result = attend_to(call)
     return (result if folds is None else folds.expand(result)), None

@@ -17,21 +17,23 @@ import torch
 from torch import Tensor
 
 from kvpool.config import StateSpec
-from kvpool.config.layers import DType, LayerSpec
+from kvpool.config.layers import DType, LayerSpec, TokenPart, index_part
 from kvpool.config.model_config import positions_limit
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model.forward import forward
 from kvpool.model.hook import ATTENTION_NAME, AttentionCall, set_attention, use_kvpool_attention
+from kvpool.model.indexers import KEPT_OTHERWISE, indexers, own_indexers
 from kvpool.model.latents import keep_latents, own_expansion
 from kvpool.model.own_attention import adds_slopes, replace_attention, restore_attention
 from kvpool.model.positions import counts_by_itself, freeze_rotary, own_positions, use_positions
 from kvpool.model.private_copy import check_model
 from kvpool.model.self_check import CachedLayers, ContiguousAttention, check_against_eager
 from kvpool.model.state_probing import use_kvpool_states
-from kvpool.model.states import StateModule, keeps_indexer, modules_with_state, own_states, state_specs
+from kvpool.model.states import StateModule, modules_with_state, own_states, state_specs
 
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+_KNOWN_LAYER_TYPES = _INDEXED | {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID_LAYER_TYPES = _KNOWN_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 _PROBE_TOKENS = 3
 
@@ -50,6 +52,9 @@ class LayerShape:
     sinks: bool = False  # whether each query head has a learned sink logit
     chunk: int | None = None
     k_only: bool = False  # values are the first elements of keys: a latent of all heads
+    chosen: int = 0  # tokens that a query sees, which an indexer chose; 0: all
+    index: TokenPart | None = None  # the keys of its own indexer
+    index_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ class ModelShape:
     def depth_cost(self, num_parameters: int) -> float:
         """How much more a token costs for each token before it, relative to a first token, because attention reads them all.
 
-        Windowed and chunked layers do not count, because they read only their window or chunk.
+        Windowed and chunked layers do not count, because they read only their window or chunk; of chosen tokens, what an
+        indexer reads to choose them counts.
         """
-        full = [each for each in self.layers if each.window is None and each.chunk is None]
+        full = [each for each in self.layers if each.window is None and each.chunk is None and not each.chosen]
         pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in full)
+        pairs += sum(2 * layer.index_heads * layer.index.width for layer in self.layers if layer.index is not None)
         return pairs / (2 * max(num_parameters, 1))
 
     def layer_specs(self, kv_dtype: DType | str | None = None) -> list[LayerSpec]:
@@ -90,6 +97,7 @@ class ModelShape:
                 window=layer.window,
                 chunk=layer.chunk,
                 dtype=dtype,
+                extra_parts=() if layer.index is None else (layer.index,),
             )
             for layer in self.layers
         ]
@@ -104,6 +112,7 @@ class ModelShape:
             scale=shape.scale,
             soft_cap=shape.soft_cap,
             sink_logits=shape.sinks,
+            chosen=shape.chosen,
             dtype=self.dtype,
         )
 
@@ -144,6 +153,7 @@ def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
     except BaseException:
         restore_attention(model)
         own_expansion(model)
+        own_indexers(model)
         set_attention(model, own_attention)
         own_states(model)
         own_positions(model)
@@ -181,11 +191,8 @@ def _refuse_by_declaration(model: Any, with_states: bool) -> None:
             f"{_name(model)} adds slopes by distance (ALiBi) to the scores of its attention, which kvpool does not compute: "
             "transformers runs it"
         )
-    if keeps_indexer(model):
-        raise UnsupportedModelError(
-            f"{_name(model)} keeps an indexer's keys per token, by which its attention chooses the tokens that it sees; the "
-            "cache keeps K and V only"
-        )
+    if any(type(getattr(module, "index_topk", None)) is not int for module in indexers(model)):
+        raise UnsupportedModelError(f"{_name(model)} {KEPT_OTHERWISE}: it names no index_topk")
     recurrent = sorted({type(module).__name__ for module in modules_with_state(model)})
     if recurrent and not with_states:
         raise UnsupportedModelError(
@@ -308,7 +315,18 @@ def layer_shape(model: Any, call: AttentionCall) -> LayerShape:
         sinks=call.sinks is not None,
         chunk=call.chunk,
         k_only=call.k_only,
+        **_chosen_by(call),
     )
+
+
+def _chosen_by(call: AttentionCall) -> dict[str, Any]:
+    """The fields of a layer whose tokens an indexer chooses, of its own or of a layer before it."""
+    if (choice := call.choice) is None:
+        return {}
+    if choice.layer != call.layer:
+        return {"chosen": choice.most}
+    index = index_part(choice.k.shape[2], choice.k.dtype)
+    return {"chosen": choice.most, "index": index, "index_heads": choice.q.shape[1]}
 
 
 def common_dtype(model: Any, calls: list[AttentionCall]) -> DType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvpool.config import StateSpec
 from kvpool.errors import UnsupportedModelError
+from kvpool.kernels.sparse import scores_of
 from kvpool.model.forward import forward
 from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall, set_attention
 from kvpool.model.state_steps import StateStep
@@ -24,7 +26,7 @@ _TOLERANCE, _CHECKED = 1e-3, 1.0
 _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
 
 _SHORT_WINDOW = 16
-_WINDOWS = ("window", "window_size", "attention_chunk_size")  # how the names of their lengths end
+_WINDOWS = ("window", "window_size", "attention_chunk_size", "index_topk")  # how the names of their lengths end
 _NO_LIMIT = 2**17  # the positions that are tried in a model that names no limit
 _SEED = 20
 
@@ -133,7 +135,7 @@ def _longest_window_in_force(model: Any) -> int:
     compute = ContiguousAttention().step({0: 1})
 
     def attend(call: AttentionCall) -> Tensor:
-        windows.append(call.window or call.chunk or 0)
+        windows.append(call.window or call.chunk or (call.choice.most if call.choice is not None else 0))
         return compute(call)
 
     first = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -196,7 +198,7 @@ def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
         return {"use_cache": False, **where}
     from transformers.cache_utils import (
         Cache,
-        DynamicLayer,
+        DynamicIndexedLayer,
         LinearAttentionAndFullAttentionLayer,
         LinearAttentionLayer,
     )
@@ -210,8 +212,8 @@ def _past_of(model: Any, text: _Text, cached: CachedLayers) -> dict[str, Any]:
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
             return self.get_seq_length() - text.start + query_length, text.start
 
-    class FarLayer(Far, DynamicLayer):  # type: ignore[misc]
-        """A layer that attends."""
+    class FarLayer(Far, DynamicIndexedLayer):  # type: ignore[misc]
+        """A layer that attends, maybe to tokens that an indexer chooses."""
 
     class FarHybrid(Far, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
         """One that keeps a state, too."""
@@ -252,26 +254,48 @@ class ContiguousAttention:
 
     def __init__(self, starts: Sequence[int] = ()) -> None:
         self._starts = starts  # the position of the first token of each sequence; by default 0
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, sequence) -> K, V [token, head, dim]
+        self._seen: dict[int, Tensor] = {}  # what an indexer chose last, by sequence
+        self._kept: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # (layer, sequence) -> parts [token, head, dim]
 
     def step(self, num_tokens: dict[int, int]) -> Attend:
         """The attention for one step with so many new tokens of each sequence, one sequence after another."""
 
         def attend(call: AttentionCall) -> Tensor:
-            q, k, v = (torch.split(x, list(num_tokens.values())) for x in (call.q, call.k, call.v))
-            return torch.cat([self._attend(call, *part) for part in zip(num_tokens, q, k, v, strict=True)])
+            stops = list(accumulate(num_tokens.values()))
+            rows = [slice(stop - count, stop) for stop, count in zip(stops, num_tokens.values(), strict=True)]
+            return torch.cat([self._attend(call, *part) for part in zip(num_tokens, rows, strict=True)])
 
         return attend
 
-    def _attend(self, call: AttentionCall, sequence: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (kept := self._kept.get((call.layer, sequence))) is not None:
-            k, v = torch.cat([kept[0], k]), torch.cat([kept[1], v])
-        self._kept[call.layer, sequence] = k, v
+    def _attend(self, call: AttentionCall, sequence: int, rows: slice) -> Tensor:
+        k, v = self._keep(call.layer, sequence, call.k[rows], call.v[rows])
+        if (choice := call.choice) is not None and choice.layer == call.layer:
+            (keys,) = self._keep(-1 - call.layer, sequence, choice.k[rows])
+            self._seen[sequence] = _chosen(choice.q[rows], choice.weights[rows], keys, choice.most)
         start = self._starts[sequence] if self._starts else 0
-        return attention(call, q, k, v, start)
+        seen = None if choice is None else self._seen[sequence]
+        return attention(call, call.q[rows], k, v, start, seen)
+
+    def _keep(self, layer: int, sequence: int, *parts: Tensor) -> tuple[Tensor, ...]:
+        """All tokens of a sequence so far."""
+        before = self._kept.get((layer, sequence))
+        if before is not None:
+            parts = tuple(torch.cat(pair) for pair in zip(before, parts, strict=True))
+        self._kept[layer, sequence] = parts
+        return parts
 
 
-def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int = 0) -> Tensor:
+def _chosen(q: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:
+    """Whether the last tokens of a sequence see each of its tokens, as an indexer chooses: [token, token]."""
+    scores = scores_of(q, weights, keys[:, 0].float())
+    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(len(keys) - len(q) + 1), -torch.inf)
+    best = scores.topk(min(most, len(keys))).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+
+
+def attention(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int = 0, chosen: Tensor | None = None
+) -> Tensor:
     """Attention of the last tokens of one sequence over all of it, which begins at position `start`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
@@ -286,6 +310,8 @@ def attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, start: int =
         hidden |= key_position <= query_position - call.window
     if call.chunk is not None:
         hidden |= key_position < query_position // call.chunk * call.chunk
+    if chosen is not None:
+        hidden |= ~chosen
     scores = scores.masked_fill(hidden, -torch.inf)
     if call.sinks is not None:  # one more key, which has no value
         sinks = call.sinks.float()[:, None, None].expand(-1, len(q), 1)

@@ -159,21 +159,16 @@ def state_specs(modules: Sequence[StateModule]) -> dict[int, StateSpec]:
 
 def modules_with_state(model: Any) -> list[Any]:
     """The modules that keep a state in transformers' cache."""
-    kinds = _calling(model, _UPDATES)
+    return calling(model, _UPDATES)
+
+
+def calling(model: Any, names: frozenset[str]) -> list[Any]:
+    """The modules whose code uses one of these names."""
+    kinds = {kind for kind in set(map(type, model.modules())) if _uses(kind, names)}
     return [module for module in model.modules() if type(module) in kinds]
 
 
-def keeps_indexer(model: Any) -> bool:
-    """Whether some attention chooses its tokens by an indexer, which keeps keys of its own for every token."""
-    return bool(_calling(model, {"update_indexer"}))
-
-
-def _calling(model: Any, names: frozenset[str] | set[str]) -> set[type]:
-    """The classes of modules whose code uses one of these names."""
-    return {kind for kind in set(map(type, model.modules())) if _uses(kind, names)}
-
-
-def _uses(kind: type, names: frozenset[str] | set[str]) -> bool:
+def _uses(kind: type, names: frozenset[str]) -> bool:
     functions = [f for base in kind.__mro__ for f in vars(base).values() if inspect.isfunction(f)]
     return any(names.intersection(inspect.unwrap(function).__code__.co_names) for function in functions)
 
