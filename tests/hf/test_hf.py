@@ -18,7 +18,7 @@ from vision_models import own_answer, vision_model  # noqa: E402
 from vision_models import prompt as pictured  # noqa: E402
 
 from kvpool import ReuseScope  # noqa: E402
-from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, SequenceStateError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, SequenceStateError, UnsupportedModelError  # noqa: E402
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
@@ -37,7 +37,7 @@ def run(model: Any, prompt: Any, cache: Any = None, **options: Any) -> list[list
     return out[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.quick("cpu-llama", "cpu-gemma2")
+@pytest.mark.quick("cpu-llama", "cpu-gemma2", "cpu-deepseek_v3")
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "llama4_text", "deepseek_v3"]
 )
@@ -181,6 +181,11 @@ def test_given_positions_or_masks_of_the_callers_own_then_nobody_else_gets_what_
                 got = model(ids, past_key_values=cache, **options).logits[:, -1]
                 assert torch.allclose(got, reference(ids, **options).logits[:, -1], atol=1e-4)
                 assert cache.num_cached_tokens == num_cached
+
+
+def test_given_a_model_with_an_indexer_then_a_pool_names_what_it_lacks_and_what_serves_it() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"tokens that an indexer chooses.* kvpool\.Engine serves it"):
+        CachePool(tiny_model("deepseek_v32"), num_blocks=64)
 
 
 @pytest.mark.quick("llava")

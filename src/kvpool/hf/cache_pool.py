@@ -258,6 +258,11 @@ def _shape_of(model: Any) -> ModelShape:
             f"{type(model).__name__} cannot use a CachePool: {', '.join(beginners)} of transformers begins at zero when it "
             "gets several tokens behind a state, as behind a cached prefix; kvpool.Engine serves it"
         )
+    if any(layer.chosen for layer in shape.layers):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot use a CachePool: its attention sees tokens that an indexer chooses, whose keys "
+            "are not in it; kvpool.Engine serves it"
+        )
     return shape
 
 
@@ -275,7 +280,7 @@ def _cached_layers(model: Any, shape: ModelShape, dtype: Any) -> list[LayerSpec]
     specs = []
     for spec, layer in zip(shape.layer_specs(dtype), (cached[number] for number in shape.attending), strict=True):
         (_, heads, _, k_dim), v_dim = layer.keys.shape, layer.values.shape[-1]
-        own = replace(spec, window=None, sink_tokens=0, chunk=None, kv_heads=heads, head_dim=k_dim)
+        own = replace(spec, window=None, sink_tokens=0, chunk=None, kv_heads=heads, head_dim=k_dim, k_only=False)
         specs.append(replace(own, v_head_dim=None if v_dim == k_dim else v_dim))
     return specs
 
