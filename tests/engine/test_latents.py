@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from adapter_files import write_adapter  # noqa: E402
+from adapter_files import merged, write_adapter  # noqa: E402
 from fake_graphs import FakeRecorder, graph_runner, use_runner  # noqa: E402
 from models import random_prompt  # noqa: E402
 from torch import nn  # noqa: E402
@@ -310,12 +310,10 @@ def test_given_steps_from_graphs_then_the_tokens_are_those_of_generate(
         assert recorder.num_replays >= 2 * GREEDY.max_new_tokens
 
 
-def test_given_an_adapter_of_an_indexers_weights_then_the_tokens_are_those_of_peft(tmp_path: Any) -> None:
-    peft = pytest.importorskip("peft")
+def test_given_an_adapter_of_an_indexers_weights_then_it_chooses_as_with_the_adapter_merged(tmp_path: Any) -> None:
     model, prompt = model_of("deepseek_v32"), prompt_of(30)
     path = write_adapter(tmp_path, model, ("wq_b", "wk", "q_b_proj"), seed=5)
-    merged = peft.PeftModel.from_pretrained(model_of("deepseek_v32"), path).merge_and_unload()
-    expected = generated(merged, prompt)
+    expected = generated(merged(model, path), prompt)
     assert expected != wanted("deepseek_v32", 30, 0)
     with engine_of(model) as engine:
         engine.load_adapter("a", path)
