@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ def test_given_requests_with_and_without_a_session_then_each_is_named_as_its_cli
         assert sorted(row[1] for row in mirror.rest["sequences"]) == ["mine", "talk-7"]
     live.app.state.server.views._hubs["tiny"].close()
     model = next(iter(live.app.state.server.models.values()))
-    until(lambda: not model.names)
+    until(lambda: not model.named)
 
 
 def test_given_a_prompt_that_is_cached_when_the_chat_box_asks_then_its_pieces_and_their_tiers_are_told(
@@ -181,6 +182,59 @@ def test_given_more_requests_than_fit_then_those_that_wait_are_told(engine: Any)
     for generation in asked:
         generation.result(30)
     assert engine.waiting() == []
+
+
+@pytest.fixture(scope="module")
+def remembering() -> Iterator[Any]:
+    """An engine that knows why prompts miss; its blocks are small, and its context is long."""
+    from live import word_tokenizer
+    from models import tiny_model
+
+    from kvpool.engine import Engine
+
+    options: dict[str, Any] = {"cache": {"remembered_blocks": None}, "kv_blocks": 2048, "block_size": 4}
+    with Engine(
+        tiny_model("llama", max_position_embeddings=8192), tokenizer=word_tokenizer(), device="cpu", **options
+    ) as made:
+        yield made
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium: install Debian's package chromium")
+def test_given_prompts_that_missed_then_the_page_says_why_of_a_request_and_of_the_last_hour(remembering: Any) -> None:
+    from live import Live
+
+    from kvpool.server import ServedModel, create_app
+
+    live, program = Live(create_app([ServedModel("tiny", remembering)])), find_chromium()
+    words = [f"w{number}" for number in range(60)]
+    asked = {"prompt": " ".join(words), "max_tokens": 1}
+    httpx.post(f"{live.url}/v1/completions", json=asked)
+    changed = {
+        "prompt": " ".join([*words[:6], "w90", *words[7:]]),
+        "max_tokens": 8000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    assert program is not None
+    with Chromium(program) as browser:
+        page = browser.open(live.url)
+        page.until("kvpool.grids.size && kvpool.drawn.frames")
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=changed) as running:
+            assert running.headers["x-kvpool-missed"] == "diverged=53, first_seen=1"
+            page.until("document.querySelector('#request-list .tokens')?.textContent.includes('53 diverged')")
+            shares = "[...document.querySelectorAll('#request-list .bar i')].map((part) => part.className)"
+            assert page.value(shares) == ["b-cached", "cause-first_seen", "cause-diverged", "b-new", "b-ahead"]
+            page.value("document.querySelector('#request-list button').click()")
+            page.until("document.getElementById('details').textContent.includes('53 diverged, 1 first seen')")
+        page.until("document.getElementById('missed-count').textContent.includes('of 120 prompt tokens')")
+        hour = "[...document.querySelectorAll('#missed-list li')].map((row) => row.dataset.key)"
+        assert page.value(hour) == ["first_seen", "diverged"]
+        assert "53 tokens, 44.2 % of prompts" in page.value("document.querySelector('[data-key=diverged]').textContent")
+        if picture := os.environ.get("KVPOOL_PICTURE"):
+            page.picture(Path(picture), whole=True)
+        assert page.problems() == []
+    live.app.state.server.views._hubs["tiny"].close()
+    live.stop()
 
 
 def test_given_words_in_base64_then_no_text_of_a_prompt_is_in_the_stream(live: Live, client: Any) -> None:

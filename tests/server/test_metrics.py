@@ -20,10 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpool.engine import Chunk, SamplingParams
 from kvpool.engine.generation import Generation, Sample
 from kvpool.scheduling import SchedulerStats
-from kvpool.server.latencies import Latencies
+from kvpool.server.latencies import LastHour, Latencies
 from kvpool.stats import CacheStats
 from kvpool.tiers.contract import TierStats
 from kvpool.tiers.transport.tier_transport import TieringStats
+from managers import Clock
 
 # What has another name among the metrics, or is the sum of what they say.
 SAID_OTHERWISE = {
@@ -136,3 +137,19 @@ def test_given_a_restart_then_tokens_from_disk_are_told_and_counted_as_such(tmp_
     assert hits.hit_tokens == {"GPU": 0, "HOST": 0, "DISK": 20, "REMOTE": 0}
     assert hits.hit_blocks == {"GPU": 0, "HOST": 0, "DISK": 5, "REMOTE": 0}
     assert 'kvpool_hit_tokens_total{model="tiny",tier="DISK"} 20.0' in text
+
+
+def test_given_the_last_hour_then_older_counts_are_gone() -> None:
+    clock = Clock()
+    hour = LastHour(clock)
+    clock.now = 30.0
+    hour.add({"evicted": 5, "prompt": 9})
+    clock.now = 3000.0
+    hour.add({"evicted": 1})
+    assert hour.counts() == {"evicted": 6, "prompt": 9}
+    clock.now = 3700.0
+    assert hour.counts() == {"evicted": 1}
+    hour.add({"first_seen": 2})
+    assert hour.counts() == {"evicted": 1, "first_seen": 2}
+    clock.now = 10_000.0
+    assert hour.counts() == {}

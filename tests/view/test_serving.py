@@ -105,7 +105,7 @@ def test_given_a_stream_when_the_manager_works_then_frames_tell_of_it(view: Live
         _, frame = page.next()
         mirror.apply(frame)
     assert list(mirror.tables.values()) == [[[0, 1, 2, 3, 4]]]
-    assert mirror.rest["sequences"][0][1:] == ["a", 0, 0, 20, 0, 20, 20]
+    assert mirror.rest["sequences"][0][1:] == ["a", 0, 0, 20, 0, 20, 20, {}]
     page.close()
 
 

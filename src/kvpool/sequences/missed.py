@@ -96,6 +96,7 @@ def tokens_by_cause(spans: Iterable[MissedSpan]) -> dict[MissCause, int]:
 _TO: Final = ("nearer to its beginning", "farther back")  # where text stands that moved
 _HELP: Final = {
     MissCause.FIRST_SEEN: "was never computed behind the tokens before it: it is new",
+    MissCause.DIVERGED: "an earlier prompt has it, and differs before it: put what changes, as a date, behind what stays",
     MissCause.EVICTED: "more blocks, a host tier or a pin would keep it",
     MissCause.EXPIRED: "a longer time to live would keep it",
     MissCause.INVALIDATED: "somebody asked to forget it",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -50,6 +50,26 @@ class Durations:
         metric.add_metric(labels, buckets, self._total)
 
 
+class LastHour:
+    """Counts of the last sixty minutes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._minutes: dict[int, Counter[str]] = {}  # the youngest last
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Counts something now."""
+        minute = int(self._clock() // 60)
+        self._minutes.setdefault(minute, Counter()).update(counts)
+        for old in [each for each in self._minutes if each <= minute - 60]:
+            del self._minutes[old]
+
+    def counts(self) -> Counter[str]:
+        """The sums. Any thread may ask."""
+        since = self._clock() // 60 - 60
+        return sum((counts for minute, counts in list(self._minutes.items()) if minute > since), Counter())
+
+
 class ModelLatencies:
     """Times and tokens of the requests to one model."""
 
@@ -57,6 +77,7 @@ class ModelLatencies:
         self.durations = {name: Durations(bounds) for name, _, bounds in _HISTOGRAMS}
         self.num_generated = 0
         self.missed: Counter[str] = Counter()  # tokens of prompts that were not cached, by cause
+        self.prompts = LastHour()  # tokens of prompts, those from the cache, and the others by cause
         self.outcomes: Counter[str] = Counter()
         self._recent: dict[str, deque[tuple[float, float]]] = {
             "first_token_ms": deque(maxlen=_RECENT),
@@ -124,7 +145,12 @@ class RequestMeter:
         if self._has_token:  # so that the same requests are in this histogram and in that of first tokens
             self._model.durations["request"].observe(time.perf_counter() - self._began)
         self._model.outcomes[outcome] += 1
-        self._model.missed.update(missed_by_cause(generations))
+        missed = missed_by_cause(generations)
+        self._model.missed.update(missed)
+        prompt, cached = (
+            sum(getattr(one, f"num_{kind}_tokens") for one in generations) for kind in ("prompt", "cached")
+        )
+        self._model.prompts.add({**missed, "prompt": prompt, "cached": cached})
         num_generated = sum(len(sample.token_ids) for one in generations for sample in list(one.samples.values()))
         self._model.num_generated += num_generated - self._num_counted  # what nobody was there to read
         self._latencies.count_tenant(self._tenant, generations, num_generated)

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 from starlette.responses import Response
 
 from kvpool.errors import KVPoolError
+from kvpool.sequences.missed import MissedSpan
 from kvpool.server.auth import Caller
 from kvpool.server.cache_routes import cached_tokens
 from kvpool.server.errors import Problem, problem_of
@@ -19,7 +21,8 @@ from kvpool.server.limits import Gate
 from kvpool.server.prompts import CacheQuery, named_prompt
 from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.server.sessions import told_name
-from kvpool.view.frames import MAX_NAME
+from kvpool.stats import MissCause
+from kvpool.view.frames import MAX_NAME, Names
 from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
 from kvpool.view.session_rows import MOST_SESSIONS, session_rows
@@ -48,7 +51,7 @@ class LiveViews:
                     "chat": model.engine.tokenizer is not None,
                     "device": "CPU" if model.engine.plane.device.type == "cpu" else "GPU",
                 },
-                name_of=model.name_of,
+                names=Names(model.name_of, model.missed_of),
             )
             for model in models
         }
@@ -132,11 +135,23 @@ class _EngineStatus:
                 "num_waiting": len(waiting),
                 "latency": self._latencies.recent(),
                 "generated": self._latencies.num_generated,
+                "missed": self._told_missed(),
                 "tiers": self._tiers,
                 "sessions": self._sessions,
             }
             self._due = time.monotonic() + _ASK_SECONDS
         return self._known
+
+    def _told_missed(self) -> dict[str, Any] | None:
+        """What the prompts of the last hour missed, by cause, and what helps; None where that is not remembered."""
+        counts = self._latencies.prompts.counts()
+        missed = [
+            [cause.value, counts[cause.value], MissedSpan(0, 1, cause).words]
+            for cause in MissCause
+            if counts[cause.value]
+        ]
+        missed.sort(key=itemgetter(1), reverse=True)
+        return {"prompt": counts["prompt"], "cached": counts["cached"], "missed": missed} if missed else None
 
     def _look_again(self) -> None:
         """Reads what changes slowly: how full the tiers that outlive the engine are, and by whom; and the sessions."""

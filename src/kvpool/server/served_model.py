@@ -59,7 +59,7 @@ class ServedModel:
         self.given = GivenAnswers()
         self.images = ImageSource(image_hosts)
         self.keeps_varying_lines = keeps_varying_lines
-        self.names: dict[Hashable, str] = {}  # of running requests, for people
+        self.named: dict[Hashable, tuple[str, Generation]] = {}  # running requests with their names for people
         self._notifier: LoopNotifier | None = None
 
     @cached_property
@@ -148,14 +148,21 @@ class ServedModel:
             self._notifier = LoopNotifier(loop, self.engine)
         running = LiveRequest(self._notifier, self.engine, tokens, params, adapter=self.adapter, **options)
         if name:
-            self.names[running.generation.id] = name
-            running.on_cancel = partial(self.names.pop, running.generation.id, None)
+            self.named[running.generation.id] = name, running.generation
+            running.on_cancel = partial(self.named.pop, running.generation.id, None)
         return running
 
     def name_of(self, request_id: Hashable) -> str:
         """The name of a request or of one of its sequences, as the client gave it."""
         own, sample = request_id if isinstance(request_id, tuple) and len(request_id) == 2 else (request_id, 0)
-        return request_name((self.names.get(own, own), sample))
+        name, _ = self.named.get(own, (own, None))
+        return request_name((name, sample))
+
+    def missed_of(self, request_id: Hashable) -> dict[str, int]:
+        """What the prompt of a request missed, by cause."""
+        own = request_id[0] if isinstance(request_id, tuple) and len(request_id) == 2 else request_id
+        _, generation = self.named.get(own, ("", None))
+        return {} if generation is None else {cause.value: count for cause, count in generation.missed_tokens.items()}
 
 
 class LoopNotifier:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,17 @@ def request_name(request_id: Hashable) -> str:
     return str(request_id)
 
 
-def frame(old: Look | None, new: Look, name_of: Callable[[Hashable], str] = request_name) -> dict[str, Any]:
+class Names(NamedTuple):
+    """What is known of requests besides what the manager keeps: their names for people, and what their prompts missed."""
+
+    name_of: Callable[[Hashable], str] = request_name
+    missed_of: Callable[[Hashable], Mapping[str, int]] = lambda request_id: {}  # tokens by cause
+
+
+PLAIN = Names()
+
+
+def frame(old: Look | None, new: Look, names: Names = PLAIN) -> dict[str, Any]:
     """What has changed between two looks; everything, if `old` is None."""
     before = {} if old is None else {(pool.pool, pool.tier): pool for pool in old.pools}
     content: dict[str, Any] = {
@@ -54,7 +64,7 @@ def frame(old: Look | None, new: Look, name_of: Callable[[Hashable], str] = requ
     if old is None or old.counts != new.counts:
         content["counts"] = new.counts
     if old is None or old.tick != new.tick:
-        content |= _sequences(() if old is None else old.sequences, new.sequences, new.tenants, name_of)
+        content |= _sequences(() if old is None else old.sequences, new.sequences, new.tenants, names)
     if new.runs is not None and (old is None or old.runs_number != new.runs_number):
         content["tree"] = _tree(new.runs, new.tenants)
     if new.events:
@@ -82,7 +92,7 @@ def _sequences(
     old: tuple[SequenceSnapshot, ...],
     new: tuple[SequenceSnapshot, ...],
     tenants: tuple[str, ...],
-    name_of: Callable[[Hashable], str],
+    names: Names,
 ) -> dict[str, Any]:
     known = {sequence.serial: sequence for sequence in old[:MAX_SEQUENCES]}
     number = {tenant: place for place, tenant in enumerate(tenants)}
@@ -91,13 +101,14 @@ def _sequences(
         rows.append(
             [
                 one.serial,
-                name_of(one.request_id)[:MAX_NAME],
+                names.name_of(one.request_id)[:MAX_NAME],
                 number.get(one.scope.tenant, 0),
                 int(one.is_swapped),
                 one.num_prompt_tokens,
                 one.num_cached_tokens,
                 one.num_written,
                 one.num_reserved,
+                names.missed_of(one.request_id),
             ]
         )
         before = known.get(one.serial)

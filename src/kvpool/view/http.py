@@ -75,7 +75,7 @@ def block_details(hub: Hub, pool: int, tier: str, block_id: int) -> dict[str, An
         "group": block.group,
         "position": block.position,
         "published": block.is_published,
-        "requests": [hub.name_of(request)[:MAX_NAME] for request in block.request_ids[:32]],
+        "requests": [hub.names.name_of(request)[:MAX_NAME] for request in block.request_ids[:32]],
         "num_requests": len(block.request_ids),
     }
     look = hub.last_look

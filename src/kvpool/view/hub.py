@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.version import __version__
-from kvpool.view.frames import frame, request_name, view_event
+from kvpool.view.frames import PLAIN, Names, frame, view_event
 from kvpool.view.sampling import Look, Sampler
 
 log = logging.getLogger("kvpool")
@@ -56,8 +56,8 @@ class Viewer:
 class Hub:
     """Samples a manager at most `rate` times a second while somebody watches, and not at all otherwise.
 
-    `more` is called at every look for what else the page shows (waiting requests, latencies); it must be quick. `name_of`
-    names a request of the manager for people.
+    `more` is called at every look for what else the page shows (waiting requests, latencies); it must be quick. `names`
+    tells what else is known of its requests.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Hub:
         events: bool = True,
         more: Callable[[], Mapping[str, Any]] | None = None,
         about: Mapping[str, Any] | None = None,
-        name_of: Callable[[Hashable], str] = request_name,
+        names: Names = PLAIN,
     ) -> None:
         if not rate > 0:
             raise InvalidArgumentError(f"rate must be looks per second, more than 0, got {rate!r}")
         self.manager = manager
-        self.name_of = name_of
+        self.names = names
         self.sampler = Sampler(manager, with_events=events)
         self._period = 1.0 / rate
         self._more = more
@@ -182,7 +182,7 @@ class Hub:
         return now
 
     def _message(self, old: Look | None, new: Look) -> bytes:
-        return view_event("frame", frame(old, new, self.name_of))
+        return view_event("frame", frame(old, new, self.names))
 
 
 def _is_same(old: Look, new: Look) -> bool:

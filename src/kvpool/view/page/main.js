@@ -4,7 +4,7 @@ import { Charts } from "/view/charts.js";
 import { Chat } from "/view/chat.js";
 import { Colours, describe } from "/view/colours.js";
 import { Grid, drawnBlocks } from "/view/grid.js";
-import { element, facts, many, maskOf, showEvents, showFlow, showKeyedTiers, showRequests, showSessions, showTiles, tableWords } from "/view/panels.js";
+import { element, facts, many, maskOf, missedOf, showEvents, showFlow, showKeyedTiers, showMissed, showRequests, showSessions, showTiles, tableWords } from "/view/panels.js";
 import { Store, tablesOf } from "/view/store.js";
 import { askForKey, follow, headers, status } from "/view/stream.js";
 import { Tree } from "/view/tree.js";
@@ -135,6 +135,7 @@ function drawLists(frame) {
     (one) => select({ kind: "request", ...one }));
   showKeyedTiers(find("keyed"), find("keyed-list"), frame.rest.more.tiers ?? [], colours);
   showSessions(find("sessions"), find("session-list"), frame.rest.more.sessions ?? []);
+  showMissed(find("missed"), find("missed-list"), find("missed-count"), frame.rest.more.missed);
   showEvents(find("event-list"), find("events-count"), frame.rest.events, store.numEvents, tierName);
   for (const flow of document.querySelectorAll(".flow")) showFlow(flow, store.frames, place());
   const told = frame.rest.tree;
@@ -237,7 +238,7 @@ async function drawDetails() {
     selected.last = row;
     target.replaceChildren(
       element("h3", { textContent: `Request ${selected.name}` }),
-      row ? facts([["state", live ? (row[3] ? "swapped" : row[6] < row[4] ? "prefill" : "decode") : "ended"], ["tenant", frame.rest.tenants[row[2]]], ["prompt", many(row[4], "token")], ["from the cache", many(row[5], "token")], ["written", many(row[6], "token")],
+      row ? facts([["state", live ? (row[3] ? "swapped" : row[6] < row[4] ? "prefill" : "decode") : "ended"], ["tenant", frame.rest.tenants[row[2]]], ["prompt", many(row[4], "token")], ["from the cache", many(row[5], "token")], ["missed", missedOf(row[8]).map(([tokens, words]) => `${tokens.toLocaleString("en")} ${words}`).join(", ")], ["written", many(row[6], "token")],
         ["places", row[7]], ...tables.map((pairs, group) => [tables.length > 1 ? `table ${group}` : "block table", element("code", { textContent: tableWords(pairs) })])])
         : element("p", { className: "hint", textContent: "It has ended." }));
     return;

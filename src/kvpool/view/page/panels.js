@@ -126,17 +126,46 @@ export function showSessions(card, list, sessions) {
     });
 }
 
+// Tokens and names of causes, the most first.
+export const missedOf = (missed) => Object.entries(missed).sort((one, other) => other[1] - one[1]).map(([cause, tokens]) => [tokens, causeName(cause)]);
+const causeName = (cause) => cause.replaceAll("_", " ");
+
+// What the prompts of the last hour missed, by cause: tokens, their share of all prompts, and what helps.
+export function showMissed(card, list, count, told) {
+  card.hidden = !told;
+  if (!told) return;
+  const share = (tokens) => `${((100 * tokens) / Math.max(told.prompt, 1)).toFixed(1)} %`;
+  count.textContent = `${share(told.cached)} of ${many(told.prompt, "prompt token")} came from the cache`;
+  keep(list, told.missed.map(([cause, tokens, words]) => ({ key: cause, cause, tokens, words })),
+    ({ cause }) => element("li", {}, element("b", { textContent: causeName(cause) }), element("span", { className: "room" }),
+      element("div", { className: "bar" }, element("i", { className: `cause-${cause}` })), element("span", { className: "help" })),
+    (row, { tokens, words }) => {
+      const [, room, bar, help] = row.children;
+      room.textContent = `${many(tokens, "token")}, ${share(tokens)} of prompts`;
+      bar.firstChild.style.width = share(tokens).replace(" ", "");
+      if (help.textContent !== words) help.textContent = words;
+    });
+}
+
+// The parts of a request's bar: from the cache, computed by the cause for which it missed, generated, and places ahead.
+function partsOf(one) {
+  const cached = Math.min(one.cached, one.written), computed = Math.max(0, Math.min(one.written, one.prompt) - cached);
+  const causes = Object.entries(one.missed), total = causes.reduce((sum, [, tokens]) => sum + tokens, 0);
+  const missed = causes.map(([cause, tokens]) => [`cause-${cause}`, (computed * tokens) / total]);
+  return [["b-cached", cached], ...missed, ["b-new", one.written - cached - (total ? computed : 0)], ["b-ahead", Math.max(0, one.reserved - one.written)]];
+}
+
 export function showRequests(list, count, rest, colours, chosen, choose) {
   const waiting = rest.more.waiting ?? [];
   const longest = Math.max(1, ...rest.sequences.map((row) => row[7]), ...waiting.map((row) => row[2]));
   const rows = [
-    ...rest.sequences.map(([serial, name, tenant, swapped, prompt, cached, written, reserved]) => ({
-      key: `s${serial}`, serial, name, tenant: rest.tenants[tenant], colour: colours.tenant(tenant), prompt, cached, written, reserved,
+    ...rest.sequences.map(([serial, name, tenant, swapped, prompt, cached, written, reserved, missed]) => ({
+      key: `s${serial}`, serial, name, tenant: rest.tenants[tenant], colour: colours.tenant(tenant), prompt, cached, written, reserved, missed,
       state: swapped ? "swapped" : written < prompt ? "prefill" : "decode",
     })),
     ...waiting.map(([name, tenant, prompt, seconds], place) => ({
       key: `w${name}/${place}`, name, tenant, colour: colours.tenant(Math.max(0, rest.tenants.indexOf(tenant))), prompt, cached: 0,
-      written: 0, reserved: prompt, state: "waiting", seconds,
+      written: 0, reserved: prompt, missed: {}, state: "waiting", seconds,
     })),
   ];
   const more = rest.more.num_waiting === undefined ? "" : `, ${rest.more.num_waiting} waiting`;
@@ -146,12 +175,12 @@ export function showRequests(list, count, rest, colours, chosen, choose) {
     const button = element("button", { type: "button" },
       element("i", { className: "swatch" }), element("span", { className: "name" }), element("span", { className: "badge" }),
       element("span", { className: "tokens" }),
-      element("span", { className: "bar" }, element("i", { className: "b-cached" }), element("i", { className: "b-new" }), element("i", { className: "b-ahead" })));
+      element("span", { className: "bar" }));
     button.addEventListener("click", () => choose(button.parentNode.request));
     return element("li", {}, button);
   }, (row, one) => {
     row.request = one;
-    const look = [one.name, one.colour, one.state, one.prompt, one.written, one.cached, one.reserved, one.seconds, longest, chosen === one.serial].join();
+    const look = [one.name, one.colour, one.state, one.prompt, one.written, one.cached, one.reserved, one.seconds, longest, chosen === one.serial, JSON.stringify(one.missed)].join();
     if (row.look === look) return; // most of them, most of the time
     row.look = look;
     const [swatch, name, badge, tokens, bar] = row.firstChild.children;
@@ -161,11 +190,12 @@ export function showRequests(list, count, rest, colours, chosen, choose) {
     name.textContent = one.name;
     badge.textContent = one.state;
     badge.className = `badge ${one.state}`;
-    tokens.textContent = one.state === "waiting" ? `${many(one.prompt, "token")}, ${one.seconds} s` : `${many(one.written, "token")}, ${short(one.cached)} cached`;
-    const cached = Math.min(one.cached, one.written);
-    bar.children[0].style.width = part(cached);
-    bar.children[1].style.width = part(one.written - cached);
-    bar.children[2].style.width = part(Math.max(0, one.reserved - one.written));
+    tokens.textContent = one.state === "waiting" ? `${many(one.prompt, "token")}, ${one.seconds} s` : `${many(one.written, "token")}, ${[[one.cached, "cached"], ...missedOf(one.missed)].map(([tokens, words]) => `${short(tokens)} ${words}`).join(", ")}`;
+    bar.replaceChildren(...partsOf(one).map(([className, tokens]) => {
+      const made = element("i", { className });
+      made.style.width = part(tokens);
+      return made;
+    }));
   });
 }
 
