@@ -250,3 +250,57 @@ def test_given_the_id_of_a_request_then_the_command_says_why_it_missed(
     assert capsys.readouterr().out.startswith("0 of 3 tokens are cached")
     assert main(["why", f"req-{'0' * 32}", "--url", live.url, "--key", "sk-a"]) == 2
     assert "no request of yours with the id" in capsys.readouterr().err
+
+
+# --- Anthropic's diagnostics ----------------------------------------------------------------------------------------
+
+
+def talk(live: Live, previous: str | None, key: str = "sk-a", **changed: Any) -> tuple[str, Any]:
+    """The id of an answer, and what differs from an earlier request."""
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("read", "write")]
+    body = {"messages": TURNS[:3], "system": SYSTEM, "tools": tools, "max_tokens": 1}
+    body |= {"diagnostics": {"previous_message_id": previous}, **changed}
+    answer = call(live, "/v1/messages", body, key)
+    return answer["id"], answer["diagnostics"] and answer["diagnostics"]["cache_miss_reason"]
+
+
+MARKED = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({}, None),
+        ({"messages": TURNS}, None),  # it goes on
+        ({"system": MARKED}, None),  # the same in another form, with a mark
+        ({"system": "Today is 2026-11-19. " + SYSTEM}, "system_changed"),
+        ({"system": None}, "system_changed"),
+        ({"tools": None}, "tools_changed"),
+        ({"messages": TURNS[:1]}, "messages_changed"),
+        ({"messages": [*TURNS[:2], {"role": "user", "content": "Something else."}]}, "messages_changed"),
+        ({"cache_salt": "other"}, "unavailable"),
+    ],
+)
+def test_given_the_id_of_an_earlier_message_then_the_first_difference_is_told(
+    live: Live, changed: dict[str, Any], kind: str | None
+) -> None:
+    first, told = talk(live, None)
+    assert told is None
+    second, told = talk(live, first, **changed)
+    assert (told and told["type"]) == kind
+    if kind == "system_changed":
+        prompt = call(live, f"/v1/cache/requests/{first}", None, "sk-a")["prompt_tokens"]
+        assert 0 < told["cache_missed_input_tokens"] <= prompt
+    assert talk(live, second, **changed)[1] is None
+
+
+def test_given_the_id_of_another_tenants_message_then_it_is_as_unknown_as_any(live: Live) -> None:
+    first, _ = talk(live, None)
+    assert talk(live, first, "sk-b")[1] == {"type": "previous_message_not_found"} == talk(live, "msg_0", "sk-b")[1]
+
+
+def test_given_a_stream_then_its_first_event_has_the_difference(live: Live) -> None:
+    first, _ = talk(live, None)
+    body = {"messages": TURNS[:1], "max_tokens": 1, "stream": True, "diagnostics": {"previous_message_id": first}}
+    _, (start, *_) = answered(live, "/v1/messages", body)
+    assert start["message"]["diagnostics"]["cache_miss_reason"]["type"] == "system_changed"

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.engine.generation import Generation
 from kvpool.sequences.missed import Divergence, MissedSpan
 from kvpool.server.answers import missed_by_cause
 from kvpool.server.auth import Caller
+from kvpool.server.diagnostics import Fingerprint
 from kvpool.server.errors import Problem
 from kvpool.server.served_model import ServedModel
 
+T = TypeVar("T")
 MISSED_HEADER = "x-kvpool-missed"
 MAX_NAMES = 1000  # two for each request; of one tenant, since a common limit would tell it how much others ask
 MAX_SPANS = 100  # of a prompt
@@ -59,26 +61,48 @@ class Answered(NamedTuple):
         }
 
 
-class AnsweredRequests:
-    """The last requests of each tenant, by their ids and those of their answers. One event loop uses it."""
+class Recent(Generic[T]):
+    """The last things of each tenant, by their names. One event loop uses it."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, OrderedDict[str, Answered]] = {}  # of each tenant by id, the newest at the end
+        self._kept: dict[str, OrderedDict[str, T]] = {}  # the newest at the end
 
-    def keep(self, tenant: str, names: Sequence[str], answered: Answered) -> None:
-        """Keeps a request of a tenant under all its names, instead of what they named before."""
+    def keep(self, tenant: str, names: Sequence[str], one: T) -> None:
+        """Keeps one of a tenant under all its names, instead of what they named before."""
         kept = self._kept.setdefault(tenant, OrderedDict())
         for name in names:
-            kept[name] = answered
+            kept[name] = one
             kept.move_to_end(name)
         while len(kept) > MAX_NAMES:
             kept.popitem(last=False)
 
+    def find(self, tenant: str, name: str) -> T | None:
+        """That of a tenant with this name."""
+        return self._kept[tenant].get(name) if tenant in self._kept else None
+
+    @property
+    def tenants(self) -> list[str]:
+        """Whose things are kept."""
+        return list(self._kept)
+
+
+class AnsweredRequests:
+    """The last requests of each tenant, by their ids and those of their answers."""
+
+    def __init__(self) -> None:
+        self._requests = Recent[Answered]()
+        self.fingerprints = Recent[Fingerprint]()  # of those that asked for `diagnostics`, by the ids of their answers
+
+    def keep(self, tenant: str, names: Sequence[str], answered: Answered) -> None:
+        """Keeps a request of a tenant."""
+        self._requests.keep(tenant, names, answered)
+
     def find(self, caller: Caller, name: str) -> Answered:
         """A request of the caller's tenant; an admin may name one of any. Another tenant's is as if it were not there."""
-        for tenant in (caller.tenant, *(self._kept if caller.is_admin else ())):
-            if tenant in self._kept and name in self._kept[tenant]:
-                return self._kept[tenant][name]
+        for tenant in (caller.tenant, *(self._requests.tenants if caller.is_admin else ())):
+            found = self._requests.find(tenant, name)
+            if found is not None:
+                return found
         raise Problem(
             404,
             f"no request of yours with the id {name!r} is known: the last {MAX_NAMES // 2} of a tenant are kept; give the "

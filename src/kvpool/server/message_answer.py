@@ -10,6 +10,7 @@ from typing import Any
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.server.answer_reader import AnswerReader, ChunkReader, Part
 from kvpool.server.answers import HOLE, EventForm, as_event, missed_field
+from kvpool.server.diagnostics import Diagnosis
 from kvpool.server.errors import Problem
 from kvpool.server.tools import new_call_id
 
@@ -25,11 +26,18 @@ class MessageAnswer:
 
     too_long = "prompt is too long: {tokens} tokens > {limit} maximum"  # Claude Code reads both numbers, without commas
 
-    def __init__(self, model: str, make_reader: Callable[[], AnswerReader] | None, num_marked: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        make_reader: Callable[[], AnswerReader] | None,
+        num_marked: int,
+        diagnosis: Diagnosis | None = None,
+    ) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._model = model
         self._reader = ChunkReader(make_reader)
         self._num_marked = num_marked  # tokens of the prompt that a mark asked to keep
+        self._diagnosis = diagnosis
         self._begun = False
         self._num_blocks = 0
         self._open = ""  # the kind of the block under way
@@ -117,6 +125,7 @@ class MessageAnswer:
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(generation),
+            **({} if self._diagnosis is None else {"diagnostics": self._diagnosis.told(generation)}),
         }
 
     def _reason(self, generation: Generation) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvpool.server.agent_fields import OfMarks, OfMessages, OfMessageTools, OfOu
 from kvpool.server.auth import Caller
 from kvpool.server.body import Body, Count, One, Stop
 from kvpool.server.completions import conversation_tokens, dialogue
+from kvpool.server.diagnostics import Diagnosis, Diagnostics, Fingerprint
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.images import image_part
@@ -137,6 +138,7 @@ class Messages(Sampling, Spoken):
     max_tokens: Count
     n: One = 1
     thread: dict[str, Any] | None = None
+    diagnostics: Diagnostics | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
 
 
@@ -180,8 +182,24 @@ async def converse(
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
     num_marked = 0 if retention is None else int(retention.ranges[-1].end or 0)
-    answer = MessageAnswer(model.name, model.answers.reader(talk.begun), num_marked)
+    diagnosis = None if body.diagnostics is None else _diagnosis(body, talk, model, caller, context)
+    answer = MessageAnswer(model.name, model.answers.reader(talk.begun), num_marked, diagnosis)
+    if diagnosis is not None:
+        context.answered.fingerprints.keep(caller.tenant, [answer.id], diagnosis.request)
     return await Exchange(request, body, model, caller, context, answer).answer(talk.begun, params, retention=retention)
+
+
+def _diagnosis(
+    body: Messages, talk: _Conversation, model: ServedModel, caller: Caller, context: RequestContext
+) -> Diagnosis:
+    """The request beside the one whose answer it names."""
+    others = body.cache_salt, body.tool_choice, body.thinking, talk.begun.template
+    lines = model.keeps_varying_lines
+    offered, length = talk.begun.use.offered, len(talk.begun.prompt)
+    request = Fingerprint.of(model.name, talk.spoken, offered, others, length, keeps_lines=lines)
+    name = body.diagnostics.previous_message_id if body.diagnostics else None
+    earlier = None if name is None else context.answered.fingerprints.find(caller.tenant, name)
+    return Diagnosis(request, name is not None, earlier)
 
 
 async def count_tokens(body: CountTokens, model: ServedModel, asker: Asker) -> dict[str, int]:
