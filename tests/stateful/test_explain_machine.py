@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from everything import Everything
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, StatePart, StateSpec, Tier
+from kvpool.config import DType
 from kvpool.errors import OutOfBlocksError
 
 FULL, WINDOWED = LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=1, head_dim=8, window=6)
+STATE = StateSpec((StatePart("state", (64, 16), DType.FLOAT32),))
 SCOPES = [ReuseScope(), ReuseScope(salt="s"), ReuseScope(adapter="a"), ReuseScope(tenant="t")]
 BASES = [list(range(first, first + 60)) for first in (0, 1000, 2000)]
 
@@ -34,7 +36,7 @@ def prompts(draw: st.DrawFn) -> list[int]:
 
 class ExplainMachine(RuleBasedStateMachine):
     @initialize(
-        layers=st.sampled_from([[FULL], [FULL], [FULL, WINDOWED]]),
+        layers=st.sampled_from([[FULL], [FULL], [FULL, WINDOWED], [FULL, STATE]]),
         size=st.sampled_from([1, 4, 8]),
         host=st.sampled_from([0, 0, 12]),
         remembered=st.sampled_from([None, None, 10, 40]),
@@ -46,13 +48,15 @@ class ExplainMachine(RuleBasedStateMachine):
         self, layers: Any, size: int, host: int, remembered: int | None, partial: bool, unfilled: bool, policy: str
     ) -> None:
         self.now = 0.0
+        has_states = STATE in layers
         config = KVCacheConfig(
             layers,
             block_size=size,
-            gpu_blocks=104 // size,
-            host_blocks=host,
-            partial_match=partial,
-            cache_unfilled_blocks=unfilled and partial,
+            gpu_blocks=(104 // size, 12) if has_states else 104 // size,
+            host_blocks=(host, host // 2) if has_states else host,
+            partial_match=partial and not has_states,
+            cache_unfilled_blocks=unfilled and partial and not has_states,
+            checkpoint_every=2 * size if has_states and unfilled else None,
             watermark=0.0,
             eviction_policy=policy,
             remembered_blocks=1000 if remembered is None else remembered,
@@ -94,11 +98,12 @@ class ExplainMachine(RuleBasedStateMachine):
         count = min(count, handle.num_prompt_tokens - handle.num_committed)
         if count <= 0:
             return
+        stop = handle.num_committed + count
         try:
-            missing = handle.num_committed + count - handle.num_reserved
-            if missing > 0:
-                self.manager.extend(handle, missing)
-            self.manager.commit(handle, count)
+            while (start := handle.num_committed) < stop:
+                end = self.manager.step_end(handle, start, stop)
+                self.manager.extend(handle, max(0, end - handle.num_reserved))
+                self.manager.commit(handle, end - start)
         except OutOfBlocksError:
             return
 
