@@ -57,6 +57,19 @@ def test_given_engines_one_after_another_then_the_layers_of_their_model_are_comp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
+def test_given_an_indexer_then_what_it_chooses_goes_from_one_compiled_layer_to_the_next(graphs: list[Any]) -> None:
+    model, prompts = tiny_model("glm_moe_dsa"), [random_prompt(40, seed=1)]
+    with Engine(model, kv_blocks=64) as engine:
+        expected = engine.generate(prompts, GREEDY)[0].token_ids
+    with Engine(model, kv_blocks=64, compile=True) as engine:
+        engine.warm_up()
+        assert not engine._loop.runner.is_uncompiled
+        assert engine.generate(prompts, GREEDY)[0].token_ids == expected
+    assert len(graphs) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
 def test_given_experts_then_their_layers_are_compiled_for_few_tokens_and_for_many(graphs: list[Any]) -> None:
     model = tiny_model("mixtral")
     inspect_model(model)
