@@ -11,6 +11,7 @@ import pytest
 from kvpool import ReuseHint, ReuseScope
 from kvpool.engine.generation import Generation
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.prompts import prompt_tokens
 from kvpool.engine.requests import (
     RequestMaker,
@@ -24,6 +25,7 @@ from kvpool.engine.requests import (
 from kvpool.errors import InvalidArgumentError, KVPoolError, NeverFitsError
 
 PROMPT = np.array([1, 2, 3], np.int32)
+READ = PicturedPrompt(PROMPT)
 TOKENIZER = SimpleNamespace(decode=lambda tokens, skip_special_tokens=True: "".join(map(chr, tokens)))
 
 
@@ -47,9 +49,9 @@ def maker(**options: Any) -> RequestMaker:
 def test_given_a_prompt_then_requests_are_numbered_and_hold_what_was_asked_for() -> None:
     make = maker().make
     scope = ReuseScope(tenant="a")
-    made = make(PROMPT, SamplingParams(4, stop_token_ids=[7]), priority=3, scope=scope, deadline=2.5, session="s")
+    made = make(READ, SamplingParams(4, stop_token_ids=[7]), priority=3, scope=scope, deadline=2.5, session="s")
     generation, request = made
-    assert (generation.id, make(PROMPT, SamplingParams(4)).request.id) == (0, 1)
+    assert (generation.id, make(READ, SamplingParams(4)).request.id) == (0, 1)
     assert (request.id, request.max_new_tokens, request.n, request.priority) == (0, 4, 1, 3)
     assert (request.scope, request.deadline, request.session) == (scope, 52.5, "s")
     assert request.stop_ids == {2, 7}
@@ -57,22 +59,20 @@ def test_given_a_prompt_then_requests_are_numbered_and_hold_what_was_asked_for()
 
 
 def test_given_nothing_beside_a_prompt_then_the_request_has_no_deadline_scope_or_hint() -> None:
-    request = maker().make(PROMPT, SamplingParams()).request
+    request = maker().make(READ, SamplingParams()).request
     assert (request.deadline, request.scope, request.hint, request.session) == (None, ReuseScope(), None, None)
 
 
 def test_given_that_ends_are_ignored_then_only_the_requests_own_stop_tokens_end_it() -> None:
-    assert maker().make(PROMPT, SamplingParams(4, stop_token_ids=[7], ignore_eos=True)).request.stop_ids == {7}
+    assert maker().make(READ, SamplingParams(4, stop_token_ids=[7], ignore_eos=True)).request.stop_ids == {7}
 
 
 def test_given_samples_then_the_request_has_as_many_sequences() -> None:
-    assert maker().make(PROMPT, SamplingParams(4, n=3)).request.n == 3
+    assert maker().make(READ, SamplingParams(4, n=3)).request.n == 3
 
 
 def test_given_defaults_of_the_model_then_what_the_params_leave_open_is_theirs() -> None:
-    generation = (
-        maker(defaults=SamplingParams(temperature=0.5, top_k=9)).make(PROMPT, SamplingParams(top_k=3)).generation
-    )
+    generation = maker(defaults=SamplingParams(temperature=0.5, top_k=9)).make(READ, SamplingParams(top_k=3)).generation
     assert (generation.params.temperature, generation.params.top_k) == (0.5, 3)
 
 
@@ -84,7 +84,7 @@ def test_given_a_context_then_no_more_new_tokens_are_wanted_than_it_has_room_for
     limit: int | None, wanted: int, granted: int
 ) -> None:
     """The K and V of the last token are never stored. A prompt that is too long by itself is refused later."""
-    generation, request = maker(longest=limit).make(PROMPT, SamplingParams(wanted))
+    generation, request = maker(longest=limit).make(READ, SamplingParams(wanted))
     assert (request.max_new_tokens, generation.params.max_new_tokens) == (granted, granted)
     assert bool(generation.notes) == (granted < wanted)
     if generation.notes:
@@ -103,7 +103,7 @@ def test_given_a_context_then_no_more_new_tokens_are_wanted_than_it_has_room_for
 def test_given_tools_then_the_answer_is_looked_at_unless_the_caller_says_what_follows(
     offers_tools: bool, hint: ReuseHint | None, tokenizer: Any, looks: bool
 ) -> None:
-    request = maker(tokenizer=tokenizer).make(PROMPT, SamplingParams(), hint=hint, offers_tools=offers_tools).request
+    request = maker(tokenizer=tokenizer).make(READ, SamplingParams(), hint=hint, offers_tools=offers_tools).request
     assert isinstance(request.hint, ToolCalls) == looks
     if not looks:
         assert request.hint is hint
@@ -129,17 +129,17 @@ def test_given_what_a_request_cannot_have_then_it_is_refused_by_name(
     params: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        maker().make(PROMPT, params, **options)
+        maker().make(READ, params, **options)
 
 
 def test_given_the_last_token_of_the_vocabulary_then_it_may_have_a_bias() -> None:
-    assert maker().make(PROMPT, SamplingParams(logit_bias={99: 1.0})).generation.params.logit_bias == {99: 1.0}
+    assert maker().make(READ, SamplingParams(logit_bias={99: 1.0})).generation.params.logit_bias == {99: 1.0}
 
 
 def test_given_stop_strings_without_a_tokenizer_then_they_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="stop strings need a tokenizer"):
-        maker(tokenizer=None).make(PROMPT, SamplingParams(stop="."))
-    maker(tokenizer=None).make(PROMPT, SamplingParams())
+        maker(tokenizer=None).make(READ, SamplingParams(stop="."))
+    maker(tokenizer=None).make(READ, SamplingParams())
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

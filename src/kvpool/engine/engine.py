@@ -206,8 +206,7 @@ class Engine:
         made: list[NewRequest] = []
         for index, (prompt, params) in enumerate(prompts):
             try:
-                read = self.read_prompt(prompt, seen[index])
-                made.append(self._requests.make(read.token_ids, params, **read.beside, **options[index]))
+                made.append(self._requests.make(self.read_prompt(prompt, seen[index]), params, **options[index]))
             except KVPoolError as error:
                 raise of_prompt(error, index, len(prompts)) from error
         return made
@@ -284,13 +283,11 @@ class Engine:
         say so. A request that can never fit ends with `NeverFitsError`.
         """
         check_options(unknown)
-        read = self.read_prompt(prompt, images)
         generation, request = self._requests.make(
-            read.token_ids,
+            self.read_prompt(prompt, images),
             params,
             on_chunk,
             on_end,
-            **read.beside,
             adapter=adapter,
             priority=priority,
             scope=scope,
@@ -335,11 +332,9 @@ class Engine:
         """
         tiers = self._handing_over()
         prefill: list[Prefill] = []
-        read = self.read_prompt(prompt, images)
         generation, request = self._requests.make(
-            read.token_ids,
+            self.read_prompt(prompt, images),
             SamplingParams(max_new_tokens=1),
-            **read.beside,
             on_end=lambda: prefill[0].computed(),
             adapter=adapter,
             priority=priority,
@@ -370,8 +365,7 @@ class Engine:
         assert link is not None
         check_callbacks(on_end)
         read = self.read_prompt(prompt)
-        options: dict[str, Any] = {"adapter": adapter, "scope": scope, "session": session}
-        _, request = self._requests.make(read.token_ids, USUAL, **options, **read.beside)
+        _, request = self._requests.make(read, USUAL, adapter=adapter, scope=scope, session=session)
         keys, found = link.prompt_keys(request), Future[int]()
         found.set_running_or_notify_cancel()  # so that an event loop cannot cancel it when its client leaves
         if on_end is not None:
@@ -405,13 +399,8 @@ class Engine:
         options.setdefault("adapter", parent.adapter)
 
         def branch() -> Generation:
-            forked, request = self._requests.make(
-                parent.token_ids,
-                wanted,
-                pictures=parent.pictures,
-                begins=parent.begins,
-                **options,
-            )
+            so_far = PicturedPrompt(parent.token_ids, parent.pictures)
+            forked, request = self._requests.make(so_far, wanted, begins=parent.begins, **options)
             forked.goes_on_from(parent)
             self._loop.fork(parent, forked, request)
             return forked
@@ -516,8 +505,7 @@ class Engine:
 
         It asks keyed tiers and waits for their answers, for `tier_timeout` at most.
         """
-        read = self.read_prompt(prompt)
-        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
+        _, request = self._requests.make(self.read_prompt(prompt), USUAL, adapter=adapter, scope=scope)
         match = self.manager.match_prefix(request.prompt, request.scope, request.items)
         media = {} if self._tiers is None else self._tiers.find(request, match.num_blocks)
         return tokens_by_tier(match, media, len(request.prompt), self.config.block_size)
@@ -536,8 +524,7 @@ class Engine:
         """
         if not self.config.remembered_blocks_limit:
             return []
-        read = self.read_prompt(prompt)
-        _, request = self._requests.make(read.token_ids, USUAL, adapter=adapter, scope=scope, **read.beside)
+        _, request = self._requests.make(self.read_prompt(prompt), USUAL, adapter=adapter, scope=scope)
         return self.manager.inspect.explain(request.prompt, request.scope, request.items, all_tenants=all_tenants)
 
     def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:

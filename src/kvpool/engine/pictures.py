@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -154,11 +154,6 @@ class PicturedPrompt:
 
     token_ids: Int32Array
     pictures: Pictures | None = None
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        """What a request has beside its tokens."""
-        return {"pictures": self.pictures}
 
     def __len__(self) -> int:
         return len(self.token_ids)

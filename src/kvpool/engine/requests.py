@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 from kvpool.checks import as_flag, show
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.pictures import PicturedPrompt
 from kvpool.engine.scoring import PromptScores
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.model.vision import Pictures
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import Request
 from kvpool.scope import Retention, ReuseHint, ReuseScope, check_hint
@@ -109,7 +109,7 @@ class RequestMaker:
 
     def make(
         self,
-        tokens: Int32Array,
+        prompt: PicturedPrompt,
         params: SamplingParams,
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
@@ -122,15 +122,15 @@ class RequestMaker:
         retention: Retention | None = None,
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
-        pictures: Pictures | None = None,
         private: bool = False,
         begins: int | None = None,
     ) -> NewRequest:
-        """A request for all tokens that follow these; the options are those of `Engine.submit`.
+        """A request for all tokens that follow a prompt; the options are those of `Engine.submit`.
 
         A `private` one gets a scope of its own, so that all of its prompt is computed. Of a fork, `begins` is the position of
         the first token of the answer that it goes on with.
         """
+        tokens, pictures = prompt.token_ids, prompt.pictures
         self._check(params, deadline, on_chunk, on_end)
         if hint is not None:
             check_hint(hint)
@@ -215,7 +215,7 @@ _INSTEAD = {  # arguments of transformers' `generate`
 
 def check_options(options: Mapping[str, object]) -> None:
     """Refuses options that requests do not have, and says where they belong."""
-    own = ("self", "tokens", "params", "pictures", "private", "begins")
+    own = ("self", "prompt", "params", "private", "begins")
     allowed = [name for name in inspect.signature(RequestMaker.make).parameters if name not in own]
     for name in options.keys() - set(allowed):
         if name in {each.name for each in fields(SamplingParams)}:

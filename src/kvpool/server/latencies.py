@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -160,7 +160,7 @@ class Latencies:
     """Times and counts of requests, recorded in the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._models: dict[str, ModelLatencies] = {}
+        self._models: defaultdict[str, ModelLatencies] = defaultdict(ModelLatencies)
         self._tenants: dict[str, Counter[str]] = {}
         self.under_way = Gauge(
             "kvpool_http_requests_under_way", "Requests that wait or are being answered.", registry=registry
@@ -172,7 +172,7 @@ class Latencies:
 
     def of(self, model: str) -> ModelLatencies:
         """Those of one model."""
-        return self._models.setdefault(model, ModelLatencies())
+        return self._models[model]
 
     def begin(self, model: str, tenant: str) -> RequestMeter:
         """A request of a client begins."""
