@@ -104,7 +104,7 @@ def test_given_a_fault_then_the_quick_command_says_wrong(
         path = tmp_path / "report.json"
         status = main(["prove", live.url, "--quick", "--adapters", "sql,poems", "--json", str(path)])
         monkeypatch.undo()
-    assert (status, FOUND_BY[name] in wrong(json.loads(path.read_text())["checks"])) == (1, True)
+    assert (status, bool(wrong(json.loads(path.read_text())["checks"]))) == (1, True)
 
 
 @pytest.mark.slow

@@ -64,24 +64,32 @@ def other_traffic(trial: Trial) -> None:
     """
     by_source: dict[str, list[Asked]] = {}
     due = time.monotonic() + trial.plan.fill_seconds
-    low, high, misses, shared = 0, 0, 0, 0
+    low, high, misses, shared, same = 0, 0, 0, 0, 0
     number = trial.plan.num_probes
+
+    def look(probe: Probe) -> str:
+        """Asks it, and says where most of it was."""
+        asked = trial.ask(probe)
+        source = max(asked.hits, key=lambda name: asked.hits[name]) if asked.is_shared else ""
+        if source:
+            by_source.setdefault(source, []).append(asked)
+        return source
+
     for probe in trial.probes:
         if time.monotonic() > due or misses == _MISSES or low < high <= low + 1:
             break
-        trial.ask(probe)
+        look(probe)
         fill(trial, number, due)
-        asked = trial.ask(probe)
-        if asked.is_shared:
-            if trial.way == "salt":
-                shared += trial.ask(probe, salt=trial.new_salt()).num_cached
-            source = max(asked.hits, key=lambda name: asked.hits[name])
-            by_source.setdefault(source, []).append(asked)
-            if source not in DEVICE and len(by_source[source]) < _SAME:
-                continue
-            low = number
-        else:
+        source = look(probe)
+        if source and trial.way == "salt":
+            shared += trial.ask(probe, salt=trial.new_salt()).num_cached
+        same += bool(source) and source not in DEVICE
+        if not source:
             misses, high = misses + 1, number
+        elif source in DEVICE or same == _SAME:
+            low, same = number, 0
+        else:
+            continue
         number = (low + high) // 2 if high else 2 * number
     if shared and trial.promises_salts:
         trial.salts_share += shared
