@@ -36,7 +36,7 @@ def test_given_requests_then_every_counter_is_known_and_counts(engine: Any) -> N
     toy = engine()
     toy.serve(ToyRequest("a", PROMPT))
     toy.serve(ToyRequest("b", PROMPT))
-    assert toy.scheduler.take_counts() == {"requests": 2, "hits": 1, "stored": 4, "from_host": 4}
+    assert toy.scheduler.take_counts() == {"requests": 2, "hits": 1, "stored": 4, "from_host": 4, "missed_absent": 4}
     assert toy.scheduler.take_counts() == {}
     assert {*toy.scheduler.stats()} <= {*COUNTS}
 

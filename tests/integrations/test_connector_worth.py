@@ -52,6 +52,41 @@ def test_given_a_tier_that_is_slower_than_computing_then_its_blocks_are_computed
     decider.observe_load(0, 4, 0.2)
     assert toy.serve(ToyRequest("a", PROMPT)) == 0
     assert toy.scheduler.stats()["slower"] == 1
+    assert missed(toy) == {"slower": 4}
+
+
+def missed(toy: ToyEngine) -> dict[str, int]:
+    """Blocks that were not brought, by cause."""
+    return {name[7:]: count for name, count in toy.scheduler.stats().items() if name.startswith("missed_") and count}
+
+
+def test_given_a_longer_prompt_then_what_nobody_has_is_absent(engine: Any, tmp_path: Path, clock: Clock) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, PROMPT)
+    decider.observe_prompt(16, 10.0)
+    decider.observe_load(0, 4, 0.1)
+    longer = [*PROMPT[: 4 * BLOCK], *range(5000, 5000 + 3 * BLOCK)]
+    assert toy.serve(ToyRequest("a", longer)) == 4 * BLOCK
+    assert missed(toy) == {"absent": 2}
+
+
+def test_given_a_host_that_is_too_small_then_what_a_tier_has_and_it_cannot_hold_is_crowded(
+    engine: Any, tmp_path: Path, clock: Clock
+) -> None:
+    toy, decider = restarted(engine, tmp_path, clock, LONG, host_blocks=10)
+    decider.observe_prompt(16, 10.0)
+    decider.observe_load(0, 4, 0.001)
+    num_found = toy.serve(ToyRequest("a", LONG)) // BLOCK
+    assert 0 < num_found < 41
+    assert missed(toy) == {"crowded": 41 - num_found}
+
+
+def test_given_a_tier_that_does_not_answer_then_its_blocks_are_late(
+    engine: Any, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, _ = restarted(engine, tmp_path, clock, PROMPT)
+    monkeypatch.setattr(toy.scheduler.host._loader._lookups._threads, "submit", lambda *job: False)
+    assert toy.serve(ToyRequest("a", PROMPT)) == 0
+    assert missed(toy) == {"late": 4}
 
 
 def test_given_prompts_that_are_never_found_because_of_a_slow_tier_then_the_warning_says_so(

@@ -40,6 +40,11 @@ class LoadStats:
     from_tiers: int = 0
     failed: int = 0  # blocks that were promised and could not be loaded; the engine computes them again
     slower: int = 0  # requests that computed what a tier had, because that was faster so far
+    # Blocks of prompts that the engine lacked and that were not brought, at the first look-up of each request
+    missed_absent: int = 0  # neither the host nor a tier had them
+    missed_late: int = 0  # no tier said in time whether it had them
+    missed_slower: int = 0  # a tier had them, and computing was faster so far
+    missed_crowded: int = 0  # a tier had them, and the host had no room
 
 
 @dataclass
@@ -94,19 +99,29 @@ class Loader:
         if last <= first:
             return 0
         found = self._manager.match_prefix(tokens, tracked.scope, tracked.items or None)
-        num_blocks = min(found.num_blocks, last)
+        num_blocks = num_there = min(found.num_blocks, last)
+        is_late = self._lookups is not None and tracked.has_lost
+        num_worth = num_there
         if self._lookups is not None and num_blocks < last and not tracked.has_lost:
             here = max(first, num_blocks)
             num_below = self._lookups.num_blocks(tracked, here, last)
             if num_below is None or (num_below > here and self._arrives(tracked, here)):
                 return None
+            is_late = tracked.lookup is None or tracked.lookup.value is None
             if self._events is not None and not tracked.was_looked_up:
                 self._tell(tracked, here, num_below, last)
+            num_there = num_worth = max(num_blocks, num_below)
             if num_below > here:
-                num_below = self._worth(tracked, here, num_below)
+                num_below = num_worth = self._worth(tracked, here, num_below)
             if num_below > here:
                 num_below = self._with_room(tracked, num_blocks, num_below)
                 num_blocks, tracked.uses_tiers = max(num_blocks, num_below), num_below > num_blocks
+        if not tracked.was_looked_up:
+            missing = last - max(first, num_there)
+            self.stats.missed_late += missing if is_late else 0
+            self.stats.missed_absent += 0 if is_late else missing
+            self.stats.missed_slower += num_there - max(num_worth, num_blocks)
+            self.stats.missed_crowded += max(0, num_worth - max(first, num_blocks))
         return max(0, num_blocks - first) * self._block_size
 
     def _worth(self, tracked: TrackedRequest, here: int, below: int) -> int:

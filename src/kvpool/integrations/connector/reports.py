@@ -226,6 +226,10 @@ COUNTS = {
     "from_tiers": "blocks that were loaded from the tiers below the host",
     "failed": "blocks that were promised and could not be loaded; the engine computed them again",
     "slower": "requests that computed blocks that a tier had, because that was faster so far",
+    "missed_absent": "blocks that the engine lacked, and neither the host nor a tier had",
+    "missed_late": "blocks that the engine lacked, and no tier said in time whether it had them",
+    "missed_slower": "blocks that a tier had and that were computed, because that was faster so far",
+    "missed_crowded": "blocks that a tier had and that were computed, because the host had no room for them",
     "tier_load_failures": "values that a tier could not bring, was late with, or that were damaged",
     "tier_store_failures": "values that a tier could not store, or not in time",
 }

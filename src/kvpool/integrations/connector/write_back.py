@@ -133,6 +133,8 @@ class WriteBack:
         found = self._num_here(names)
         if found < len(names) and names[found] in self._going:
             return None
+        if not tracked.was_looked_up:
+            self.loaded.missed_absent += len(names) - found
         for name in names[:found]:  # they must not make room for others now
             if name in self._order:
                 self._order.move_to_end(name)
