@@ -1,6 +1,6 @@
 """Three agents and a sub-agent share a memory for half of what they need, twice: without and with sessions told.
 
-    make demo-once && .venv/bin/python examples/demos/agents.py
+    make demo-once && .venv/bin/python examples/demos/sub_agents.py
 
 The tools are scripted, so both runs ask for the same; the model is real. An agent reads files, waits for its tools, and goes
 on from what it had. Ada calls a sub-agent, whose context is of no use once it has answered. Told so, the cache gives up its
