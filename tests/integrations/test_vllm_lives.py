@@ -100,6 +100,7 @@ def test_given_requests_then_vllms_metrics_count_them(seen: Any) -> None:
         "vllm:kvpool_hits": 3,
         "vllm:kvpool_stored": 42,
         "vllm:kvpool_from_host": 42,
+        "vllm:kvpool_missed_absent": 42,  # the first time of each
     }
 
 
