@@ -182,7 +182,7 @@ class WriteBack:
         loading = self._loading[job] = _Loading(tracked, names, rows)
         tracked.hits = len(rows), 0, 0
         targets = pages[0][first:last]
-        load = Load(job, tracked.request.request_id, list(rows), [targets], len(rows))
+        load = Load(job, tracked.request.request_id, rows, [targets], len(rows))
         whose, leaving = self._leaving
         if whose is tracked:
             load.displaced = self._in_turns(loading, targets[: len(rows)], leaving)
